@@ -52,7 +52,7 @@ OWNERS = {
     "redis": (
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
-        "slipstream.protocol.queue.redis_durability",
+        "slipstream.protocol.queue.redis_checks",
         "slipstream.protocol.queue.redis_receiver",
         # `slipstream doctor` tries each right of a user.
     ),

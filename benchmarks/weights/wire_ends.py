@@ -24,8 +24,8 @@ from slipstream.core.settings.config import OffloadSection, WeightsSection
 from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
-from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export_plan import Piece
+from slipstream.learner.trainer.weights.publish import BucketSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment

@@ -10,7 +10,7 @@ from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
-from slipstream.rollout_server.weights.host_receivers import GlooReceiver
+from slipstream.rollout_server.weights.receivers import GlooReceiver
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
-from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
+from slipstream.rollout_server.weights.receivers import IpcReceiver
 from slipstream.v1 import weights_pb2
 from support.ranks import ipc_learner
 

@@ -173,7 +173,7 @@ def test_a_number_that_the_loader_reads_from_a_checkpoint_is_no_constant() -> No
 def test_sinks_that_attention_copies_go_through_the_loader(precision: str) -> None:
     import torch
     import vllm
-    from slipstream.rollout_server.vllm.weights.vllm_layers import check_layers
+    from slipstream.rollout_server.vllm.weights.loader_update import check_layers
     from slipstream.rollout_server.weights.copy_plan import NotCopied
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionImplBase

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.settings.transformer_table import FROM_MODEL, OFF
+from slipstream.core.settings.parallel_rules import FROM_MODEL, OFF
 from slipstream.learner.trainer.model.recipe import OWNED
 from support.fakes.parity_models import make_models
 from support.ranks import settings_ranks

@@ -27,7 +27,7 @@ from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
-from slipstream.rollout_server.weights.host_receivers import GlooReceiver
+from slipstream.rollout_server.weights.receivers import GlooReceiver
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.guarded_controller import TOKEN, serving, with_token
 from support.rigs.loopbacks import LOOPBACKS

@@ -459,7 +459,7 @@ def literals(tree: ast.AST) -> Iterator[str]:
 
 
 def events_of_the_controller() -> tuple[set[str], set[str]]:
-    """All texts in the controller, and those that are handed to `events.add` where they stand."""
+    """All texts in the controller, and those handed to `events.add` or `warn` where they stand."""
     texts: set[str] = set()
     added: set[str] = set()
     for path in (ROOT / "learner" / "slipstream" / "learner" / "controller").rglob("*.py"):
@@ -469,8 +469,8 @@ def events_of_the_controller() -> tuple[set[str], set[str]]:
             if (
                 isinstance(call, ast.Call)
                 and isinstance(call.func, ast.Attribute)
-                and call.func.attr == "add"
-                and ast.unparse(call.func).endswith("events.add")
+                and call.func.attr in ("add", "warn")
+                and ast.unparse(call.func).endswith(("events.add", "events.warn"))
             ):
                 added.update(text for text in literals(call.args[0]) if len(text.strip()) > 6)
     return texts, added

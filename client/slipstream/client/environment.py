@@ -115,11 +115,9 @@ class TaskSequence(Protocol[TaskItem]):
 
     def __len__(self) -> int:
         """Returns the number of tasks."""
-        ...
 
     def __getitem__(self, index: int, /) -> TaskItem:
         """Returns task number `index`."""
-        ...
 
 
 class Environment(Generic[Task]):

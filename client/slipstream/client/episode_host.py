@@ -64,8 +64,7 @@ class EpisodeHost:
         `tracker` is told of every call. Raises EnvironmentFailed when the environment gives no
         tasks.
         """
-        self._tracker = tracker
-        self._environment = environment
+        self._tracker, self._environment = tracker, environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
         self._agents = AgentEpisodes()

@@ -16,8 +16,12 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.configuration.config_file import dump_config, load_config
-from slipstream.core.configuration.whole_settings import REMEDY, with_first_line
+from slipstream.core.configuration.config_file import (
+    REMEDY,
+    dump_config,
+    load_config,
+    with_first_line,
+)
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.vision_rules import sees_images

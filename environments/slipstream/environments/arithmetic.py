@@ -98,9 +98,7 @@ class Arithmetic(Environment[Addition]):
         self._digits = digits
         self._operations = tuple(operations)
         self._is_heldout = split == "heldout"
-        self._seed = seed
-        self._format = format
-        self._format_credit = format_credit
+        self._seed, self._format, self._format_credit = seed, format, format_credit
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
         self._task = Addition(0, "+", 0)
 

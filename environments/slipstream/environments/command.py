@@ -21,11 +21,7 @@ from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.question_files import read_rows
-from slipstream.environments.sandbox.kept_program import (
-    ProgramEnd,
-    ProgramLimits,
-    run_program,
-)
+from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
 from slipstream.environments.sandbox.sandbox import launched, why_not
 

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.client.environment import (
-    Environment,
-    Message,
-    ResetResult,
-    StepResult,
-)
+from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.question_files import Cell, Row, message_of, read_rows, text_of
 

@@ -26,7 +26,6 @@ from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedPr
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-
 REWARDS = ("share", "all")
 PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
@@ -163,9 +162,7 @@ class Functions(Environment[Exam]):
             raise ConfigError(f"limit_s must be above 0, got {limit_s}")
         if max_running < 0:
             raise ConfigError(f"max_running must be at least 0, got {max_running}")
-        self._instruction = instruction
-        self._reward = reward
-        self._limit_s = limit_s
+        self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
         columns = ExamColumns(question, tests, setup, function)
         self._exams = read_exams(Path(path), columns)
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)

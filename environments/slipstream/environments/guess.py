@@ -21,8 +21,7 @@ class GuessNumber(Environment[int]):
             raise ValueError(f"high must be at least 2, got {high}")
         if max_guesses < 1:
             raise ValueError(f"max_guesses must be at least 1, got {max_guesses}")
-        self._high = high
-        self._max_guesses = max_guesses
+        self._high, self._max_guesses = high, max_guesses
         self._numbers = random.Random(seed).sample(range(1, high + 1), high)
         self._number = 0
         self._guesses = 0

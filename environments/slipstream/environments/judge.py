@@ -104,9 +104,7 @@ class Judge:
         )
         self._is_anywhere = bool(base_url)
         self._name = self._server.name
-        self._model = model
-        self._prompt = prompt
-        self._answer = answer
+        self._model, self._prompt, self._answer = model, prompt, answer
         self._lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
 

@@ -66,8 +66,7 @@ class Judged(Environment[Row]):
             timeout_s=timeout_s,
             max_retries=max_retries,
         )
-        self._instruction = instruction
-        self._question = question
+        self._instruction, self._question = instruction, question
         self._rows = _questions(path, question)
 
     def tasks(self) -> list[Row]:

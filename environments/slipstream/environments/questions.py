@@ -28,7 +28,6 @@ START_LIMIT_S = 60.0
 MAX_CHARACTERS = 4000
 LINE_BYTES = 1 << 16
 
-
 JUDGES = ("math_verify", "exact", "contains")
 # What a function of the user's may take.
 ARGUMENTS = ("reply", "question", "answer", "row")
@@ -97,10 +96,8 @@ class Questions(Environment[Question]):
                 "judge 'math_verify' needs the package math-verify: "
                 "pip install 'math-verify[antlr4_9_3]==0.9.0'"
             )
-        self._judge = judge
-        self._system = system
-        self._instruction = instruction
-        self._answer_after = answer_after
+        self._judge, self._system = judge, system
+        self._instruction, self._answer_after = instruction, answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
         source = _source(path, hub_config, hub_split, hub_revision)
         takes_answer = self._function is None or self._function.takes_answer

@@ -178,9 +178,7 @@ def describe_file(
 
 
 def check_files(
-    folder: Path,
-    files: Iterable[FileEntry],
-    moved: Callable[[int], None] = lambda num_bytes: None,
+    folder: Path, files: Iterable[FileEntry], moved: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
     """Raises CheckpointError for the first file that does not fit the manifest.
 

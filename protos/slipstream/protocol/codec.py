@@ -257,10 +257,7 @@ def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
     return pb.RoutedExperts(
-        expert_ids=routed.pack(),
-        num_layers=num_layers,
-        top_k=top_k,
-        num_experts=routed.num_experts,
+        expert_ids=routed.pack(), num_layers=num_layers, top_k=top_k, num_experts=routed.num_experts
     )
 
 

@@ -228,36 +228,29 @@ class Engine(Protocol):
     @property
     def num_workers(self) -> int:
         """The number of ranks that the engine occupies in a communicator."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """The tokens of the longest sequence, context and reply together."""
-        ...
 
     @property
     def version(self) -> PolicyVersion | None:
         """The version of the newest `resume`; None before the first."""
-        ...
 
     @property
     def keeps_start(self) -> bool:
         """Whether the model as the run started can sample too: the weights without the adapter."""
-        ...
 
     @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
         """The parts that vLLM's HTTP application needs beside the engine."""
-        ...
 
     def use(self) -> EngineUse:
         """Returns the counters and starts a new list of busy intervals."""
-        ...
 
     @property
     def num_experts(self) -> int:
         """The experts in each layer of a mixture of experts; 0: the model has none."""
-        ...
 
     async def generate(
         self,
@@ -275,7 +268,6 @@ class Engine(Protocol):
         An engine that records experts returns those of the tokens from `experts_from` on.
         Raises GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
-        ...
 
     def stream(
         self,
@@ -289,15 +281,12 @@ class Engine(Protocol):
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         """Does what `generate` does, and returns the text too, in parts; read it to its end."""
-        ...
 
     async def cancel(self, request_id: str) -> None:
         """Ends an open generation, paused or not; `generate` returns the tokens handed out."""
-        ...
 
     async def pause(self) -> None:
         """Pauses all requests between two tokens and forgets every cached prefix."""
-        ...
 
     async def rest(self, *, give_back: bool) -> None:
         """Pauses all requests for a while, until `resume`; cached prefixes stay.
@@ -305,7 +294,6 @@ class Engine(Protocol):
         With `give_back` the engine gives its memory back too, forgets cached prefixes, and takes
         the memory again for `prepare_weights` and `resume`.
         """
-        ...
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -315,7 +303,6 @@ class Engine(Protocol):
         An empty `layout` stands for that of the publish before. After a WeightSyncError the weights
         are unchanged.
         """
-        ...
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """Pauses and loads the weights of `prepare_weights`; samples nothing until `resume`.
@@ -323,22 +310,17 @@ class Engine(Protocol):
         Call `pause` instead of `resume` where these weights may not be used. After a
         WeightSyncError the weights are unusable, but the next publish may try again.
         """
-        ...
 
     async def resume(self, version: PolicyVersion) -> None:
         """Resumes generation; tokens sampled from now on carry `version`."""
-        ...
 
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
         """Returns the log-probability of every token but each sequence's first, in one array."""
-        ...
 
     async def watch(self) -> None:
         """Raises EngineDied when the engine is gone or hangs; never returns."""
-        ...
 
     async def aclose(self) -> None:
         """Stops the engine and all of its processes."""
-        ...

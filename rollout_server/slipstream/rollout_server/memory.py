@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.loaded_tensors import loaded_tensors
+from slipstream.core.models.model_files import loaded_tensors
 from slipstream.core.settings.config import Config
 
 # Seconds between two scans of all processes: a scan takes too long for every heartbeat.

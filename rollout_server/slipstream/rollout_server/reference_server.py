@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 # Largest answer: bytes of one log-probability with its token, and of all the rest.
 _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
 
-
 # Token ids that one call turns into text.
 _BLOCK = 4096
 # Characters of two texts that an error shows.

@@ -83,13 +83,10 @@ class RolloutServer:
         waits: SessionWaits = SESSION_WAITS,
     ) -> None:
         """Loads the secrets. Raises ConfigError when they cannot work."""
-        self._config = config
-        self._address = address
+        self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
-        self._engine = engine
-        self._renderer = renderer
-        self._gateway = gateway
-        self._waits = waits
+        self._engine, self._renderer = engine, renderer
+        self._gateway, self._waits = gateway, waits
         self._credentials = Credentials.load(config.security)
         self._outbox = OutgoingMessages()
         self._stored: StoredWeights | None = None

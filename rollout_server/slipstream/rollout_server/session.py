@@ -122,9 +122,7 @@ class Session:
         group: asyncio.TaskGroup,
     ) -> None:
         """Runs its tasks in `group`; the engine must be paused, with no open request."""
-        self._welcome = welcome
-        self._outbox = outbox
-        self._services = services
+        self._welcome, self._outbox, self._services = welcome, outbox, services
         self._ledger = EpochCounters(services.engine.use())
         self._dispatcher = Dispatcher(
             group,

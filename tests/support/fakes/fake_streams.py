@@ -82,6 +82,7 @@ def installed() -> Iterator[Stream]:
         patch.setattr(torch.cuda, "stream", _on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: _current[-1])
         patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         yield _current[0]
     _current.clear()
     Stream.by_handle.clear()

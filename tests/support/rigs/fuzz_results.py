@@ -12,8 +12,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import COLUMNS
 from slipstream.learner.controller.reporting.run_facts import Ending
-from slipstream.learner.controller.reporting.trackers.opening import RunIds
-from slipstream.learner.controller.reporting.trackers.tracker import Trackers
+from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
 from slipstream.v1 import status_pb2
 
 from support.rigs.fuzz_files import changed_table, config_of, dashboard, file_reader

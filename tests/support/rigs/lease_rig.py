@@ -12,8 +12,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession

@@ -13,8 +13,8 @@ from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis import RedisSender
+from slipstream.protocol.queue.redis_checks import ROLES, QueueRole
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
-from slipstream.protocol.queue.redis_rights import ROLES, QueueRole
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 LIMIT_S = 20.0

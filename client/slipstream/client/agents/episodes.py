@@ -45,16 +45,9 @@ class AgentEpisode:
     """
 
     def __init__(
-        self,
-        environment: AgentEnvironment[Any],
-        task: object,
-        gateway: Gateway,
-        *,
-        on_busy: OnBusy,
+        self, environment: AgentEnvironment[Any], task: object, gateway: Gateway, *, on_busy: OnBusy
     ) -> None:
-        self._environment = environment
-        self._task = task
-        self._gateway = gateway
+        self._environment, self._task, self._gateway = environment, task, gateway
         self._exchange = CallExchange(on_waiting=lambda is_waiting: self._note_busy(not is_waiting))
         self._endpoint = gateway.open(self._exchange)
         self._run: AgentRun | None = None
@@ -104,8 +97,7 @@ class AgentEpisodes:
     def __init__(
         self, *, end_limit_s: float = END_LIMIT_S, max_left_runs: int = MAX_LEFT_RUNS
     ) -> None:
-        self._end_limit_s = end_limit_s
-        self._max_left_runs = max_left_runs
+        self._end_limit_s, self._max_left_runs = end_limit_s, max_left_runs
         self._gateway: Gateway | None = None
         # Runs whose episodes have ended.
         self._left: list[AgentRun] = []

@@ -330,12 +330,7 @@ def _over() -> _Refusal:
 
 
 async def _refuse(send: Send, refusal: _Refusal) -> None:
-    error = {
-        "type": refusal.kind,
-        "code": refusal.code,
-        "message": refusal.message,
-        "param": None,
-    }
+    error = {"type": refusal.kind, "code": refusal.code, "message": refusal.message, "param": None}
     body = json.dumps({"type": "error", "error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if refusal.status == 429:

@@ -237,10 +237,7 @@ class RunFolders:
         # Only a run that ended before its last step because its task is solved says so.
         if not summary.get("solved"):
             summary.pop("solved", None)
-        return {
-            "summary": summary,
-            "log": _tail(log_path(folder, "controller")),
-        }
+        return {"summary": summary, "log": _tail(log_path(folder, "controller"))}
 
     def _of(self, name: str) -> Path:
         for folder in (self._folder, *self._children()):

@@ -13,8 +13,7 @@ from slipstream.client.launch.placement import Placement, draft_problem, fit_her
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
-from slipstream.core.models.loaded_tensors import loaded_tensors
-from slipstream.core.models.model_files import missing_weights
+from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import ParallelSection
 

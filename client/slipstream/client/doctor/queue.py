@@ -10,9 +10,8 @@ from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.security import redis_url_of
+from slipstream.protocol.queue.redis_checks import ROLES, check_loading, check_settings
 from slipstream.protocol.queue.redis_connection import RedisConnection
-from slipstream.protocol.queue.redis_durability import check_loading, check_settings
-from slipstream.protocol.queue.redis_rights import ROLES
 
 LIMIT_S = 3.0
 LINES = "docs/security.md has the ACL SETUSER line"

@@ -48,7 +48,7 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
-from slipstream.protocol.queue.redis_rights import ROLLOUT_SERVER
+from slipstream.protocol.queue.redis_checks import ROLLOUT_SERVER
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 TAIL_BYTES = 65536

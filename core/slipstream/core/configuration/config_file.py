@@ -1,7 +1,12 @@
-"""Reads a TOML file and dotted overrides into a `Config` and checks it against the model."""
+"""Reads a TOML file and dotted overrides into a `Config` and checks it against the model.
+
+The settings that a run writes into its folder begin with a line that tells whether they are whole:
+a file that was cut may be TOML still, and what it lost would be defaults.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import tomllib
@@ -18,7 +23,6 @@ from slipstream.core.configuration.automatic import completed
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
-from slipstream.core.configuration.whole_settings import check_whole
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
@@ -36,6 +40,39 @@ from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
+
+_PREFIX = b"# Settings of a run"
+_FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
+REMEDY = "put it back from a copy of the run"
+
+
+def with_first_line(text: str) -> bytes:
+    """The file that holds `text` and says of itself what it holds."""
+    data = text.encode()
+    told = f"{len(data)} bytes, BLAKE2b {_digest(data)}; remove this line when you change one below"
+    return _PREFIX + f": {told}\n".encode() + data
+
+
+def check_whole(path: Path, data: bytes) -> None:
+    """Raises ConfigError when the settings below the first line are not those that it tells of.
+
+    Files without such a line are those of users, and pass unless they are empty.
+    """
+    if not data.strip():
+        raise ConfigError(f"{path} is empty: {REMEDY}, or write settings into it")
+    if not data.startswith(_PREFIX):
+        return
+    first = _FIRST_LINE.match(data)
+    if first is None or first[2].decode() != _digest(data[first.end() :]):
+        raise ConfigError(
+            f"{path} is not what the run wrote, by the digest in its first line: {REMEDY}, or "
+            "remove that line if the change was meant"
+        )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
 
 Table: TypeAlias = dict[str, JsonValue]
 

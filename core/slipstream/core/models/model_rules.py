@@ -66,10 +66,7 @@ def layout_problems(
 ) -> Iterator[str]:
     """Checks a model in a layout."""
     tp = parallel.tp
-    for number, noun in (
-        (sizes.heads, "attention heads"),
-        (sizes.kv_heads, "key-value heads"),
-    ):
+    for number, noun in ((sizes.heads, "attention heads"), (sizes.kv_heads, "key-value heads")):
         if number % tp:
             yield f"learner.parallel.tp must divide the model's {number} {noun}, got {tp}"
     if sizes.dense_layers and sizes.ffn % tp:

@@ -9,12 +9,7 @@ from slipstream.core.models.family import FULL, SLIDING
 from slipstream.core.models.registry import architecture_of, family_of
 
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # Kind of rotary embedding -> further keys that it needs: the programs' defaults differ.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -33,7 +28,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
         # Ministral 3 writes these; `ModelSizes` keeps sequences within what they do not change.
         "llama_4_scaling_beta",
         "max_position_embeddings",
-    ),
+    )
 }
 
 

@@ -39,7 +39,6 @@ Target = Literal[
     "down_proj",
 ]
 
-
 # Matrices of dense MLPs and of experts.
 _MLP = ("linear_fc1", "linear_fc2")
 # The largest rank for which vLLM has kernels.

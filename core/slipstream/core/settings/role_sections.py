@@ -105,9 +105,7 @@ class CriticSection(Section):
 
 
 def served_problems(
-    reference: ReferenceSection | None,
-    algorithms: EnvironmentAlgorithms,
-    temperature: float,
+    reference: ReferenceSection | None, algorithms: EnvironmentAlgorithms, temperature: float
 ) -> Iterator[str]:
     """Yields one line for each rule that likely tokens and a reference behind a server break."""
     users = [each.kl.estimator for each in algorithms.distinct if each.kl.uses_top_k]

@@ -10,14 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from slipstream.core.machine.address import check_address_form, is_host
 
 REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

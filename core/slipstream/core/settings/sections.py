@@ -8,13 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.core.settings.measurement_sections import PlayedSection
-from slipstream.core.settings.section import (
-    Address,
-    ElementType,
-    Positive,
-    Section,
-    Silence,
-)
+from slipstream.core.settings.section import Address, ElementType, Positive, Section, Silence
 from slipstream.core.template_values import TemplateValues
 
 # The newest groups of a task whose rewards the journal's reader keeps.

@@ -35,11 +35,7 @@ TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
 # Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
-PROBE_TOLERANCES: Mapping[ElementType, float] = {
-    "float32": 1e-3,
-    "float16": 0.02,
-    "bfloat16": 0.16,
-}
+PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 
 class Tables(Section):

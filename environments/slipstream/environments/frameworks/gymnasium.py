@@ -28,7 +28,6 @@ WHOLE = re.compile(r"(?<![\w.])[-+]?\d{1,18}(?![\w])(?!\.\d)")
 COLOURED = re.compile(r"(?:\x1b\[(?!0?m)[0-9;]+m)+([^\x1b]*)(?:\x1b\[0?m)+")
 CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
-
 # An environment of the package, and what it shows.
 Game: TypeAlias = Any
 Observation: TypeAlias = Any
@@ -151,8 +150,7 @@ class ActionReader:
 
         Raises ConfigError when the space has no actions as text.
         """
-        self._space = space
-        self._function = function
+        self._space, self._function = space, function
         self._names = list(names)
         self._name: re.Pattern[str] | None = None
         kind = _kind(space)

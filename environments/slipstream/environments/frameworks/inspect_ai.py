@@ -26,11 +26,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
-from slipstream.environments.sandbox.kept_program import (
-    ProgramEnd,
-    ProgramLimits,
-    run_program,
-)
+from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 
 # First and last sample of an episode, counted from 1.
 Span: TypeAlias = tuple[int, int]

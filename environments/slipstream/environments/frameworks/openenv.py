@@ -36,7 +36,6 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 MAX_CHARACTERS = 40
 REFERENCE = re.compile(r"[\w.]+:\w+")
 
-
 # What `reset` of the server is given.
 Start: TypeAlias = Mapping[str, Any]
 CONNECT_TIMEOUT_S = 10.0
@@ -96,8 +95,7 @@ class OpenEnv(Environment[Start]):
         self._system = system
         self._tasks = _starts(tasks, first_seed)
         self._metrics = tuple(metrics)
-        self._invalid_reward = invalid_reward
-        self._full_timeout_s = full_timeout_s
+        self._invalid_reward, self._full_timeout_s = invalid_reward, full_timeout_s
         self._socket: ClientConnection | None = None
         self._turns = 0
 

@@ -30,7 +30,6 @@ server=$!
 wait "$server"
 """
 
-
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.05
 STOP_LIMIT_S = 5.0

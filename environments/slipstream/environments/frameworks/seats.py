@@ -32,7 +32,6 @@ class Player(Protocol):
 
     async def move(self, text: str, game: TextArenaGame) -> str:
         """Returns the player's next move; `text` is what the player reads."""
-        ...
 
 
 class ModelSeat:

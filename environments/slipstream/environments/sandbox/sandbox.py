@@ -174,9 +174,7 @@ class StartedProgram:
         assert process.stderr is not None
         self.stdin = process.stdin
         self.stdout = process.stdout
-        self._process = process
-        self._limits = limits
-        self._cause_fd = cause_fd
+        self._process, self._limits, self._cause_fd = process, limits, cause_fd
         self._cause = ""
         self._errors = _Output(process.stderr, limits.output_bytes)
 
@@ -229,8 +227,7 @@ class _Output:
     """The beginning of what a program writes to one pipe; reads on its own from the start."""
 
     def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
-        self._stream = stream
-        self._most = most
+        self._stream, self._most = stream, most
         self.kept = bytearray()
         self.is_too_long = False
         self.reading = asyncio.create_task(self._read())

@@ -75,10 +75,7 @@ _AARCH64 |= {"keyctl": 219, "perf_event_open": 241, "prlimit64": 261}
 _AARCH64 |= {"fanotify_init": 262, "fanotify_mark": 263, "sched_setattr": 274}
 _AARCH64 |= {"memfd_create": 279, "bpf": 280, "userfaultfd": 282}
 # Machine -> the kernel's name of its calls, and their numbers.
-_MACHINES = {
-    "x86_64": (0xC000003E, _COMMON | _X86_64),
-    "aarch64": (0xC00000B7, _COMMON | _AARCH64),
-}
+_MACHINES = {"x86_64": (0xC000003E, _COMMON | _X86_64), "aarch64": (0xC00000B7, _COMMON | _AARCH64)}
 # Numbers from here on are those of the x32 interface.
 _X32_CALLS = 0x40000000
 

@@ -18,7 +18,6 @@ from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.learner.controller.evaluation import Evaluator
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -26,8 +25,11 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.queue_account import AccountedReceiver, open_receiver
+from slipstream.learner.controller.records.ledger import (
+    AccountedReceiver,
+    TokenLedger,
+    open_receiver,
+)
 from slipstream.learner.controller.reporting.metrics import open_recorder
 from slipstream.learner.controller.restoration import RestoredParts, begin, journal_servers, restore
 from slipstream.learner.controller.results import Results
@@ -188,7 +190,7 @@ class Controller:
                 await server.start()
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 for warning in self._config.algorithms.staleness_warnings:
-                    self._run.events.add(warning, Severity.WARNING)
+                    self._run.events.warn(warning)
                 background = [
                     tasks.create_task(tasks.lasting(lasting), name=name)
                     for name, lasting in {
@@ -317,9 +319,8 @@ class Controller:
         orphans = self._intake.abandon_often_lost(self._book.orphan(session.key))
         if orphans and not self._progress.is_over:
             missing = sum(len(group.missing) for group in orphans)
-            self._run.events.add(
-                f"{missing} episodes of {len(orphans)} groups wait for another server",
-                Severity.WARNING,
+            self._run.events.warn(
+                f"{missing} episodes of {len(orphans)} groups wait for another server"
             )
 
     def _server_drains(self, session: ServerSession) -> None:
@@ -361,6 +362,6 @@ class Controller:
             await self._run.signal.wait(0.1)
             waiting = [s for s in waiting if not s.drained.is_set() and fleet.find(s.key) is s]
         if waiting:
-            self._run.events.add("a rollout server did not drain in time", Severity.WARNING)
+            self._run.events.warn("a rollout server did not drain in time")
         for session in sessions:
             session.disconnect()

@@ -162,10 +162,8 @@ class Evaluator:
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments
         self._fleet = books.fleet
-        self._intake = intake
-        self._publisher = publisher
-        self._scheduler = scheduler
-        self._on_result = on_result
+        self._intake, self._publisher = intake, publisher
+        self._scheduler, self._on_result = scheduler, on_result
         self._round: Round | None = None
         self._wanted_step: int | None = 0 if self._sections else None
         # The newest step whose version was ever to be evaluated.
@@ -317,12 +315,11 @@ class Evaluator:
             return
         self._warned.add(section.name)
         samples = section.samples_per_task
-        self._run.events.add(
+        self._run.events.warn(
             f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and num_episodes = "
             f"{section.num_episodes} with samples_per_task = {samples} asks for "
             f"{section.num_episodes // samples}: a round takes each task once, "
-            f"{count * samples} episodes",
-            Severity.WARNING,
+            f"{count * samples} episodes"
         )
 
     def _lease(self, round_: Round) -> None:

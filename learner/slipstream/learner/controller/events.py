@@ -110,6 +110,10 @@ class EventLog:
             )
         )
 
+    def warn(self, text: str) -> None:
+        """Adds a warning, like `add`."""
+        self.add(text, Severity.WARNING)
+
     def close(self, final_state: int, text: str) -> None:
         """Adds the last event, which names the run's final state."""
         self.closed = True

@@ -14,12 +14,7 @@ from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_n
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.records.history import (
-    FORMAT,
-    REMEDY,
-    RunHistory,
-    read_history,
-)
+from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.reporting.metrics import RunRecorder

@@ -12,10 +12,7 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.run_facts import Ending
-from slipstream.learner.controller.restoration import (
-    journal_evaluation,
-    journal_servers,
-)
+from slipstream.learner.controller.restoration import journal_evaluation, journal_servers
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slipstream.core.errors import CheckpointError
 from slipstream.core.types import GroupId
-from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.run import Run
@@ -43,12 +43,7 @@ CANCEL_LIMIT_S = 60.0
 class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        take_back: Callable[[Group, str], None],
-    ) -> None:
+    def __init__(self, run: Run, books: Books, take_back: Callable[[Group, str], None]) -> None:
         """`take_back` is called with each group whose lease makes no progress, and the cause."""
         self._journal = books.journal
         self._run, self._progress = run, run.progress
@@ -143,9 +138,7 @@ class CheckpointWatch:
     """
 
     def __init__(self, folder: Path, events: EventLog, *, look_s: float = LOOK_S) -> None:
-        self._folder = folder
-        self._events = events
-        self._look_s = look_s
+        self._folder, self._events, self._look_s = folder, events, look_s
         # The version from which a resume would continue. 0 is the start.
         self._newest = 0
 
@@ -181,7 +174,7 @@ class CheckpointWatch:
 
     def _warn(self, what: str) -> None:
         base = f"version {self._newest}" if self._newest else "the start"
-        self._events.add(f"{what}: a resume begins from {base}", Severity.WARNING)
+        self._events.warn(f"{what}: a resume begins from {base}")
 
 
 def _missing(folder: Path, step: int) -> str:

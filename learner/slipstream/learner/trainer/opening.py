@@ -57,11 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_policy(
-    config: Config,
-    launch: Launch,
-    *,
-    load_weights: bool = True,
-    activity: Activity | None = None,
+    config: Config, launch: Launch, *, load_weights: bool = True, activity: Activity | None = None
 ) -> Policy:
     """Starts this rank and loads `config.model.path` with an optimizer; collective.
 
@@ -93,11 +89,7 @@ def open_policy(
 
 
 def load_trained(
-    config: Config,
-    ranks: Ranks,
-    *,
-    change: Change = defer_projections,
-    load_weights: bool = True,
+    config: Config, ranks: Ranks, *, change: Change = defer_projections, load_weights: bool = True
 ) -> TrainedModel:
     """Loads `config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
@@ -160,12 +152,7 @@ def _with_weights(chunks: list[Megatron], *, config: Config, ranks: Ranks) -> li
 
 
 def _load(
-    config: Config,
-    ranks: Ranks,
-    ddp_config: Megatron | None,
-    *,
-    change: Change,
-    load_weights: bool,
+    config: Config, ranks: Ranks, ddp_config: Megatron | None, *, change: Change, load_weights: bool
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     whole_config = bridge.hf_pretrained.config

@@ -19,10 +19,7 @@ from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.sequences import (
-    training_sequences,
-    weighted,
-)
+from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
@@ -91,9 +88,7 @@ class TrainingStep:
     """
 
     def __init__(self, policy: Policy, config: Config, roles: Roles = NO_ROLES) -> None:
-        self._policy = policy
-        self._roles = roles
-        self._config = config
+        self._policy, self._roles, self._config = policy, roles, config
         self._max_tokens = config.learner.micro_batch_tokens
         self._algorithms = config.algorithms.distinct
         load_functions(config)

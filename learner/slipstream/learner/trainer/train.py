@@ -41,9 +41,8 @@ from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.roles import open_roles
 from slipstream.learner.trainer.step import TrainedStep, TrainingStep
-from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
-from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
+from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
@@ -109,9 +108,7 @@ class ProfileWindow:
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
         """Takes the `folder` for traces."""
-        self._section = section
-        self._folder = folder
-        self._rank = rank
+        self._section, self._folder, self._rank = section, folder, rank
         self._profiler: profile | None = None
         self._steps: list[int] = []
 
@@ -168,8 +165,7 @@ class Trainer:
     """One rank of the trainer; every method is collective, only rank 0 uses `client`."""
 
     def __init__(self, config: Config, policy: Policy, client: ControllerClient) -> None:
-        self._config = config
-        self._policy = policy
+        self._config, self._policy = config, policy
         self._ranks = policy.ranks
         self._client = client
         roles = open_roles(config, policy)

@@ -47,7 +47,6 @@ class TrajectorySender(Protocol):
     @property
     def queued_bytes(self) -> int:
         """Bytes that were put and are not yet acknowledged."""
-        ...
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
         """Stores one trajectory.
@@ -56,11 +55,9 @@ class TrajectorySender(Protocol):
 
         Raises QueueError when the trajectory can never fit, or the queue is lost.
         """
-        ...
 
     async def aclose(self) -> None:
         """Stops sending; unacknowledged trajectories stay where the queue keeps them."""
-        ...
 
 
 class TrajectoryReceiver(Protocol):
@@ -68,12 +65,9 @@ class TrajectoryReceiver(Protocol):
 
     async def get(self) -> Delivery:
         """Waits for the next trajectory; duplicates are possible and have the same id."""
-        ...
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
         """Lets the queue and the senders forget these trajectories; ignores unknown ids."""
-        ...
 
     async def aclose(self) -> None:
         """Stops receiving."""
-        ...

@@ -114,10 +114,7 @@ class RedisConnection:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await call()
 
-    async def persistently(
-        self,
-        call: Callable[[], Awaitable[Result]],
-    ) -> Result:
+    async def persistently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Runs `call`, again while a lost server may come back.
 
         Raises QueueError, which names the server.

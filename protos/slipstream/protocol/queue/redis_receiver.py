@@ -22,6 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Delivery
+from slipstream.protocol.queue.redis_checks import check_loading, check_settings
 from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
     DATA,
@@ -30,7 +31,6 @@ from slipstream.protocol.queue.redis_connection import (
     RedisConnection,
 )
 from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
-from slipstream.protocol.queue.redis_durability import check_loading, check_settings
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
 
 GROUP = "controller"

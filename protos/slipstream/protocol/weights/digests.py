@@ -41,11 +41,9 @@ class BucketDigests(Protocol):
 
     def add(self, place: int, pointer: int, stream: int) -> None:
         """Enqueues the digests of bucket number `place`, whose bytes begin at `pointer`."""
-        ...
 
     def read(self, stream: int) -> list[list[bytes]]:
         """Waits for the work on `stream`; returns each bucket's tensor digests."""
-        ...
 
 
 class HostDigests:

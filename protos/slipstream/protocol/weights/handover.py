@@ -107,14 +107,8 @@ class HandoverSender:
 
         A receiver has `hello_limit_s` to say which one it is, and to take the offer.
         """
-        try:
-            self._listener = listen(host)
-        except OSError as error:
-            raise ConfigError(
-                f"weights.host must be an address of this machine, got {host}: {error}"
-            ) from error
-        self._communicator_id = communicator_id
-        self._hello_limit_s = hello_limit_s
+        self._listener = listen_for_members(host)
+        self._communicator_id, self._hello_limit_s = communicator_id, hello_limit_s
         self._peers: dict[int, _Peer] = {}
 
     @property
@@ -254,6 +248,16 @@ class HandoverReceiver:
     def close(self) -> None:
         """Leaves; the sender fails at its next wait for this receiver."""
         self._peer.close()
+
+
+def listen_for_members(host: str) -> socket.socket:
+    """Returns a socket on a free port of `host`; ConfigError if `host` is not this machine's."""
+    try:
+        return listen(host)
+    except OSError as error:
+        raise ConfigError(
+            f"weights.host must be an address of this machine, got {host}: {error}"
+        ) from error
 
 
 def host_id() -> str:

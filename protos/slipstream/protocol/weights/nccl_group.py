@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.waits import reason, wait_for
+from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +38,9 @@ class Communicator(Protocol):
 
     def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
         """Enqueues a broadcast. Raises WeightSyncError when NCCL refuses."""
-        ...
 
     def abort(self) -> None:
         """Releases this process's waits; no other method may be called afterwards."""
-        ...
 
 
 class Mark(Protocol):
@@ -51,11 +48,9 @@ class Mark(Protocol):
 
     def is_done(self) -> bool:
         """Whether the stream has reached this place; does not wait."""
-        ...
 
     def seconds_since(self, before: Mark) -> float:
         """Returns the device time between two marks that are done."""
-        ...
 
 
 class NcclBackend(Protocol):
@@ -63,19 +58,15 @@ class NcclBackend(Protocol):
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> Communicator:
         """Waits for all members without a limit. Raises WeightSyncError when NCCL fails."""
-        ...
 
     def warm_up_room(self) -> Room:
         """Returns room for a first broadcast, which opens the members' connections."""
-        ...
 
     def mark(self, stream: int) -> Mark:
         """Marks the end of the work enqueued on `stream` so far."""
-        ...
 
     def use(self) -> None:
         """Makes this device the calling thread's current device."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -113,13 +104,11 @@ class NcclGroup:
     """This process's membership of a communicator; `join` makes it, `abort` ends it.
 
     Between them, each transfer is `broadcast` for every bucket, `wait`, then `take_wire`. `abort`
-    is
-    the only end: destroying a communicator is a collective that would wait for a dead member.
+    is the only end: destroying a communicator is a collective that would wait for a dead member.
     """
 
     def __init__(self, backend: NcclBackend, communicator: Communicator) -> None:
-        self._backend = backend
-        self._communicator = communicator
+        self._backend, self._communicator = backend, communicator
         self._lock = threading.Lock()
         self._is_aborted = False
         self._cause = ""
@@ -151,27 +140,22 @@ class NcclGroup:
         aborts the communicator if it is made after all. The group exists before the first
         broadcast, which opens the connections, because a member may die before it.
         """
-        answers: queue.Queue[NcclGroup | WeightSyncError] = queue.Queue(maxsize=1)
         lock, made = threading.Lock(), list[NcclGroup]()
         is_abandoned = False
 
-        def connect() -> None:
+        def connect() -> NcclGroup:
             backend.use()
-            try:
-                group = cls(backend, backend.connect(unique_id, rank=rank, world_size=world_size))
-                with lock:
-                    made.append(group)
-                    if is_abandoned:
-                        group.abort()
-                group._warm_up(deadline_s)
-                answers.put(group)
-            except WeightSyncError as error:
-                answers.put(error)
+            group = cls(backend, backend.connect(unique_id, rank=rank, world_size=world_size))
+            with lock:
+                made.append(group)
+                if is_abandoned:
+                    group.abort()
+            group._warm_up(deadline_s)
+            return group
 
-        threading.Thread(target=connect, name="nccl-join", daemon=True).start()
         try:
-            answer = wait_for(answers, deadline_s, abandoned)
-        except queue.Empty:
+            return on_thread(connect, deadline_s, abandoned, name="nccl-join")
+        except Unanswered:
             with lock:
                 is_abandoned = True
             for group in made:
@@ -180,9 +164,6 @@ class NcclGroup:
                 f"the {world_size} members of a communicator did not meet "
                 f"{reason(deadline_s, abandoned)}"
             ) from None
-        if isinstance(answer, WeightSyncError):
-            raise answer
-        return answer
 
     def broadcast(
         self, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float

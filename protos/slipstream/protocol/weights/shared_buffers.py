@@ -28,11 +28,9 @@ class SharedBuffers(Protocol):
 
     def hide(self) -> None:
         """Removes the names once all have opened: nothing is left, however processes end."""
-        ...
 
     def close(self) -> None:
         """Frees the buffers; this process must not touch them afterwards."""
-        ...
 
 
 class HostBuffers:

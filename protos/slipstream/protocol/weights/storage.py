@@ -8,7 +8,6 @@ it.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.weights.waits import wait_for
+from slipstream.protocol.weights.waits import Unanswered, on_thread
 
 log = logging.getLogger(__name__)
 
@@ -135,23 +134,14 @@ class Storage:
     def _within(self, until: Until, what: str, call: Callable[[], Result]) -> Result:
         what = f"storage {self.url} could not {what}"
         until.check(what)
-        answers: queue.Queue[Result | Exception] = queue.Queue(maxsize=1)
-
-        def run() -> None:
-            try:
-                answers.put(call())
-            except Exception as error:  # noqa: BLE001 - each store has its own errors
-                answers.put(error)
-
-        threading.Thread(target=run, name="weight-storage", daemon=True).start()
+        left_s = until.deadline_s - time.monotonic()
         try:
-            answer = wait_for(answers, until.deadline_s - time.monotonic(), until.abandoned)
-        except queue.Empty:
+            return on_thread(call, left_s, until.abandoned, name="weight-storage")
+        except Unanswered:
             until.check(what)
             raise WeightSyncError(
                 f"{what}: not done within {until.limit_s:g} s ({LIMIT})"
             ) from None
-        if isinstance(answer, Exception):
-            cause = one_line(str(answer) or type(answer).__name__, _MAX_MESSAGE)
-            raise WeightSyncError(f"{what}: {cause}") from answer
-        return answer
+        except Exception as error:  # noqa: BLE001 - each store has its own errors
+            cause = one_line(str(error) or type(error).__name__, _MAX_MESSAGE)
+            raise WeightSyncError(f"{what}: {cause}") from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
@@ -12,18 +13,39 @@ Answer = TypeVar("Answer")
 LOOK_PERIOD_S = 0.05
 
 
-def wait_for(
-    answers: queue.Queue[Answer], deadline_s: float, abandoned: threading.Event | None
+class Unanswered(Exception):  # noqa: N818 - each caller says in its own error what was not done
+    """A call had no answer in time, or before its publish was abandoned."""
+
+
+def on_thread(
+    call: Callable[[], Answer],
+    limit_s: float,
+    abandoned: threading.Event | None = None,
+    *,
+    name: str,
 ) -> Answer:
-    """Returns the next answer; queue.Empty after `deadline_s`, or soon after `abandoned` is set."""
-    until_s = time.monotonic() + deadline_s
+    """Returns what `call` returns, or raises what it raises, on a thread of this name.
+
+    Raises Unanswered after `limit_s`, or soon after `abandoned` is set: the thread is left behind.
+    """
+    answer: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    until_s = time.monotonic() + limit_s
     while True:
         left_s = until_s - time.monotonic()
-        try:
-            return answers.get(timeout=max(min(left_s, LOOK_PERIOD_S), 0.0))
-        except queue.Empty:
-            if left_s <= 0 or (abandoned is not None and abandoned.is_set()):
-                raise
+        # The thread has a moment even where `abandoned` is set: its call can be ended only then.
+        wait((answer,), max(min(left_s, LOOK_PERIOD_S), 0.0))
+        if answer.done():
+            return answer.result()
+        if left_s <= 0 or (abandoned is not None and abandoned.is_set()):
+            raise Unanswered
 
 
 def reason(deadline_s: float, abandoned: threading.Event | None) -> str:

@@ -67,8 +67,7 @@ class Answering:
         `has_drafts`: the engine drafts replies.
         """
         self._plain, self._with_tools = plain, with_tools
-        self._current = current
-        self._model = model
+        self._current, self._model = current, model
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:

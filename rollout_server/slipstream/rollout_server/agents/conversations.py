@@ -26,7 +26,6 @@ from slipstream.rollout_server.engine_interface import Generation
 Beginning: TypeAlias = Literal["new", "again", "edited", "dropped", "unread", "tools", "template"]
 _SYSTEM = ("system", "developer")
 
-
 ASSISTANT = "assistant"
 
 

@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 _OK = 200
 _Parts: TypeAlias = "asyncio.Queue[TextPart | Exception]"
 
-
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
@@ -90,9 +89,7 @@ class Recorder:
         """
         self.conversations = Conversations()
         self._responses = StoredResponses()
-        self.sampling = sampling
-        self.template_values = template_values
-        self.is_judge = is_judge
+        self.sampling, self.template_values, self.is_judge = sampling, template_values, is_judge
         # Calls that asked for something that is ignored, by its name.
         self.ignored: Counter[str] = Counter()
         # Seconds with at least one reply under way.
@@ -102,10 +99,8 @@ class Recorder:
         self.was_refused = False
         # Whether the last reply of a branch was cut off at a limit of the run.
         self._is_cut: dict[ConversationBranch, bool] = {}
-        self._engine = engine
-        self._key = key
-        self._as_messages = as_messages
-        self._sampled = sampled
+        self._engine, self._key = engine, key
+        self._as_messages, self._sampled = as_messages, sampled
         self._open: dict[int, ServedCall] = {}
         # Calls whose replies the conversations do not know yet.
         self._unread: list[ServedCall] = []

@@ -40,10 +40,8 @@ class AgentTalk:
 
         `timeout_s`: how long the agent may take with no call open.
         """
-        self._session = session
-        self._answering = answering
-        self._recorder = recorder
-        self._judge = judge
+        self._session, self._answering = session, answering
+        self._recorder, self._judge = recorder, judge
         self._num_judge_calls = 0
         self._timeout_s = timeout_s
         self._calls: dict[int, asyncio.Task[None]] = {}

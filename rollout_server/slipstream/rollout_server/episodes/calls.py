@@ -73,7 +73,6 @@ class EnvironmentSession(Protocol):
 
     async def reset(self, task_index: int, seed: int) -> Opening:
         """Starts the task; returns what the model reads first."""
-        ...
 
     async def step(
         self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
@@ -82,26 +81,21 @@ class EnvironmentSession(Protocol):
 
         `parsed` is None if no parser has read it.
         """
-        ...
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
         """Returns the next call of an agent or its result, whenever it comes."""
-        ...
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
         """Hands a part of the answer to an agent's call over.
 
         Returns when the agent took it, and at once where it is the last part.
         """
-        ...
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
         """Returns the error of an agent that is `late`, with the place where it hangs."""
-        ...
 
     def close(self) -> None:
         """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
-        ...
 
 
 class StreamSession:
@@ -122,9 +116,7 @@ class StreamSession:
         """
         self._table = table
         self._key = episode_key
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._on_close = on_close
+        self._timeout_s, self._on_timeout, self._on_close = timeout_s, on_timeout, on_close
         self._was_judged = False
         # What the agent says, once it is followed.
         self._answers: Answers | None = None

@@ -59,9 +59,7 @@ class Dispatcher:
     ) -> None:
         """Runs its tasks in `group`; `closed` takes the report on each lease that is over."""
         self._tasks = group
-        self._identity = identity
-        self._services = services
-        self._sender = sender
+        self._identity, self._services, self._sender = identity, services, sender
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}

@@ -31,7 +31,6 @@ from slipstream.v1 import trajectory_pb2
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
 
-
 Answer = TypeVar("Answer")
 
 
@@ -44,7 +43,6 @@ class Ask(Protocol):
 
     async def __call__(self, call: Awaitable[Answer], /) -> Answer:
         """Returns the answer to `call`."""
-        ...
 
 
 class Give(Protocol):
@@ -52,7 +50,6 @@ class Give(Protocol):
 
     def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
         """Returns the tokens as if they had been sampled; `is_cut`: they are not the whole."""
-        ...
 
 
 class EnvironmentTalk:
@@ -71,14 +68,9 @@ class EnvironmentTalk:
         give: Give,
     ) -> None:
         """`generate` samples a reply of at most the given number of tokens and records it."""
-        self._session = session
-        self._recording = recording
-        self._sampling = sampling
-        self._renderer = renderer
-        self._agents = agents
-        self._ask = ask
-        self._generate = generate
-        self._give = give
+        self._session, self._recording, self._sampling = session, recording, sampling
+        self._renderer, self._agents, self._ask = renderer, agents, ask
+        self._generate, self._give = generate, give
         # Reads replies; None if there is nothing to read in them.
         self._reader: ReplyReader | None = None
 
@@ -227,8 +219,7 @@ class History:
     def __init__(
         self, renderer: Renderer, messages: Sequence[ChatMessage], inputs: TemplateInputs
     ) -> None:
-        self.inputs = inputs
-        self._renderer = renderer
+        self.inputs, self._renderer = inputs, renderer
         # `REPLY` stands where the model has replied; `_replies` are the replies in order.
         self._messages = list(messages)
         self._replies: list[ChatMessage] = []

@@ -57,8 +57,7 @@ class HostedEnvironment:
     ) -> None:
         self.spec = order.spec
         self._try_reset = order.try_reset
-        self._gateway = gateway
-        self._report = report
+        self._gateway, self._report = gateway, report
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
         self._alone = LoneWorkers(
@@ -228,10 +227,8 @@ class Environments:
         report: Report,
     ) -> None:
         """Runs its tasks in `group`."""
-        self._group = group
-        self._gateway = gateway
-        self._clients = clients
-        self._report = report
+        self._group, self._gateway = group, gateway
+        self._clients, self._report = clients, report
         self._hosted: dict[str, tuple[HostedEnvironment, asyncio.Task[None]]] = {}
         self._calling = group.create_task(clients.run())
 

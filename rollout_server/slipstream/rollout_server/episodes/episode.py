@@ -43,7 +43,6 @@ from slipstream.v1 import trajectory_pb2
 
 Answer = TypeVar("Answer")
 
-
 # Seconds between two attempts after an infrastructure failure, so that a lost client or controller
 # can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
 # which the controller removes a silent server.

@@ -35,7 +35,6 @@ _LONG_TOKEN = 128
 # Characters of a prompt that an error shows.
 _SHOWN = 40
 
-
 # A tool with which a template is tried.
 TOOLS = json.dumps(
     [

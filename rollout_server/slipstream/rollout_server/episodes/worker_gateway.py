@@ -62,8 +62,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         """
         self.limits, self.waits, self.takes_tools = limits, waits, takes_tools
         self.log_dir, self.server = log_dir, server
-        self.program = program
-        self._log_bytes = log_bytes
+        self.program, self._log_bytes = program, log_bytes
         self.logs: WorkerLogs
         self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.

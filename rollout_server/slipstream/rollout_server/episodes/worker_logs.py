@@ -38,8 +38,7 @@ class BoundedLog:
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path = path
-        self._max_bytes = max_bytes
+        self.path, self._max_bytes = path, max_bytes
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
         # Bytes of the note at the head of the file, which is no output.
@@ -85,9 +84,7 @@ class WorkerLogs:
         self, folder: Path, max_bytes: int, *, close_limit_s: float = _CLOSE_LIMIT_S
     ) -> None:
         """Each worker's log has at most `max_bytes`."""
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._close_limit_s = close_limit_s
+        self._folder, self._max_bytes, self._close_limit_s = folder, max_bytes, close_limit_s
         self._logs: dict[str, BoundedLog] = {}
         self._new: queue.SimpleQueue[tuple[int, BoundedLog]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()

@@ -67,9 +67,7 @@ class WorkerProcess:
     _num_starting: ClassVar[int] = 0
 
     def __init__(self, process: asyncio.subprocess.Process, record: int, cause: int) -> None:
-        self._process = process
-        self._record = record
-        self._cause = cause
+        self._process, self._record, self._cause = process, record, cause
 
     @classmethod
     async def start(

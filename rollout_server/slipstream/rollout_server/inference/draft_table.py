@@ -26,7 +26,6 @@ MOST_STEP_TOKENS = 2 * MOST_DRAFTED_EPISODES
 # Steps of a trial that were planned before it began, or with the caches of the trial before.
 _SKIPPED = 4
 
-
 # Lengths of the runs under which text is entered, in tokens. The longest that is found counts. An
 # engine verifies as many tokens for each reply, so that a guess from one token costs nothing.
 RUNS = (8, 3, 1)

@@ -57,7 +57,6 @@ _FIELDS = {
     "prompt_token_id_logprobs",
 }
 
-
 # Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
 CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
 

@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.distributed.aux_output_connector.worker import (
-    PendingAuxOutput,
-    get_aux_output_connector,
-)
+from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 

@@ -59,7 +59,6 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 # What a thread of each worker does beside the engine's.
 _BESIDE_ENGINE = ("slipstream_begin", "slipstream_finish")
 
-
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
 

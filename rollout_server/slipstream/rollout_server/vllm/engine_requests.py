@@ -43,7 +43,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 # Prefix of the ids of requests that score a probe and belong to no episode.
 PROBE_PREFIX = "probe/"
 
-
 # Images whose pixels are kept: the members of a group have the same images.
 _KEPT_IMAGES = 32
 
@@ -159,10 +158,7 @@ class Prompts:
         self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
 
     async def prompt(
-        self,
-        token_ids: Sequence[int],
-        images: Sequence[PlacedImage],
-        pauses: EnginePause,
+        self, token_ids: Sequence[int], images: Sequence[PlacedImage], pauses: EnginePause
     ) -> TokensInput | MultiModalInput:
         """Returns vLLM's input. Raises ValueError for an image that cannot be read.
 

@@ -11,10 +11,7 @@ import importlib.util
 import sys
 from typing import Any
 
-_PROCESSING = {
-    "gemma3": "Gemma3ImageProcessor",
-    "pixtral": "PixtralImageProcessor",
-}
+_PROCESSING = {"gemma3": "Gemma3ImageProcessor", "pixtral": "PixtralImageProcessor"}
 
 
 def _stand_in_for_torchvision() -> None:

@@ -40,12 +40,7 @@ def _stand_in_for_torchvision() -> None:
 
 _stand_in_for_torchvision()
 
-from vllm.model_executor.models import (  # noqa: E402
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_vl,
-    qwen3_vl_moe,
-)
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe  # noqa: E402
 
 
 class ImagesAlone:

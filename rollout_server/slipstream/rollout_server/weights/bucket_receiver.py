@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.digests import BucketDigests, HostDigests
+from slipstream.protocol.weights.digests import BucketDigests, HostDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.v1 import weights_pb2
 
@@ -38,19 +39,27 @@ class Incoming:
     memory: Sequence[torch.Tensor] = ()
 
 
-class BucketReceiver(Protocol):
+class BucketReceiver(ABC):
     """One member of a communicator, on the receiving side."""
 
     # Whether `receive` only enqueues on the device: iterating over it then waits for nothing.
-    enqueues: bool
+    enqueues: ClassVar[bool] = False
 
+    def __init__(self, device: torch.device) -> None:
+        """Takes the device on which buckets arrive."""
+        self._device = device
+        self._digests: BucketDigests | None = None
+        # The buckets of `_digests`, and whether these have any.
+        self._digested: tuple[tuple[Bucket, ...], bool] = (), False
+
+    @abstractmethod
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """Prepares to receive while generation continues.
 
         Returns the memory of each bucket in order, or nothing where it is not known beforehand.
         """
-        ...
 
+    @abstractmethod
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """Yields each bucket in order, in a uint8 tensor of its size, valid on the current stream.
 
@@ -58,22 +67,36 @@ class BucketReceiver(Protocol):
         before the memory is written again. Raises WeightSyncError when a bucket misses its
         deadline; a transport with a stream of its own may notice that only in `digests`.
         """
-        ...
 
     def digests(self) -> list[bytes]:
         """Returns the digests of the last `receive`, after its end; waits for all its buckets.
 
         Returns none if it was not `digested`.
         """
-        ...
+        assert self._digests is not None
+        return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
 
     def take_wire(self) -> Wire:
         """Returns the wire time of the last `receive`, after `digests`; 0 where it is not timed."""
-        ...
+        return Wire()
 
+    @abstractmethod
     def close(self) -> None:
         """Leaves the communicator, also when its other members are gone."""
-        ...
+
+    @property
+    def _handle(self) -> int:
+        """The current stream of the device."""
+        is_gpu = self._device.type == "cuda"
+        return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
+
+    def _open_digests(self, incoming: Incoming) -> BucketDigests:
+        """Returns the digests of an update: those of the update before where they fit."""
+        kind = incoming.buckets, incoming.digested
+        if self._digests is None or self._digested != kind:
+            self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
+            self._digested = kind
+        return self._digests
 
 
 class NoDigests:

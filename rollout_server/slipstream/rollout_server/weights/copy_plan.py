@@ -242,8 +242,7 @@ class PlanCheck:
     """
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
-        self._plan = plan
-        self._parameters = parameters
+        self._plan, self._parameters = plan, parameters
         self._open: list[tuple[Copy, torch.Tensor]] = []
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
@@ -287,8 +286,7 @@ class Replay:
     """Makes the copies of a plan out of the memory in which its buckets arrive."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
-        self._plan = plan
-        self._parameters = parameters
+        self._plan, self._parameters = plan, parameters
         self._batches: dict[tuple[int, int], list[_Batch]] = {}
         # Buckets that parameters are made of, and not copied from alone.
         self._unfinished: frozenset[int] = frozenset()

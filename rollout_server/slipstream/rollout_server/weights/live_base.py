@@ -50,7 +50,6 @@ Numbers = npt.NDArray[np.uint64]
 # name the part of the tensor that the worker holds.
 Share: TypeAlias = tuple[str, str]
 
-
 _ELEMENT = torch.int16
 
 

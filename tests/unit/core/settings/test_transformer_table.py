@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.transformer_table import FROM_MODEL, OFF, policy_problems
+from slipstream.core.settings.parallel_rules import FROM_MODEL, OFF, policy_problems
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (

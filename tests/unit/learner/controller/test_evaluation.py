@@ -20,7 +20,7 @@ from slipstream.learner.controller.evaluation import (
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.records.ledger import AccountedReceiver
 from slipstream.learner.controller.servers.fleet import FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs

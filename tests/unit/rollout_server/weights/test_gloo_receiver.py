@@ -9,7 +9,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
-from slipstream.rollout_server.weights.host_receivers import GlooReceiver
+from slipstream.rollout_server.weights.receivers import GlooReceiver
 from support.fakes.gloo_sender import GlooSender, layout_of
 
 LONG_S = 30.0

@@ -18,7 +18,7 @@ from slipstream.learner.trainer.weights.ipc_sender import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender, Offer
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
-from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
+from slipstream.rollout_server.weights.receivers import IpcReceiver
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
 from support.ranks import ipc_learner

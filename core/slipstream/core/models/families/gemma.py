@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.core.models.family import (
-    DENSE,
-    FULL,
-    SLIDING,
-    Family,
-    Nested,
-    Rope,
-    Values,
-)
+from slipstream.core.models.family import DENSE, FULL, SLIDING, Family, Nested, Rope, Values
 
 _GELU: Values = (None, "gelu_pytorch_tanh")
 _VALUES = {

@@ -36,9 +36,7 @@ FAMILIES = (
         # vLLM computes no other kind, has no values of its own for what is needed, and reads no
         # other option.
         rope=Rope(
-            kinds=("yarn",),
-            needed=("beta_fast", "beta_slow"),
-            options={"yarn": ("truncate",)},
+            kinds=("yarn",), needed=("beta_fast", "beta_slow"), options={"yarn": ("truncate",)}
         ),
         conversion=(
             "write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"

@@ -65,9 +65,7 @@ def _mistral(architecture: str, model_type: str) -> Family:
         values=_VALUES,
         has_windows=True,
         nested=Nested(
-            outer="Mistral3ForConditionalGeneration",
-            model_type=model_type,
-            tower=pixtral_tensors,
+            outer="Mistral3ForConditionalGeneration", model_type=model_type, tower=pixtral_tensors
         ),
     )
 

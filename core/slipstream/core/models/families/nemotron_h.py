@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from slipstream.core.models.family import (
-    DENSE,
-    FULL,
-    LINEAR,
-    MAMBA,
-    OFF,
-    Family,
-    Shape,
-    Table,
-)
+from slipstream.core.models.family import DENSE, FULL, LINEAR, MAMBA, OFF, Family, Shape, Table
 
 NAME = "NemotronHForCausalLM"
 KINDS: Mapping[str, str] = {"M": LINEAR, "*": FULL, "-": "mlp"}

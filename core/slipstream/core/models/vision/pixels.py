@@ -5,6 +5,8 @@ Both call transformers' PIL processor, on every host: torchvision would resize o
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,3 +99,17 @@ def opened(data: bytes) -> Iterator[Any]:
             yield image
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def data_of_url(url: str) -> bytes:
+    """Returns the bytes of `data:image/...;base64,...`. Raises ValueError for any other URL."""
+    head, found, text = url.partition(",")
+    if not (found and head.startswith("data:image/") and head.endswith(";base64")):
+        raise ValueError(
+            "the URL of an image must be data:image/...;base64,..., as nothing is fetched, "
+            f"got {url[:60]!r}"
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the data URL of an image is no base64: {error}") from error

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 

@@ -185,10 +185,8 @@ class NewLeases:
         `again` holds abandoned groups: their tasks are leased before any new task, and then leave
         the list.
         """
-        self._book = book
-        self._environments = environments
-        self._again = again
-        self._num_episodes = num_episodes
+        self._book, self._environments = book, environments
+        self._again, self._num_episodes = again, num_episodes
         self._num_servers = len(by_room)
         # Heap with the largest room first; among equal rooms the first in `by_room`.
         self._heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]

@@ -86,11 +86,9 @@ class LeaseBook:
         attempts_per_lease: int,
         min_group_share: float = 1.0,
     ) -> None:
-        self.groups_per_step = groups_per_step
-        self.group_size = group_size
+        self.groups_per_step, self.group_size = groups_per_step, group_size
         # Bound for new leases; deliveries are checked against `algorithm.max_staleness`.
-        self.max_staleness = max_staleness
-        self.num_steps = num_steps
+        self.max_staleness, self.num_steps = max_staleness, num_steps
         self._attempts_per_lease, self._min_share = attempts_per_lease, min_group_share
         # The step whose batch is being formed.
         self.step = 0

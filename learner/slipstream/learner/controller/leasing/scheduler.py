@@ -39,12 +39,7 @@ MAX_GRANTS_IN_A_PASS = 64
 class Scheduler:
     """Leases groups to every serving server, as far as staleness and queue allow."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        abandon: Callable[[Group], None],
-    ) -> None:
+    def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
         """`abandon` takes a group out of the book for good."""
         self._run, self._progress = run, run.progress
         self._config = run.config

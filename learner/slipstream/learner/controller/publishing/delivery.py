@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.types import PolicyVersion, ServerId
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.phases import LOADED, SERVING, PhaseReports
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals, check_probe
 from slipstream.learner.controller.run import Run
@@ -34,7 +33,6 @@ MAX_JOINT_FAILURES = 2
 # Failed publishes of one server, while no server serves, after which the run fails. By then the
 # server was sent away once and came back.
 MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
-
 
 # A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
 MOST_TIME = 8
@@ -321,10 +319,9 @@ class Deliveries:
         largest_s = MOST_TIME * self._settings.bucket_deadline_s
         if deadline_s == self.bucket_deadline_s < largest_s:
             self.bucket_deadline_s = 2 * deadline_s
-            self._run.events.add(
+            self._run.events.warn(
                 f"a publish failed: each bucket may take {self.bucket_deadline_s:g} s from now on "
-                f"(weights.bucket_deadline_s = {self._settings.bucket_deadline_s:g})",
-                Severity.WARNING,
+                f"(weights.bucket_deadline_s = {self._settings.bucket_deadline_s:g})"
             )
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
@@ -342,7 +339,7 @@ class Deliveries:
         if session.is_leaving:
             return
         session.cause = cause
-        self._run.events.add(f"rollout server {session.name} is stale: {cause}", Severity.WARNING)
+        self._run.events.warn(f"rollout server {session.name} is stale: {cause}")
         self._follow_failure(session, cause)
 
     def fetch_failed(self, session: ServerSession, cause: str) -> None:
@@ -352,9 +349,8 @@ class Deliveries:
             return
         assert session.version is not None
         session.failed_publishes += 1
-        self._run.events.add(
-            f"rollout server {session.name} keeps version {session.version.step}: {cause}",
-            Severity.WARNING,
+        self._run.events.warn(
+            f"rollout server {session.name} keeps version {session.version.step}: {cause}"
         )
         self._follow_failure(session, cause)
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish, can_take
 from slipstream.learner.controller.publishing.phases import FAILED, LOADED, READY, PhaseReports
 from slipstream.learner.controller.publishing.transport_choice import choose_for
@@ -51,11 +50,7 @@ class Readiness:
     """
 
     def __init__(
-        self,
-        run: Run,
-        tasks: asyncio.TaskGroup,
-        reports: PhaseReports,
-        deliveries: Deliveries,
+        self, run: Run, tasks: asyncio.TaskGroup, reports: PhaseReports, deliveries: Deliveries
     ) -> None:
         self._run, self._settings = run, run.config.weights
         self._tasks, self._reports, self._deliveries = tasks, reports, deliveries
@@ -120,10 +115,9 @@ class Readiness:
         if session.is_serving and session.version is not None:
             keeps = f"it keeps version {session.version.step}"
         waited_s = self._run.clock.now_s() - question.asked_s
-        self._run.events.add(
+        self._run.events.warn(
             f"rollout server {session.name} is left out of the publish of version {version.step}: "
-            f"not ready {waited_s:.1f} s after it was asked; {keeps}",
-            Severity.WARNING,
+            f"not ready {waited_s:.1f} s after it was asked; {keeps}"
         )
         self._tasks.create_task(self._follow(question))
 
@@ -387,10 +381,9 @@ class Publisher:
             if session.key not in publish.failed and self._fleet.find(session.key) is session
         ]
         for session in late if loaded else ():
-            self._run.events.add(
+            self._run.events.warn(
                 f"rollout server {session.name} still loads version {publish.version.step}: "
-                "the others and the trainer go on",
-                Severity.WARNING,
+                "the others and the trainer go on"
             )
         is_broken = len(loaded) < len(settled)
         if is_broken:

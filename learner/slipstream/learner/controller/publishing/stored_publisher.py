@@ -14,7 +14,6 @@ import time
 from collections import Counter
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.delivery import (
     MAX_RETRY_S,
     Deliveries,
@@ -194,11 +193,10 @@ class StoredPublisher:
             return
         if self._too_old.get(session.key) != version:
             self._too_old[session.key] = version
-            self._run.events.add(
+            self._run.events.warn(
                 f"rollout server {session.name} gets no groups: its version {version.step} is too "
                 f"old for step {step + 1} (algorithm.max_staleness = {bound}); it has not fetched "
-                "a newer one from storage yet",
-                Severity.WARNING,
+                "a newer one from storage yet"
             )
 
     def _write_failed(self, report: trainer_pb2.StoredReport) -> None:
@@ -215,6 +213,4 @@ class StoredPublisher:
         # A trainer is not sent away: it tries on, at the longest wait.
         wait_s = found.wait_s if isinstance(found, RetryAfter) else MAX_RETRY_S
         self._retry_s = time.monotonic() + wait_s
-        self._run.events.add(
-            f"version {report.version.step} is not in storage: {report.error}", Severity.WARNING
-        )
+        self._run.events.warn(f"version {report.version.step} is not in storage: {report.error}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -135,10 +134,9 @@ class EngineTurns:
     def _warn_without_effect(self, sharing: Collection[ServerSession]) -> None:
         if not sharing and self._fleet.serving() and not self._has_warned:
             self._has_warned = True
-            self._run.events.add(
+            self._run.events.warn(
                 f'controller.turns = "{self._run.config.controller.turns}" has no effect: no '
-                "rollout server computes on a device of the learner",
-                Severity.WARNING,
+                "rollout server computes on a device of the learner"
             )
 
 

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.evaluation import EvaluationResult
-from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.readable import TokenTexts, open_token_texts, readable
@@ -31,8 +31,7 @@ from slipstream.learner.controller.reporting.run_facts import (
     Interval,
     RunFacts,
 )
-from slipstream.learner.controller.reporting.trackers.opening import open_trackers
-from slipstream.learner.controller.reporting.trackers.tracker import Trackers
+from slipstream.learner.controller.reporting.trackers import Trackers, open_trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
     LessonWatch,
@@ -62,11 +61,8 @@ class RunRecorder:
         `events` gets hints and warnings. With `texts`, sampled episodes of several turns show each
         turn.
         """
-        self._folder = folder
-        self._config = config
-        self._trackers = trackers
-        self._texts = texts
-        self._events = events
+        self._folder, self._config, self._trackers = folder, config, trackers
+        self._texts, self._events = texts, events
         for name in (SUMMARY, SUSPENDED):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
@@ -142,7 +138,7 @@ class RunRecorder:
         write_result(self._folder / SUSPENDED, f"{text}\n".encode(), self._warn)
 
     def _warn(self, text: str) -> None:
-        self._events.add(text, Severity.WARNING)
+        self._events.warn(text)
 
     def step(
         self,
@@ -179,7 +175,7 @@ class RunRecorder:
             return row
         self._note_row(row)
         for hint in self._lessons.note(row):
-            self._events.add(hint, Severity.WARNING)
+            self._events.warn(hint)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import JsonValue
 from slipstream.core.settings.config import Config
 from slipstream.core.types import TokenArray, TokenSequence, Trajectory
-from slipstream.learner.controller.events import EventLog, Severity
+from slipstream.learner.controller.events import EventLog
 
 TOKENIZER = "tokenizer.json"
 
@@ -42,9 +42,8 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
     if not path.is_file():
         if config.sampling.max_turns > 1:
             folder = config.model.path
-            events.add(
-                f"trajectories.jsonl does not tell turns apart: {folder} has no {TOKENIZER}",
-                Severity.WARNING,
+            events.warn(
+                f"trajectories.jsonl does not tell turns apart: {folder} has no {TOKENIZER}"
             )
         return None
     return await asyncio.to_thread(TokenTexts, path)

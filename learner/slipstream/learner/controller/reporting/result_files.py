@@ -19,7 +19,6 @@ from slipstream.learner.controller.records.journal import whole_bytes
 # Takes a warning about a file, in one line.
 Tell: TypeAlias = Callable[[str], None]
 
-
 # Columns that the row of every step has.
 COLUMNS = (
     *("step", "reward_mean", "lag_mean", "lag_max"),

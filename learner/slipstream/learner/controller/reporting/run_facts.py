@@ -13,7 +13,6 @@ from slipstream.learner.controller.records.history import BusySeconds
 
 Interval = tuple[float, float]
 
-
 # Stages of the trainer whose seconds are summed over all steps.
 STAGES = ("training", "waiting", "publish", "export")
 # Values of which the largest of all steps counts.

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.core.types import ServerId
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import DRAINING, ServerEvent, ServerKey
@@ -130,9 +129,7 @@ class Fleet:
         if has_left:
             self._tell(f"rollout server {session.name} has left")
         else:
-            self._run.events.add(
-                f"rollout server {session.name} is gone: {cause}", Severity.WARNING
-            )
+            self._run.events.warn(f"rollout server {session.name} is gone: {cause}")
         assert self.handlers is not None
         self.handlers.lost(session)
         self.epochs.depart(session.key)
@@ -147,7 +144,7 @@ class Fleet:
         self._tell(f"rollout server {session.name} drains: {reason}")
         warning = self.warn_without(session)
         if warning:
-            self._run.events.add(warning, Severity.WARNING)
+            self._run.events.warn(warning)
         assert self.handlers is not None
         self.handlers.draining(session)
         self._run.signal.notify()

@@ -21,7 +21,6 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
@@ -46,12 +45,7 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Answers clients' calls about environments, and takes servers' reports on them."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        intake: Intake,
-    ) -> None:
+    def __init__(self, run: Run, books: Books, intake: Intake) -> None:
         self._run, self._progress = run, run.progress
         self._environments, self._fleet = books.environments, books.fleet
         self._journal = books.journal
@@ -97,9 +91,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             )
         if cause:
             self._environments.load_failed(report.environment, session.key, cause)
-            self._run.events.add(
-                f"environment {report.environment} on {session.name}: {cause}", Severity.WARNING
-            )
+            self._run.events.warn(f"environment {report.environment} on {session.name}: {cause}")
         else:
             self._environments.loaded(report.environment, session.key, report.num_tasks)
         self._run.signal.notify()

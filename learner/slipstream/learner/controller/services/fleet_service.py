@@ -17,7 +17,6 @@ import grpc.aio
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.names import check_server_id
 from slipstream.core.types import ServerId
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.transport_choice import misfit
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -182,9 +181,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             if len(self._turned_away) == _MAX_TURNED_AWAY:
                 self._turned_away.clear()
             self._turned_away.add(hello.process)
-            self._run.events.add(
-                f"a second rollout server {older.name}, on {hello.host}, waits: {text}",
-                Severity.WARNING,
+            self._run.events.warn(
+                f"a second rollout server {older.name}, on {hello.host}, waits: {text}"
             )
         await abort(
             context,

@@ -34,8 +34,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._ledger = books.fleet, books.ledger
-        self._scheduler = scheduler
-        self._newest_metrics = newest_metrics
+        self._scheduler, self._newest_metrics = scheduler, newest_metrics
 
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -2,21 +2,21 @@
 
 Consumes: the trainer's reports. Produces: batches, publish orders, the order to stop.
 Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the
-limit of the call.
+limit of the call. A run has one place for a trainer, held by the stream of `KeepPlace`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError, RunFailed
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
@@ -24,16 +24,117 @@ from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.trainer_orders import TrainerOrders
-from slipstream.learner.controller.services.trainer_place import TrainerPlace, epoch_of
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
-from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
+# Seconds within which a registered trainer must open the stream that keeps its place.
+RESERVED_S = 10.0
+
+
+class TrainerPlace:
+    """The place of one run.
+
+    free -- take() --> reserved -- keep() --> kept -- the last stream ends --> free
+                       reserved -- RESERVED_S --> free
+
+    A trainer whose stream ended may come back with its epoch until another one takes the place.
+    """
+
+    def __init__(self, run: Run, *, reserved_s: float = RESERVED_S) -> None:
+        self._run, self._progress = run, run.progress
+        self._reserved_s = reserved_s
+        # Secret number of the trainer that registered last. 0 before any has registered.
+        self.epoch = 0
+        self._holder = ""
+        self._streams = 0
+        self._reserved_until_s = 0.0
+        self._turned_away = ""
+        self._closed = asyncio.Event()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the trainer that registered last is connected or may still open its stream."""
+        return self._streams > 0 or self._run.clock.now_s() < self._reserved_until_s
+
+    async def check_free(
+        self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Refuses a second trainer while the place is taken; one event names each such trainer."""
+        if not self.is_taken:
+            return
+        newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
+        text = (
+            f"the trainer of {self._holder} has the place in this run and was heard "
+            f"{self._run.clock.now_s() - heard_s:.1f} s ago; end it, or wait until it is gone"
+        )
+        if newcomer != self._turned_away:
+            self._turned_away = newcomer
+            self._run.events.warn(f"a second trainer, of {newcomer}, waits: {text}")
+        await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.PLACE_TAKEN)
+
+    def take(
+        self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> int:
+        """Gives the place to a trainer; returns the epoch of its calls."""
+        self.epoch = secrets.randbits(31) + 1
+        self._holder = _describe(hello, context)
+        self._reserved_until_s = self._run.clock.now_s() + self._reserved_s
+        self._progress.trainer_heard()
+        return self.epoch
+
+    async def keep(
+        self, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[trainer_pb2.PlaceKept, None]:
+        """Keeps the place for as long as the stream is open."""
+        await self.check(context)
+        self._streams += 1
+        self._reserved_until_s = 0.0
+        try:
+            yield trainer_pb2.PlaceKept()
+            await self._closed.wait()
+        finally:
+            self._streams -= 1
+
+    async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Refuses calls of all trainers but the one that registered last."""
+        cause, reason = "", Reason.WRONG_STATE
+        if not self.epoch:
+            cause = "no trainer has registered since the controller was started"
+            reason = Reason.NOT_REGISTERED
+        elif epoch_of(context) != str(self.epoch):
+            cause = "another trainer has taken over"
+        if cause:
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, cause, reason)
+        self._progress.trainer_heard()
+
+    async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Works like `check`, but accepts a call without an epoch while the place is free.
+
+        A trainer that loads its model has not registered and has no epoch yet.
+        """
+        if epoch_of(context) or self.is_taken:
+            await self.check(context)
+
+    def close(self) -> None:
+        """Ends the streams of `keep`."""
+        self._closed.set()
+
+
+def epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The epoch in the metadata of a call. Empty if there is none."""
+    metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
+    return str(metadata.get(TRAINER_EPOCH, ""))
+
+
+def _describe(hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    return hello.process or context.peer()
+
+
 # Largest number of lines of a trainer's layout that become events.
 MAX_LAYOUT_LINES = 256
-
 
 # Longest wait of a `Next` call; then the trainer calls again.
 NEXT_LIMIT_S = 5.0
@@ -165,10 +266,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trained.version.step >= self._progress.version.step:
             self._progress.reached(trained.version)
         if trained.version.incarnation > request.version.incarnation:
-            self._run.events.add(
+            self._run.events.warn(
                 f"step {trained.version.step} came out different when it was trained again: its "
-                f"weights are version {trained.version} now, and are sent again",
-                Severity.WARNING,
+                f"weights are version {trained.version} now, and are sent again"
             )
         self._on_step(trained, request)
         await self._former.durable()
@@ -240,7 +340,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.fail(cause)
         else:
             # The launcher of the ranks starts them again, or fails the run.
-            self._run.events.add(cause, Severity.WARNING)
+            self._run.events.warn(cause)
         return trainer_pb2.TrainerFailureReceipt()
 
     async def _set_aside(
@@ -262,7 +362,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._former.durable()
         if found is not None:
             self._progress.trainer_failed("")
-            self._run.events.add(found.describe(), Severity.WARNING)
+            self._run.events.warn(found.describe())
             self._progress.waits_for("the trainer to ask for its next batch")
         self._progress.moved()
         return True

@@ -134,8 +134,7 @@ class EnvironmentBook:
         curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
     ) -> None:
         """`curricula`: settings of the choice of tasks, and the reward of a solved one."""
-        self._seed = seed
-        self._max_failed_groups = max_failed_groups
+        self._seed, self._max_failed_groups = seed, max_failed_groups
         self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
         # Counts of each environment, and open groups, from the journal of an earlier start.

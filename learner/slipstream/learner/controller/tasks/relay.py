@@ -64,18 +64,14 @@ class Relay:
 
         At most `max_messages` wait for one client or server.
         """
-        self._max_messages = max_messages
-        self._clock = clock
-        self._on_arrival = on_arrival
-        self._on_departure = on_departure
+        self._max_messages, self._clock = max_messages, clock
+        self._on_arrival, self._on_departure = on_arrival, on_departure
         self._clients: dict[str, ClientSession] = {}
         self._calls: dict[int, RelayedCall] = {}
         self._numbers = itertools.count(1)
 
     async def serve_episodes(
-        self,
-        requests: AsyncIterator[pb.WorkerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, requests: AsyncIterator[pb.WorkerMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
         """Serves one client, from its hello to the end of its stream; yields its commands."""
         try:
@@ -88,10 +84,7 @@ class Relay:
                 Reason.PROTOCOL,
             )
         client = ClientSession(
-            hello.spec,
-            hello.num_tasks,
-            hello.max_episodes,
-            Outbox(max_messages=self._max_messages),
+            hello.spec, hello.num_tasks, hello.max_episodes, Outbox(max_messages=self._max_messages)
         )
         refusal = self._on_arrival(client)
         if refusal:

@@ -19,7 +19,6 @@ from slipstream.v1 import trainer_pb2
 # Largest number of groups that a message names; further groups are only counted.
 MAX_TOLD_GROUPS = 5
 
-
 # Trajectories of a batch travel in messages of about this size.
 CHUNK_BYTES = 16 << 20
 

@@ -67,17 +67,10 @@ class BatchFormer:
     checkpoint covers. `answered` finds reports that were repeated.
     """
 
-    def __init__(
-        self,
-        books: Books,
-        tasks: asyncio.TaskGroup,
-        *,
-        keep_batches: bool,
-    ) -> None:
+    def __init__(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> None:
         self._book, self._environments = books.leases, books.environments
         self._journal, self._ledger, self._receiver = books.journal, books.ledger, books.queue
-        self._tasks = tasks
-        self._keep_batches = keep_batches
+        self._tasks, self._keep_batches = tasks, keep_batches
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # Checksum of each kept batch, by step.

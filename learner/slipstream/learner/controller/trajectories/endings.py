@@ -21,9 +21,7 @@ class Endings:
     """Ends all trajectories that do not end in a batch."""
 
     def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
-        self._journal = journal
-        self._ledger = ledger
-        self._receiver = receiver
+        self._journal, self._ledger, self._receiver = journal, ledger, receiver
         self._ended: list[TrajectoryId] = []
         self._flush_wanted = asyncio.Event()
 

@@ -80,12 +80,7 @@ class GroupFilter:
             "all rewards of its group are equal" if is_equal else f"left out by {algorithm.filter}"
         )
         self._journal.append(
-            "closed",
-            group=group.group_id,
-            how="filtered",
-            cause=cause,
-            solved=solved,
-            reward=mean,
+            "closed", group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean
         )
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)

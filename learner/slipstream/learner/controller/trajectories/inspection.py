@@ -42,7 +42,6 @@ from slipstream.protocol.queue.base import Delivery
 # Largest logarithm of a probability of 1 after rounding.
 LARGEST_LOGPROB = 1e-3
 
-
 # Bytes for long names and a failure's message, in addition to what a lease reserves.
 NAMES_BYTES = 64 << 10
 

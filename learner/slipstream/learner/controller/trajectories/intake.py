@@ -54,12 +54,7 @@ class Intake:
     `Endings`; a damaged one is quarantined. `take_back`, `withdraw` and `suspend` end leases early.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        endings: Endings,
-    ) -> None:
+    def __init__(self, run: Run, books: Books, endings: Endings) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
@@ -166,9 +161,8 @@ class Intake:
         if session is None or is_set_aside:
             return
         if not group.is_complete:
-            self._run.events.add(
-                f"group {group.group_id} is taken back from {session.name}: {cause}",
-                Severity.WARNING,
+            self._run.events.warn(
+                f"group {group.group_id} is taken back from {session.name}: {cause}"
             )
         # Members that the server reports as unfinished are leased again.
         order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
@@ -194,10 +188,9 @@ class Intake:
         news = {name.removeprefix(IGNORED) for name in found} - told
         if entry is not None and news:
             told |= news
-            self._run.events.add(
+            self._run.events.warn(
                 f"agents of {trajectory.environment} ask for {', '.join(sorted(news))}, which "
-                "changes nothing: docs/guides/agents.md says what holds",
-                Severity.WARNING,
+                "changes nothing: docs/guides/agents.md says what holds"
             )
 
     def _file(self, trajectory: Trajectory) -> None:
@@ -251,20 +244,18 @@ class Intake:
         entry = self._environments.entries.get(trajectory.environment)
         if entry is not None and failure.kind is FailureKind.BYSTANDER:
             if entry.is_news("worker", failure.message):
-                self._run.events.add(
+                self._run.events.warn(
                     f"episodes of {entry.spec.name} lost their worker and run again: "
-                    f"{failure.message}",
-                    Severity.WARNING,
+                    f"{failure.message}"
                 )
         elif entry is not None:
             entry.episodes_failed += 1
             if failure.kind in OUTAGES:
                 entry.cause = failure.message
             if entry.is_news("failure", failure.message):
-                self._run.events.add(
+                self._run.events.warn(
                     f"an episode of {trajectory.environment} failed "
-                    f"({failure.kind.name.lower()}): {failure.message}",
-                    Severity.WARNING,
+                    f"({failure.kind.name.lower()}): {failure.message}"
                 )
         self._endings.end(
             trajectory, TrajectoryEnd.FAILED, f"{failure.kind.name.lower()}: {failure.message}"
@@ -284,11 +275,10 @@ class Intake:
         )
         entry = self._environments.entries.get(group.environment)
         if entry is not None and entry.is_news("partial"):
-            self._run.events.add(
+            self._run.events.warn(
                 f"group {group.group_id} of environment {group.environment} goes on without "
                 f"episode {members[0]}, which had its last attempt: {failure.message}; "
-                "missing_members counts such episodes",
-                Severity.WARNING,
+                "missing_members counts such episodes"
             )
         if group.is_complete:
             self._complete(group)
@@ -305,10 +295,9 @@ class Intake:
             return
         entry = self._environments.entries.get(group.environment)
         if entry is None or entry.is_new_set_aside(group.task_index, cause):
-            self._run.events.add(
+            self._run.events.warn(
                 f"task {group.task_index} of environment {group.environment} is set aside: "
-                f"episode {member} of {group.group_id} had its last attempt: {cause}",
-                Severity.WARNING,
+                f"episode {member} of {group.group_id} had its last attempt: {cause}"
             )
         if failure.kind in OUTAGES:
             self._environments.group_withdrawn(group.environment)

@@ -82,8 +82,7 @@ class PrefixTree:
     def __init__(
         self, sequences: Sequence[TrainingSequence], members: Sequence[int], *, min_shared: int
     ) -> None:
-        self._sequences = sequences
-        self._min_shared = min_shared
+        self._sequences, self._min_shared = sequences, min_shared
         keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
         order = sorted(members, key=lambda index: (keys[index], index))
         common = [_MANY]

@@ -36,8 +36,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
         """Optimizer state comes in parts of at most `part_elements`, from all ranks together."""
-        self.part_elements = part_elements
-        self._device = device
+        self.part_elements, self._device = part_elements, device
         self._blocks: list[_Block] = []
         self._reserving: threading.Thread | None = None
         # The error of a reservation that failed; None if it did not fail, or `begin` has raised it.

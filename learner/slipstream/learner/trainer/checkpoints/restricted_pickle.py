@@ -55,7 +55,6 @@ _DTYPES = {
     "uint8",
 }
 
-
 # Errors of the reader of pickles for damaged bytes.
 _OF_DAMAGE = (
     *(OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError),

@@ -6,7 +6,6 @@ Importing this module after Bridge registers the recipes: see `compat.install`.
 
 from __future__ import annotations
 
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
     GPTOSSMLPDownProjMapping,
@@ -14,7 +13,6 @@ from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
 )
 from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
@@ -30,6 +28,7 @@ from slipstream.learner.trainer.families.mappings import (
     norms_after,
     norms_before,
     place_norms,
+    recipe_for,
     renamed,
     scale_embeddings,
 )
@@ -59,9 +58,7 @@ class DenseBridge(FamilyBridge):
         return [*ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")]
 
 
-@MegatronModelBridge.register_bridge(
-    source=MistralForCausalLM, target=GPTModel, model_type="mistral"
-)
+@recipe_for(MistralForCausalLM, "mistral")
 class MistralBridge(DenseBridge):
     """Mistral: a Llama whose queries may see a window only.
 
@@ -70,9 +67,7 @@ class MistralBridge(DenseBridge):
     """
 
 
-@MegatronModelBridge.register_bridge(
-    source=Ministral3ForCausalLM, target=GPTModel, model_type="ministral3"
-)
+@recipe_for(Ministral3ForCausalLM, "ministral3")
 class Ministral3Bridge(DenseBridge):
     """The language model of Ministral 3: a Llama with YaRN.
 
@@ -103,7 +98,7 @@ class _GemmaBridge(FamilyBridge):
         ]
 
 
-@MegatronModelBridge.register_bridge(source=Gemma2ForCausalLM, target=GPTModel, model_type="gemma2")
+@recipe_for(Gemma2ForCausalLM, "gemma2")
 class Gemma2Bridge(_GemmaBridge):
     """Gemma 2: every second layer has windows; scores and logits are capped.
 
@@ -119,9 +114,7 @@ class Gemma2Bridge(_GemmaBridge):
         return [*super()._mappings(), *attention()]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Gemma3ForCausalLM, target=GPTModel, model_type="gemma3_text"
-)
+@recipe_for(Gemma3ForCausalLM, "gemma3_text")
 class Gemma3Bridge(_GemmaBridge):
     """Gemma 3, text only: most layers have windows, with positions of their own.
 
@@ -136,7 +129,7 @@ class Gemma3Bridge(_GemmaBridge):
         return [*super()._mappings(), *attention(normed_heads=True)]
 
 
-@MegatronModelBridge.register_bridge(source=Olmo2ForCausalLM, target=GPTModel, model_type="olmo2")
+@recipe_for(Olmo2ForCausalLM, "olmo2")
 class Olmo2Bridge(FamilyBridge):
     """OLMo 2: norms after attention and MLP, not before; queries and keys are normed as a whole.
 
@@ -155,7 +148,7 @@ class Olmo2Bridge(FamilyBridge):
         ]
 
 
-@MegatronModelBridge.register_bridge(source=OlmoeForCausalLM, target=GPTModel, model_type="olmoe")
+@recipe_for(OlmoeForCausalLM, "olmoe")
 class OlmoeBridge(FamilyBridge):
     """OLMoE: a mixture of experts whose queries and keys are normed as a whole.
 
@@ -170,9 +163,7 @@ class OlmoeBridge(FamilyBridge):
         return [*ends(), *norms_before(), *attention(normed_heads=True), *experts()]
 
 
-@MegatronModelBridge.register_bridge(
-    source=MixtralForCausalLM, target=GPTModel, model_type="mixtral"
-)
+@recipe_for(MixtralForCausalLM, "mixtral")
 class MixtralBridge(FamilyBridge):
     """Mixtral: the weights of a token's experts are a softmax over only these experts.
 
@@ -191,9 +182,7 @@ class MixtralBridge(FamilyBridge):
         ]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen2MoeForCausalLM, target=GPTModel, model_type="qwen2_moe"
-)
+@recipe_for(Qwen2MoeForCausalLM, "qwen2_moe")
 class Qwen2MoeBridge(FamilyBridge):
     """Qwen2-MoE and Qwen1.5-MoE: every token also goes to one expert that has a gate of its own.
 
@@ -219,9 +208,7 @@ class Qwen2MoeBridge(FamilyBridge):
         ]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Ernie4_5ForCausalLM, target=GPTModel, model_type="ernie4_5"
-)
+@recipe_for(Ernie4_5ForCausalLM, "ernie4_5")
 class ErnieBridge(DenseBridge):
     """ERNIE 4.5: a Llama whose positions turn neighbouring dimensions of a head.
 
@@ -268,9 +255,7 @@ class _SigmoidBridge(_SharedBridge):
         return [*super()._mappings(), *renamed({f"{DECODER}mlp.router.expert_bias": bias})]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Glm4MoeForCausalLM, target=GPTModel, model_type="glm4_moe"
-)
+@recipe_for(Glm4MoeForCausalLM, "glm4_moe")
 class Glm4MoeBridge(_SigmoidBridge):
     """GLM-4.5: positions turn half of each head.
 
@@ -313,12 +298,7 @@ def _latent_attention() -> list[Megatron]:
     return renamed(pairs)
 
 
-@MegatronModelBridge.register_bridge(
-    source=DeepseekV3ForCausalLM,
-    target=GPTModel,
-    provider=MLAModelProvider,
-    model_type="deepseek_v3",
-)
+@recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
 class DeepseekV3Bridge(_SigmoidBridge):
     """DeepSeek V3 and Moonlight: keys and values come from a small latent vector of each token.
 
@@ -333,12 +313,7 @@ class DeepseekV3Bridge(_SigmoidBridge):
         return [*super()._mappings(), *_latent_attention()]
 
 
-@MegatronModelBridge.register_bridge(
-    source=DeepseekV2ForCausalLM,
-    target=GPTModel,
-    provider=MLAModelProvider,
-    model_type="deepseek_v2",
-)
+@recipe_for(DeepseekV2ForCausalLM, "deepseek_v2", provider=MLAModelProvider)
 class DeepseekV2Bridge(_SharedBridge):
     """DeepSeek V2 and V2-Lite: latent attention; a group of experts is as good as its best expert.
 
@@ -355,9 +330,7 @@ class DeepseekV2Bridge(_SharedBridge):
         return [*super()._mappings(), *_latent_attention()]
 
 
-@MegatronModelBridge.register_bridge(
-    source=GptOssForCausalLM, target=GPTModel, model_type="gpt_oss"
-)
+@recipe_for(GptOssForCausalLM, "gpt_oss")
 class GptOssBridge(FusedExperts, FamilyBridge):
     """gpt-oss: every second layer has windows; experts have biases and a limited activation.
 

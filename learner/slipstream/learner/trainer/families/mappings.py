@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    GatedMLPMapping,
-    QKVMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
 from megatron.bridge.utils.common_utils import extract_expert_number_from_param
+from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
@@ -113,6 +110,13 @@ def experts(
         GatedMLPMapping(megatron_param=f"{EXPERTS}linear_fc1.weight*", gate=gate, up=up),
         *renamed({f"{EXPERTS}linear_fc2.weight*": down}),
     ]
+
+
+def recipe_for(source: type, model_type: str, provider: Megatron | None = None) -> Megatron:
+    """Registers the decorated recipe with Bridge for transformers' class `source`."""
+    return MegatronModelBridge.register_bridge(
+        source=source, target=GPTModel, provider=provider, model_type=model_type
+    )
 
 
 class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]

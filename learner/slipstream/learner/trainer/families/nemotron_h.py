@@ -12,12 +12,12 @@ from megatron.bridge.models.conversion.param_mapping import (
     QKVMapping,
 )
 from megatron.core.activations import squared_relu
-from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
     FamilyBridge,
     place_norms,
+    recipe_for,
     renamed,
 )
 from slipstream.learner.trainer.untyped import Megatron
@@ -29,9 +29,7 @@ _MIXER = f"{_LAYER}mixer."
 _FORMS = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "mlp"}
 
 
-@MegatronModelBridge.register_bridge(
-    source=NemotronHForCausalLM, target=GPTModel, model_type="nemotron_h"
-)
+@recipe_for(NemotronHForCausalLM, "nemotron_h")
 class NemotronHBridge(FamilyBridge):
     """Nemotron-H: one norm and one part a layer; no positions; MLPs with squared ReLU, no gate.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 
 import torch
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
     ColumnParallelMapping,
     GDNConv1dMapping,
@@ -19,7 +18,6 @@ from megatron.bridge.models.conversion.param_mapping import (
     split_gdn_linear_weights,
 )
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
@@ -34,6 +32,7 @@ from slipstream.learner.trainer.families.mappings import (
     gated,
     norms_before,
     place_norms,
+    recipe_for,
     renamed,
 )
 from slipstream.learner.trainer.families.vision import VisionBridge
@@ -106,9 +105,7 @@ def shared_expert() -> list[Megatron]:
     return [*gated(SHARED, f"{LAYER}mlp.shared_expert."), gate]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3NextForCausalLM, target=GPTModel, model_type="qwen3_next"
-)
+@recipe_for(Qwen3NextForCausalLM, "qwen3_next")
 class Qwen3NextBridge(FamilyBridge):
     """Qwen3-Next: delta nets; gated attention; a mixture of experts like Qwen2-MoE's.
 
@@ -268,23 +265,17 @@ class _MixtureLayers(_Layers):
         return [*experts(), *shared_expert()]
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3_5ForCausalLM, target=GPTModel, model_type="qwen3_5_text"
-)
+@recipe_for(Qwen3_5ForCausalLM, "qwen3_5_text")
 class Qwen35Bridge(_Layers):
     """The language model of Qwen3.5."""
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3_5MoeForCausalLM, target=GPTModel, model_type="qwen3_5_moe_text"
-)
+@recipe_for(Qwen3_5MoeForCausalLM, "qwen3_5_moe_text")
 class Qwen35MixtureBridge(_MixtureLayers):
     """The language model of Qwen3.5 with experts; the files hold each expert separately."""
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3_5ForConditionalGeneration, target=GPTModel, model_type="qwen3_5"
-)
+@recipe_for(Qwen3_5ForConditionalGeneration, "qwen3_5")
 class Qwen35VisionBridge(_Layers, VisionBridge):
     """Qwen3.5: a tower like Qwen3-VL's, without deeper features."""
 
@@ -293,9 +284,7 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
     decoder_folder = "model.language_model."
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3_5MoeForConditionalGeneration, target=GPTModel, model_type="qwen3_5_moe"
-)
+@recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
 class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
     """Qwen3.5 with experts, which lie together in the files as Megatron has them."""
 

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.nested_decoders import nested_name, tower_name
@@ -38,6 +36,7 @@ from slipstream.learner.trainer.families.mappings import (
     fused_experts,
     gated,
     norms_before,
+    recipe_for,
     renamed_files,
 )
 from slipstream.learner.trainer.layers.vision_tower import (
@@ -107,9 +106,7 @@ class VisionBridge(FamilyBridge):
         return renamed_files(mapping, lambda name: name.replace("model.", self.decoder_folder, 1))
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen2_5_VLForConditionalGeneration, target=GPTModel, model_type="qwen2_5_vl"
-)
+@recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
 class Qwen25VisionBridge(VisionBridge):
     """Qwen2.5-VL: a tower with windows before a Qwen2.
 
@@ -129,9 +126,7 @@ class Qwen25VisionBridge(VisionBridge):
         return attention(biases=True)
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3VLForConditionalGeneration, target=GPTModel, model_type="qwen3_vl"
-)
+@recipe_for(Qwen3VLForConditionalGeneration, "qwen3_vl")
 class Qwen3VisionBridge(VisionBridge):
     """Qwen3-VL: a tower whose deeper features are added behind the first layers of a Qwen3.
 
@@ -151,9 +146,7 @@ class Qwen3VisionBridge(VisionBridge):
         return attention(normed_heads=True)
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3VLMoeForConditionalGeneration, target=GPTModel, model_type="qwen3_vl_moe"
-)
+@recipe_for(Qwen3VLMoeForConditionalGeneration, "qwen3_vl_moe")
 class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
     """Qwen3-VL with experts, whose decoder is a Qwen3-MoE.
 
@@ -295,9 +288,7 @@ class _NestedBridge(FamilyBridge):
         return []
 
 
-@MegatronModelBridge.register_bridge(
-    source=Gemma3ForConditionalGeneration, target=GPTModel, model_type="gemma3"
-)
+@recipe_for(Gemma3ForConditionalGeneration, "gemma3")
 class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
     """Gemma 3 of 4B and more: the text model beside a SigLIP tower.
 
@@ -305,9 +296,7 @@ class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
     """
 
 
-@MegatronModelBridge.register_bridge(
-    source=Mistral3ForConditionalGeneration, target=GPTModel, model_type="mistral3"
-)
+@recipe_for(Mistral3ForConditionalGeneration, "mistral3")
 class Mistral3VisionBridge(_NestedBridge, MistralBridge):
     """Mistral Small 3.1 and Ministral 3: a Mistral or Ministral 3 beside a Pixtral tower.
 

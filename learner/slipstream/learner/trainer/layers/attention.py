@@ -247,13 +247,7 @@ def new_scores(config: Megatron) -> torch.nn.Parameter:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scores: Tensor,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scores: Tensor, scale: float
 ) -> Tensor:
     """Attends over dim 2 of [sequences, heads, length, dim] with a sink for each query head.
 

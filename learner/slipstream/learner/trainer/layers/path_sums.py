@@ -29,12 +29,7 @@ def sum_copies(grad: Tensor, copies: Tensor, bounds: Tensor) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    grad,
-    copies,
-    bounds,
-    total,
-    width,
-    BLOCK: tl.constexpr,
+    grad, copies, bounds, total, width, BLOCK: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -64,12 +64,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
         self.heads, self.groups = divide(heads, tp), divide(config.mamba_num_groups, tp)
         self.inner, self.states = self.heads * self.head_dim, self.groups * config.mamba_state_dim
-        common = {
-            "config": config,
-            "bias": False,
-            "is_expert": False,
-            "tp_group": pg_collection.tp,
-        }
+        common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = build_module(
             in_proj,
             config.hidden_size,

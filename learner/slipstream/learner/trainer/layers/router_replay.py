@@ -172,10 +172,7 @@ def routing_metrics(
     unrecorded = unrecorded_fraction(trajectories)
     if unrecorded < 1 and not replayed:
         raise RunFailed("no router replayed the recorded experts")
-    return {
-        "routing_difference": differing / max(1, replayed),
-        "routing_unrecorded": unrecorded,
-    }
+    return {"routing_difference": differing / max(1, replayed), "routing_unrecorded": unrecorded}
 
 
 def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:

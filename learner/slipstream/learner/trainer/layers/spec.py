@@ -40,10 +40,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     """Returns the transformer block of `config` with the layers of this pipeline stage."""
     has_te = compat.has_transformer_engine()
     block = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=has_te,
-        normalization=config.normalization,
-        vp_stage=vp_stage,
+        config, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage
     )
     norm: Megatron = RMSNorm
     if has_te:

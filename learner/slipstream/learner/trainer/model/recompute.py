@@ -31,19 +31,15 @@ class Memory(Protocol):
 
     def allocated(self) -> int:
         """Returns what tensors take now."""
-        ...
 
     def peak(self) -> int:
         """Returns the most that tensors took since `watch`."""
-        ...
 
     def watch(self) -> None:
         """Begins to note the peak."""
-        ...
 
     def limit(self) -> int:
         """Returns what tensors may take."""
-        ...
 
 
 class GpuMemory:

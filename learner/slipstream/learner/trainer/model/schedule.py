@@ -71,11 +71,7 @@ def forward_backward(
 
 
 def forward_logprobs(
-    model: ParallelModel,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    temperature: float,
-    top_k: int = 0,
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float, top_k: int = 0
 ) -> list[Tensor]:
     """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
 

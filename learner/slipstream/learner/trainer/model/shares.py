@@ -10,10 +10,7 @@ import torch
 from slipstream.core.types import LogprobArray, TokenSequence
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, share_of_rank, zigzag
-from slipstream.learner.trainer.batches.packing import (
-    build_micro_batch,
-    build_tree_micro_batch,
-)
+from slipstream.learner.trainer.batches.packing import build_micro_batch, build_tree_micro_batch
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.prefix_tree import (
     Bundle,

@@ -149,8 +149,7 @@ class _Part:
 
     def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
         """`is_one`: each row has one target."""
-        self._weight = weight
-        self._projection = projection
+        self._weight, self._projection = weight, projection
         group = projection.tp_group
         self._width = len(weight)
         self._first = self._width * (group.rank() if group is not None else 0)

@@ -31,11 +31,7 @@ _MODEL_FAMILIES = (
     "gpt_oss.gpt_oss_bridge",
 )
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-_TE_STUBS = (
-    "transformer_engine",
-    "transformer_engine.pytorch",
-    "transformer_engine.pytorch.ops",
-)
+_TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
 
 
 def has_transformer_engine() -> bool:

@@ -246,8 +246,7 @@ def _replace_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     _replace(
-        megatron_random,
-        {"_get_cuda_rng_state": rng_state, "_set_cuda_rng_state": set_rng_state},
+        megatron_random, {"_get_cuda_rng_state": rng_state, "_set_cuda_rng_state": set_rng_state}
     )
     _replace(moe_utils, {"maybe_move_tensor_to_cpu": stay})
     _replace(token_dispatcher, {"maybe_move_tensor_to_cpu": stay})

@@ -335,8 +335,7 @@ class Grid:
     """One layout of all ranks; `Grids.for_layout` makes it."""
 
     def __init__(self, grids: Grids, state: _State) -> None:
-        self._grids = grids
-        self.state = state
+        self._grids, self.state = grids, state
 
     @property
     def groups(self) -> Megatron:

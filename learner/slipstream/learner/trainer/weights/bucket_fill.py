@@ -101,15 +101,12 @@ class Filling(Protocol):
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         """Assigns bucket k to lane k % len(lanes); lanes are uint8."""
-        ...
 
     def begin(self) -> None:
         """Starts a pass: `fill` follows for every bucket, from the first one."""
-        ...
 
     def fill(self, place: int) -> None:
         """Puts bucket number `place` together on its sender, on the current CUDA stream."""
-        ...
 
 
 class BridgeFilling:
@@ -234,12 +231,7 @@ class PlannedFilling:
     fills_any = True
 
     def __init__(
-        self,
-        policy: Policy,
-        dtype: str,
-        pieces: Sequence[Piece],
-        *,
-        senders: tuple[int, ...] = (),
+        self, policy: Policy, dtype: str, pieces: Sequence[Piece], *, senders: tuple[int, ...] = ()
     ) -> None:
         """Raises UnknownMapping when a rank outside `senders` would have to send."""
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)

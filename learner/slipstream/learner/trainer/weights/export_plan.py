@@ -211,8 +211,4 @@ def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
     if weight.shape[0] % ((per_group + 2) * size):
         raise UnknownMapping(f"{name} splits a group of queries")
     by_head = weight.view(-1, per_group + 2, size, *weight.shape[1:])
-    return {
-        "q": by_head[:, :per_group],
-        "k": by_head[:, per_group],
-        "v": by_head[:, per_group + 1],
-    }
+    return {"q": by_head[:, :per_group], "k": by_head[:, per_group], "v": by_head[:, per_group + 1]}

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.machine.address import listen
+from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
+from slipstream.learner.trainer.weights.bucket_sender import BucketSender, live
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
+from slipstream.protocol.weights.handover import listen_for_members
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.protocol.weights.waits import reason, wait_for
+from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 Result = TypeVar("Result")
 
-
 # Seconds by which a call may outlast gloo's own deadline before its thread is left behind.
 _GRACE_S = 1.0
-
 
 # Messages of gloo begin with a file and line of its source, which users need not see.
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
-class GlooSender:
-    """Sends over TCP; store and group listen on `weights.host` only.
+class GlooSender(BucketSender):
+    """Sends over TCP, for machines without a GPU; listens on `weights.host` only.
 
     One bucket travels at a time, while the caller fills the next one.
     """
 
+    transport = "gloo"
+
     def __init__(self, weights: WeightsSection) -> None:
-        self._weights = weights
-        self.bucket_deadline_s = weights.bucket_deadline_s
-        self._id: str | None = None
+        super().__init__(weights)
         # The store on the leader where all members meet. Closing it ends the waits of members
         # there.
         self._meeting_place: Store | None = None
@@ -51,24 +49,9 @@ class GlooSender:
         self._under_way: tuple[dist.Work, Bucket] | None = None
         self._wire = Wire()
 
-    @property
-    def communicator_id(self) -> str | None:
-        """See `BucketSender`."""
-        return self._id if self._group is not None else None
-
-    def announce(
-        self, communicator_id: str, *, num_senders: int, world_size: int
-    ) -> weights_pb2.Communicator:
-        """See `BucketSender`."""
-        self.abort()
+    def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
         # The store would listen on all addresses if it opened the socket itself.
-        try:
-            listener = listen(self._weights.host)
-        except OSError as error:
-            raise ConfigError(
-                f"weights.host must be an address of this machine, "
-                f"got {self._weights.host}: {error}"
-            ) from error
+        listener = listen_for_members(self._weights.host)
         port = listener.getsockname()[1]
         self._meeting_place = dist.TCPStore(  # type: ignore[attr-defined]
             self._weights.host,
@@ -78,22 +61,11 @@ class GlooSender:
             timeout=timedelta(seconds=self._weights.join_deadline_s),
             master_listen_fd=listener.detach(),
         )
-        return weights_pb2.Communicator(
-            communicator_id=communicator_id,
-            transport="gloo",
-            store_host=self._weights.host,
-            store_port=port,
-            world_size=world_size,
-            num_senders=num_senders,
-        )
+        return {"store_host": self._weights.host, "store_port": port}
 
-    def connect(
-        self,
-        announced: weights_pb2.Communicator,
-        rank: int,
-        abandoned: threading.Event | None = None,
+    def _join(
+        self, announced: weights_pb2.Communicator, rank: int, abandoned: threading.Event | None
     ) -> None:
-        """See `BucketSender`."""
         if rank != 0:
             self.abort()
         timeout = timedelta(seconds=self._weights.join_deadline_s)
@@ -125,22 +97,19 @@ class GlooSender:
             what=f"{announced.world_size - 1} others joining {announced.communicator_id}",
             abandoned=abandoned,
         )
-        self._id = announced.communicator_id
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """See `BucketSender`."""
         self._settle()
-        if self._group is None:
-            raise WeightSyncError("there is no communicator to send through")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = bucket.root, 0
         options.timeout = timedelta(seconds=self.bucket_deadline_s)
-        work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
+        work = live(self._group).broadcast([data], options)  # type: ignore[attr-defined]
         self._under_way = (work, bucket)
         return lambda: self._release(work)
 
     def finish(self) -> Wire:
-        """See `BucketSender`; the seconds are the time spent waiting for buckets."""
+        """See `BucketSender`."""
         self._settle()
         found, self._wire = self._wire, Wire()
         return found
@@ -187,21 +156,11 @@ class GlooSender:
         Raises WeightSyncError then. gloo normally keeps the deadline itself; when it does not, the
         thread is left behind.
         """
-        answers: queue.Queue[Result | RuntimeError] = queue.Queue(maxsize=1)
-
-        def run() -> None:
-            try:
-                answers.put(work())
-            except RuntimeError as error:
-                answers.put(error)
-
-        threading.Thread(target=run, name="weight-sender", daemon=True).start()
         try:
-            answer = wait_for(answers, deadline_s + _GRACE_S, abandoned)
-        except queue.Empty:
+            return on_thread(work, deadline_s + _GRACE_S, abandoned, name="weight-sender")
+        except Unanswered:
             self.abort()
             raise WeightSyncError(f"{what}: not done {reason(deadline_s, abandoned)}") from None
-        if isinstance(answer, RuntimeError):
+        except RuntimeError as error:
             self.abort()
-            raise WeightSyncError(f"{what}: {_SOURCE.sub('', str(answer))}") from answer
-        return answer
+            raise WeightSyncError(f"{what}: {_SOURCE.sub('', str(error))}") from error

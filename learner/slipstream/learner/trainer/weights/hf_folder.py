@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
-from slipstream.core.models.loaded_tensors import is_further
-from slipstream.core.models.model_files import held_tensors
+from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.nested_decoders import TOWERS
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
@@ -30,11 +29,7 @@ class HfFolderWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        moved: Callable[[int], None],
-        *,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        self, folder: Path, moved: Callable[[int], None], *, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
         """Calls `moved` with the number of bytes after each write."""
         self._folder, self._moved = folder, moved

@@ -1,14 +1,14 @@
-"""Sends buckets from GPU to GPU over NCCL; see `bucket_sender.BucketSender`."""
+"""Sends buckets from GPU to GPU over NCCL."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
+from slipstream.learner.trainer.weights.bucket_sender import BucketSender, live
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
@@ -48,8 +48,10 @@ class CudaStream:
         return lambda: torch.cuda.current_stream().wait_event(sent)
 
 
-class NcclSender:
+class NcclSender(BucketSender):
     """Sends from GPU to GPU; enqueues all buckets at once, each after the work that fills it."""
+
+    transport = "nccl"
 
     def __init__(
         self,
@@ -59,14 +61,13 @@ class NcclSender:
         *,
         make_unique_id: Callable[[], bytes],
     ) -> None:
-        self._weights, self._backend, self._stream = weights, backend, stream
-        self.bucket_deadline_s = weights.bucket_deadline_s
+        super().__init__(weights)
+        self._backend, self._stream = backend, stream
         self._make_unique_id = make_unique_id
         # NCCL listens for the members of each id that was made, on a thread and a socket that end
         # when all members have joined. An id that no member was told of is kept for the next
         # communicator.
         self._unused_id: bytes | None = None
-        self._id: str | None = None
         self._group: NcclGroup | None = None
 
     @property
@@ -75,27 +76,13 @@ class NcclSender:
         is_alive = self._group is not None and not self._group.is_aborted
         return self._id if is_alive else None
 
-    def announce(
-        self, communicator_id: str, *, num_senders: int, world_size: int
-    ) -> weights_pb2.Communicator:
-        """See `BucketSender`."""
-        self.abort()
+    def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
         self._unused_id = self._unused_id or self._make_unique_id()
-        return weights_pb2.Communicator(
-            communicator_id=communicator_id,
-            transport="nccl",
-            unique_id=self._unused_id,
-            world_size=world_size,
-            num_senders=num_senders,
-        )
+        return {"unique_id": self._unused_id}
 
-    def connect(
-        self,
-        announced: weights_pb2.Communicator,
-        rank: int,
-        abandoned: threading.Event | None = None,
+    def _join(
+        self, announced: weights_pb2.Communicator, rank: int, abandoned: threading.Event | None
     ) -> None:
-        """See `BucketSender`."""
         self.abort()
         self._unused_id = None
         self._group = NcclGroup.join(
@@ -106,14 +93,12 @@ class NcclSender:
             deadline_s=self._weights.join_deadline_s,
             abandoned=abandoned,
         )
-        self._id = announced.communicator_id
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """See `BucketSender`."""
-        if self._group is None:
-            raise WeightSyncError("there is no communicator to send through")
+        group = live(self._group)
         self._stream.follow()
-        self._group.broadcast(
+        group.broadcast(
             data.data_ptr(),
             bucket.num_bytes,
             bucket.root,
@@ -124,10 +109,9 @@ class NcclSender:
 
     def finish(self) -> Wire:
         """See `BucketSender`."""
-        if self._group is None:
-            raise WeightSyncError("there is no communicator to send through")
-        self._group.wait()
-        return self._group.take_wire()
+        group = live(self._group)
+        group.wait()
+        return group.take_wire()
 
     def abort(self) -> None:
         """See `BucketSender`."""

@@ -15,15 +15,19 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
-from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.config import Config
+import torch
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.settings.config import Config, WeightsSection
 from slipstream.core.types import TokenArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.bucket_sender import BucketSender, BucketSenders
+from slipstream.learner.trainer.weights.bucket_sender import BucketSender
+from slipstream.learner.trainer.weights.gloo_sender import GlooSender
+from slipstream.learner.trainer.weights.ipc_sender import IpcSender
+from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
 from slipstream.protocol.codec import pack_logprobs, pack_tokens
@@ -38,6 +42,42 @@ Result = TypeVar("Result")
 
 # Seconds between two questions whether all members are still there.
 _ASK_PERIOD_S = 0.5
+
+
+class BucketSenders:
+    """The senders of one rank, one for each transport; each is made when it is first used."""
+
+    def __init__(
+        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int
+    ) -> None:
+        """Takes the size of the `largest_bucket` in bytes."""
+        self._weights, self._device = weights, device
+        self._largest_bucket = largest_bucket
+        self._made: dict[str, BucketSender] = {}
+
+    def for_transport(self, transport: str) -> BucketSender:
+        """Returns the sender of a transport. Raises ConfigError if it needs a GPU."""
+        if transport not in self._made:
+            self._made[transport] = self._make(transport)
+        return self._made[transport]
+
+    def abort(self) -> None:
+        """Leaves every communicator."""
+        for sender in self._made.values():
+            sender.abort()
+
+    def _make(self, transport: str) -> BucketSender:
+        if transport == "gloo":
+            return GlooSender(self._weights)
+        if transport == "ipc":
+            return IpcSender(self._weights, self._device, num_bytes=self._largest_bucket)
+        if transport != "nccl":
+            raise ConfigError(
+                f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
+            )
+        if self._device.type != "cuda":
+            raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
+        return open_nccl_sender(self._weights, self._device)
 
 
 class WeightPublisher:
@@ -329,9 +369,7 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
     logprobs, adapters = [], []
     for name in names:
         own = probe_sequences(
-            parts.get(name),
-            vocab_size=policy.vocab_size,
-            max_tokens=max(2, min(MAX_TOKENS, room)),
+            parts.get(name), vocab_size=policy.vocab_size, max_tokens=max(2, min(MAX_TOKENS, room))
         )
         with policy.adapters.active(name):
             found = sequence_logprobs(policy, own, max_tokens=config.learner.micro_batch_tokens)

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
-from slipstream.core.models.vision.data_urls import data_of_url
+from slipstream.core.models.vision.pixels import data_of_url
 from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.limits import ServedCall
@@ -27,7 +27,6 @@ _IMAGE_PARTS = {"image_url", "input_image"}
 _BEFORE, _AFTER = "slipstreambefore", "slipstreamafter"
 # Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
-
 
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
@@ -231,11 +230,7 @@ def text_of_an_image(
     template: str | None,
 ) -> str:
     """Returns what the chat template writes for an image; None stands for the tokenizer's own."""
-    parts = [
-        {"type": "text", "text": _BEFORE},
-        {"type": "image"},
-        {"type": "text", "text": _AFTER},
-    ]
+    parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
     message = {"role": "user", "content": parts}
     text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
     return text.partition(_BEFORE)[2].partition(_AFTER)[0]

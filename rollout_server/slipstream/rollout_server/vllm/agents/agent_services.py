@@ -32,8 +32,7 @@ class Agents:
     """The API of agents and the reader of replies on one server; all episodes share them."""
 
     def __init__(self, engine: Engine, settings: RolloutServerSection) -> None:
-        self._engine = engine
-        self._settings = settings
+        self._engine, self._settings = engine, settings
         self._opening: asyncio.Future[AgentApi] | None = None
         self._reading: asyncio.Future[ReplyReader] | None = None
 

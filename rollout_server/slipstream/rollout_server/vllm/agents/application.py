@@ -47,7 +47,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 # The name of the only model; requests may name any.
 MODEL = "policy"
 
-
 # vLLM's parsers of tools that lose calls in a stream whose parts hold several tokens.
 ONE_TOKEN_PARSERS = ("deepseek_v3", "deepseek_v31", "hunyuan_a13b", "xlam")
 

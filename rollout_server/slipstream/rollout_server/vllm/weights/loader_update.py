@@ -2,32 +2,150 @@
 
 Consumes: buckets. Produces: a loaded model, and its copy plan or a log line why it has none. Waits
 for: each bucket. Unblocked by: the bucket, or its deadline.
+
+Some layers of vLLM change their weights after loading, so that a copy is not enough.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.models.registry import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.rollout_server.vllm.weights import vllm_layers
-from slipstream.rollout_server.vllm.weights.fp8_linears import fp8_linears, loadable
-from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
-from slipstream.rollout_server.weights.copy_plan import (
-    NotCopied,
-    Parameters,
-    cut,
-    record,
+from slipstream.rollout_server.vllm.weights.fp8_plan import (
+    Fp8Check,
+    Fp8Plan,
+    Fp8Replay,
+    fp8_linears,
+    loadable,
 )
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
+from slipstream.rollout_server.weights.copy_plan import NotCopied, Parameters, cut, record
 from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import reload
+from vllm.v1.attention.backend import AttentionImplBase
+
+PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+
+# Names in files -> names that vLLM's loader takes for one expert.
+_OF_ONE = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(\w+)")
+_SINKS = ".self_attn.sinks"
+
+Named = tuple[str, torch.Tensor]
+
+
+def check_layers(model: torch.nn.Module) -> None:
+    """Raises NotCopied when a layer keeps its weights in another form or derives others."""
+    for name, module in model.named_modules():
+        method = vars(module).get("quant_method")
+        if method is not None and type(method) not in (*PLAIN_METHODS, Fp8PtpcOnlineLinearMethod):
+            raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
+        if isinstance(module, MLAAttention):
+            raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")
+        if isinstance(module, Attention) and _copies_sinks(module.impl):
+            raise NotCopied(f"{name} ({type(module).__name__}) computes with a copy of its sinks")
+        if isinstance(module, RoutedExperts) and next(module.parameters()).device.type == "cpu":
+            raise NotCopied(f"{name} ({type(module).__name__}) packs its weights on a CPU")
+
+
+def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
+    """Whether vLLM makes a float32 copy of the sinks after each load.
+
+    FlashInfer and b12x compute with such a copy unless the parameter itself is float32 (0.32.0).
+    """
+    sources = [vars(each).get("_sinks_source") for each in backend.get_impl_variants()]
+    return any(sinks is not None and sinks.dtype != torch.float32 for sinks in sources)
+
+
+def loaded_name(parameter: str) -> str:
+    """Returns the name that loaders use: they do not see a layer's room for an adapter."""
+    return parameter.replace(".base_layer.", ".")
+
+
+def repack_kept_linears(model: torch.nn.Module) -> None:
+    """Packs again the weights of modules that keep `.weight` beside a prepacked matrix.
+
+    vLLM for CPU packs a tied head at the start. No weight arrives under the head's name later, so
+    the head would compute with the old weights for ever (0.32.0).
+    """
+    for module in model.modules():
+        if "cpu_linear" not in vars(module) or "quant_method" not in vars(module):
+            continue
+        weight = module.weight
+        if isinstance(weight, torch.Tensor) and weight.numel():
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Packs the experts' matrices again.
+
+    vLLM for CPU packs them when it makes their kernel, and at no later load. It would compute with
+    plain matrices as if they were packed (0.32.0).
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            kernel = module.quant_method.moe_kernel
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
+    """Hands `tensors` to the loader of `model`; returns the names that the loader returns.
+
+    The loader of gpt-oss copies sinks, and the experts of a layer together, into parameters without
+    their own loaders. During a reload these have no memory: the copy is lost without an error, and
+    the engine keeps its old experts and sinks (0.32.0). Here they go to the loaders one by one.
+    """
+    family = FAMILIES.get(type(model).__name__)
+    if family is None or not family.engine.copies_parameters:
+        loaded: set[str] | None = model.load_weights(tensors)  # type: ignore[operator]
+        return loaded
+    sinks: set[str] = set()
+    return set(model.load_weights(_one_by_one(model, tensors, sinks))) | sinks  # type: ignore[operator]
+
+
+def _one_by_one(
+    model: torch.nn.Module, tensors: Iterable[Named], sinks: set[str]
+) -> Iterator[Named]:
+    """Yields each expert by itself; loads sinks, and adds their names to `sinks`."""
+    for name, tensor in tensors:
+        found = _EXPERTS.fullmatch(name)
+        if found is not None:
+            for expert, own in enumerate(tensor):
+                yield f"{found[1]}{expert}.{_OF_ONE[found[2]]}", own
+        elif name.endswith(_SINKS):
+            parameter = name.replace(_SINKS, ".attn.sinks")
+            target = model.get_parameter(parameter)
+            ranks = get_tensor_model_parallel_world_size()
+            own = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
+            target.weight_loader(target, own)  # type: ignore[attr-defined]
+            sinks.add(parameter)
+        else:
+            yield name, tensor
+
 
 # vLLM's own logger: the engine's processes have no other handler.
 log = init_logger(f"vllm.{__name__}")
@@ -48,7 +166,7 @@ def recorded_plan(
     try:
         if vllm_config.parallel_config.enable_eplb:
             raise NotCopied("experts change their places while the engine runs")
-        vllm_layers.check_layers(model)
+        check_layers(model)
         # Every model of vLLM has `load_weights`; their base class does not declare it.
         load_weights: Any = model.load_weights
         linears = fp8_linears(model)
@@ -116,7 +234,7 @@ class LoaderUpdate:
         reload.initialize_layerwise_reload(model)
         # Parameters that layers compute from others after loading, such as scales, are never sent.
         awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
-        self._missing = set(map(vllm_layers.loaded_name, awaited))
+        self._missing = set(map(loaded_name, awaited))
         # Notes what the loader does with each bucket; None without a plan to compare it with.
         self.check: Fp8Check | None = None
         self._digests: list[bytes] = []
@@ -143,9 +261,9 @@ class LoaderUpdate:
                 keep_adapters(place, buffer)
             else:
                 # The layerwise reload keeps references into the buffer until a layer is complete.
-                loaded = vllm_layers.load_tensors(self._model, cut(buffer, incoming.buckets[place]))
+                loaded = load_tensors(self._model, cut(buffer, incoming.buckets[place]))
                 # Some models do not say what they loaded.
-                named = None if loaded is None else set(map(vllm_layers.loaded_name, loaded))
+                named = None if loaded is None else set(map(loaded_name, loaded))
                 self._missing -= self._missing if named is None else named
                 if self.check is not None:
                     self.check.add(place, buffer)
@@ -160,7 +278,7 @@ class LoaderUpdate:
         """Finalises the layers."""
         reload.finalize_layerwise_reload(self._model, self._model_config)
         if on_cpu:
-            vllm_layers.repack_experts(self._model)
+            repack_experts(self._model)
 
     def result(self, shares: list[tuple[str, str]], *, has_plan: bool) -> LoadResult:
         """Returns the digests and the times up to now."""

@@ -10,19 +10,17 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import torch
-from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.cuda_digests import CudaDigests, load_kernel
+from slipstream.protocol.weights.cuda_digests import load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
-from slipstream.protocol.weights.digests import BucketDigests, bucket_digest
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership, NoDigests
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
 _NUM_BUFFERS = 2
 
 
-class NcclReceiver:
+class NcclReceiver(BucketReceiver):
     """See `BucketReceiver`: two receive buffers in turn, each broadcast from its sender."""
 
     enqueues = True
@@ -34,8 +32,8 @@ class NcclReceiver:
 
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_device(index)
+        super().__init__(torch.device("cuda", index))
         communicator = membership.communicator
-        self._device = torch.device("cuda", index)
         self._backend = CupyNccl(index)
         self._backend.use()
         # It is loaded here, before the other members wait for this one.
@@ -52,19 +50,11 @@ class NcclReceiver:
             )
         self._stream = _idle_stream(self._device)
         self._buffers: list[torch.Tensor] = []
-        self._digests: BucketDigests | None = None
-        # The buckets of `_digests`, and whether these have any.
-        self._digested: tuple[tuple[Bucket, ...], bool] = (), False
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """See `BucketReceiver`."""
         self._backend.use()
-        kind = incoming.buckets, incoming.digested
-        if self._digested != kind:
-            self._digests = (
-                CudaDigests(incoming.buckets) if incoming.digested else NoDigests(self._device)
-            )
-            self._digested = kind
+        self._open_digests(incoming)
         if incoming.own_buffers:
             self._buffers = []
             return []
@@ -121,11 +111,10 @@ class NcclReceiver:
 
     def digests(self) -> list[bytes]:
         """See `BucketReceiver`."""
-        assert self._digests is not None
         # The stream gets here after the last bucket, or when the communicator is aborted.
-        found = self._digests.read(torch.cuda.current_stream(self._device).cuda_stream)
+        found = super().digests()
         self._group.wait()
-        return [bucket_digest(tensors) for tensors in found]
+        return found
 
     def take_wire(self) -> Wire:
         """See `BucketReceiver`."""

@@ -22,15 +22,18 @@ from typing import Any
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
-from slipstream.rollout_server.vllm.weights import loader_update, vllm_layers
+from slipstream.rollout_server.vllm.weights import loader_update
 from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
 from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
-from slipstream.rollout_server.weights.host_receivers import GlooReceiver, StorageReceiver
-from slipstream.rollout_server.weights.ipc_receiver import IpcReceiver
 from slipstream.rollout_server.weights.live_base import LiveBase
+from slipstream.rollout_server.weights.receivers import (
+    GlooReceiver,
+    IpcReceiver,
+    StorageReceiver,
+)
 from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
@@ -48,7 +51,6 @@ TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketReceiver]] = {
     "nccl": NcclReceiver,
     "storage": StorageReceiver,
 }
-
 
 BACKEND = "slipstream"
 
@@ -374,7 +376,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Completes the new weights, also where a layer keeps a second form of them."""
         self._wait_for_device()
         if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
-            vllm_layers.repack_kept_linears(self.model)
+            loader_update.repack_kept_linears(self.model)
 
     def _wait_for_device(self) -> None:
         if self.device.type != "cpu":

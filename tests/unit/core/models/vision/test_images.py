@@ -12,8 +12,7 @@ from make_tiny_vision_model import make_model, make_tokenizer
 from PIL import Image
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError, ProtocolError
-from slipstream.core.models.vision.data_urls import data_of_url
-from slipstream.core.models.vision.pixels import MAX_PIXELS
+from slipstream.core.models.vision.pixels import MAX_PIXELS, data_of_url
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace

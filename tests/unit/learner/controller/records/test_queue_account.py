@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.leasing.lease_pass import WORDS, LeaseWait
-from slipstream.learner.controller.records.queue_account import AccountedReceiver
+from slipstream.learner.controller.records.ledger import AccountedReceiver
 from slipstream.protocol.queue.base import Delivery
 from support.fakes.memory_queue import MemoryQueue
 

@@ -17,9 +17,8 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
-from slipstream.learner.controller.reporting.trackers.opening import RunIds
-from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker
-from slipstream.learner.controller.reporting.trackers.tracker import Trackers
+from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker
+from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2

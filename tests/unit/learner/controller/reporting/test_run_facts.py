@@ -23,7 +23,7 @@ from slipstream.learner.controller.reporting.run_facts import (
     length,
     union,
 )
-from slipstream.learner.controller.reporting.trackers.tracker import Trackers
+from slipstream.learner.controller.reporting.trackers import Trackers
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.v1 import fleet_pb2
 from support.fakes.small_configs import config_of

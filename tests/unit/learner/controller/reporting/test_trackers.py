@@ -14,16 +14,14 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.measurement_sections import TrackingSection
 from slipstream.core.settings.tracking import check_trackers
-from slipstream.learner.controller.reporting.trackers import tracker
-from slipstream.learner.controller.reporting.trackers.opening import RunIds, ways_to_open
-from slipstream.learner.controller.reporting.trackers.tensorboard import TensorBoardTracker, crc32c
-from slipstream.learner.controller.reporting.trackers.tracker import (
+from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker, crc32c
+from slipstream.learner.controller.reporting.trackers import (
+    RunIds,
     Trackers,
     told_settings,
+    ways_to_open,
 )
 from support.rigs.controller_runs import make_config
-
-TRACKERS = tracker.__package__
 
 
 class FakeTracker:
@@ -219,7 +217,7 @@ def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path:
 def test_the_controller_imports_neither_torch_nor_what_brings_it():
     program = (
         "import sys, slipstream.learner.controller.application, "
-        "slipstream.learner.controller.reporting.trackers.tensorboard;"
+        "slipstream.learner.controller.reporting.tensorboard;"
         "print({'torch', 'tensorboardX', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(
@@ -249,9 +247,6 @@ class FakeService(types.ModuleType):
 def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
     service = FakeService()
     monkeypatch.setitem(sys.modules, "wandb", service)
-    monkeypatch.delitem(
-        sys.modules, "slipstream.learner.controller.reporting.trackers.wandb", raising=False
-    )
     config = make_config(
         tmp_path,
         tracking__trackers=["wandb"],
@@ -262,8 +257,6 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     tracker = ways_to_open(config, config.run_dir, print)["wandb"]()
     tracker.log(7, {"loss": 0.5})
     tracker.close()
-    # Not by `monkeypatch`, which would put back what is bound to the stand-in.
-    del sys.modules["slipstream.learner.controller.reporting.trackers.wandb"]
     told = next(kwargs for name, _, kwargs in service.calls if name == "init")
     assert (told["project"], told["name"]) == ("sums", config.run.name)
     assert (told["id"], told["resume"], told["dir"]) == ("kept", "allow", str(config.run_dir))
@@ -310,17 +303,12 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
     for name, module in parts.items():
         monkeypatch.setitem(sys.modules, f"mlflow.{name}", module)
-    monkeypatch.delitem(
-        sys.modules, "slipstream.learner.controller.reporting.trackers.mlflow", raising=False
-    )
     config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
     config.run_dir.mkdir()
     for start in range(2):
         tracker = ways_to_open(config, config.run_dir, print)["mlflow"]()
         tracker.log(start, {"held/pass@1": 0.5 + start})
         tracker.close()
-    # Not by `monkeypatch`, which would put back what is bound to the stand-in.
-    del sys.modules["slipstream.learner.controller.reporting.trackers.mlflow"]
 
     run_id = "given-by-the-service"
     kept = json.loads((config.run_dir / "tracking.json").read_text())

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.services.trainer_place import RESERVED_S, TrainerPlace
+from slipstream.learner.controller.services.trainer_service import RESERVED_S, TrainerPlace
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.v1 import trainer_pb2
 from support.rigs.publishing_scene import run_of

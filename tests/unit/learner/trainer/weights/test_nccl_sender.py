@@ -13,9 +13,8 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import OffloadSection, WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
-from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.nccl_sender import NcclSender
-from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets

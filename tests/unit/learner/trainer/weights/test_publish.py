@@ -15,9 +15,8 @@ import torch.distributed as dist
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import Config, WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
-from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets

@@ -11,8 +11,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import WeightsSection
 from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.weights.bucket_sender import BucketSenders
-from slipstream.learner.trainer.weights.publish import WeightPublisher
+from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets

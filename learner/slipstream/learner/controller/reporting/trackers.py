@@ -1,0 +1,310 @@
+"""Opens the trackers that the settings name; a thread of each hands the run's numbers to it.
+
+Consumes: numbers of steps and rounds. Produces: calls of the trackers.
+Waits for: the next numbers. Unblocked by: numbers, `close`. Only `close` waits for trackers, and
+for a limited time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import queue
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from pydantic import JsonValue
+from slipstream.core.settings.config import Config
+from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.reporting.result_files import parse_object, write_result
+from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker
+
+# Settings that hold or locate secrets, which no tracking service should get.
+_UNTOLD = (
+    "queue.redis_url",
+    "queue.redis_password_file",
+    "queue.controller",
+    "queue.rollout_server",
+    "security",
+)
+
+# Takes a warning about a tracker; called on any thread.
+Complain: TypeAlias = Callable[[str], None]
+MAX_WAITING = 10_000
+CLOSE_LIMIT_S = 60.0
+log = logging.getLogger(__name__)
+# The numbers of one step or version.
+_Entry: TypeAlias = tuple[int, dict[str, float]]
+
+
+class Tracker(Protocol):
+    """Takes the numbers of one run; called from one thread, and may block.
+
+    An error ends the tracker, never the run.
+    """
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the finite numbers of one step or version."""
+
+    def close(self) -> None:
+        """Sends the numbers that are left."""
+
+
+def told_settings(config: Config) -> dict[str, JsonValue]:
+    """All settings but secrets, by flat names like `algorithm.max_staleness`."""
+    flat: dict[str, JsonValue] = {}
+
+    def flatten(prefix: str, value: JsonValue) -> None:
+        if prefix in _UNTOLD:
+            return
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            flat[prefix] = value
+
+    flatten("", config.model_dump(mode="json"))
+    return flat
+
+
+# Opens a tracker; raises the errors of the tracker's package.
+OpenTracker: TypeAlias = Callable[[], Tracker]
+
+
+class Trackers:
+    """All trackers of a run. A failure ends only that tracker, with one warning."""
+
+    def __init__(
+        self,
+        opened: Mapping[str, OpenTracker],
+        complain: Complain,
+        *,
+        close_limit_s: float = CLOSE_LIMIT_S,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        """Opens each tracker in its own thread, so that a slow service delays nothing.
+
+        A tracker for which more than `max_waiting` entries wait is abandoned.
+        """
+        self._close_limit_s, self._complain = close_limit_s, complain
+        self._writers = [
+            _Writer(name, open_, complain, max_waiting) for name, open_ in opened.items()
+        ]
+        for writer in self._writers:
+            writer.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Passes on the finite numbers of one step or version."""
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        for writer in self._writers:
+            writer.put((step, finite))
+
+    def close(self) -> None:
+        """Waits until all trackers have taken all numbers, at most `close_limit_s` in total."""
+        until = time.monotonic() + self._close_limit_s
+        for writer in self._writers:
+            writer.put(None)
+        for writer in self._writers:
+            writer.join(max(0.0, until - time.monotonic()))
+            if writer.is_alive():
+                self._complain(
+                    f"tracker {writer.name} was not done {self._close_limit_s:g} s after the run"
+                )
+        self._writers = []
+
+
+class _Writer(threading.Thread):
+    def __init__(self, name: str, open_: OpenTracker, complain: Complain, max_waiting: int) -> None:
+        # A service that never answers must not keep the controller alive.
+        super().__init__(name=name, daemon=True)
+        self._open = open_
+        self._complain = complain
+        self._entries: queue.Queue[_Entry | None] = queue.Queue(max_waiting)
+        self._ended = False
+
+    def put(self, entry: _Entry | None) -> None:
+        if self._ended:
+            return
+        try:
+            self._entries.put_nowait(entry)
+        except queue.Full:
+            self._abandon(f"it is {self._entries.maxsize} entries behind")
+
+    def run(self) -> None:
+        try:
+            tracker = self._open()
+            while not self._ended:
+                entry = self._entries.get()
+                if entry is None:
+                    break
+                tracker.log(*entry)
+            tracker.close()
+        except Exception as error:
+            log.exception("tracker %s", self.name)
+            self._abandon(f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}")
+
+    def _abandon(self, cause: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._complain(f"tracker {self.name} gets no more numbers: {cause}")
+
+
+RUN_IDS = "tracking.json"
+# Largest length of an id, in characters.
+MAX_ID = 200
+
+
+class RunIds:
+    """The tracking services' ids of this run, in a file, so that a resumed run keeps them."""
+
+    def __init__(self, folder: Path, complain: Complain) -> None:
+        """Reads the file. If it is damaged, services begin new runs, with a warning."""
+        self._path = folder / RUN_IDS
+        self._complain = complain
+        self._lock = threading.Lock()
+        self._ids: dict[str, str] = {}
+        if self._path.is_file():
+            found = parse_object(self._path.read_bytes())
+            if found is None or not all(_is_id(run_id) for run_id in found.values()):
+                found = {}
+                complain(f"{self._path} is damaged: trackers begin new runs")
+            self._ids = {name: str(run_id) for name, run_id in found.items()}
+
+    def get(self, tracker: str) -> str:
+        """The id of the run; empty when there is none yet."""
+        return self._ids.get(tracker, "")
+
+    def keep(self, tracker: str, run_id: str) -> None:
+        """Writes an id into the file; may be called from any thread."""
+        with self._lock:
+            self._ids[tracker] = run_id
+            text = json.dumps(self._ids, indent=2)
+            write_result(self._path, f"{text}\n".encode(), self._complain)
+
+
+def _is_id(value: JsonValue) -> bool:
+    """Whether a service may have given this id to a run."""
+    return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_ID
+
+
+def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
+    """Opens the trackers of `config`; their failures become events. Needs the running loop."""
+    loop = asyncio.get_running_loop()
+
+    def complain(text: str) -> None:
+        loop.call_soon_threadsafe(events.warn, text)
+
+    return Trackers(ways_to_open(config, folder, complain), complain)
+
+
+def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, OpenTracker]:
+    """The function that opens each tracker which the settings name."""
+    ids = RunIds(folder, complain)
+    ways: dict[str, OpenTracker] = {
+        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard", complain),
+        "wandb": lambda: WandbTracker(config, folder, ids),
+        "mlflow": lambda: MlflowTracker(config, folder, ids),
+    }
+    return {name: ways[name] for name in config.tracking.trackers}
+
+
+# Name of a value that every row of Weights & Biases has and over which all curves are drawn. The
+# service's own step numbers must rise, but an evaluation may come after the row of a later step.
+STEP = "step"
+
+
+class WandbTracker:
+    """One run of a project; offline it is kept in `wandb/` of the run folder. See `Tracker`."""
+
+    def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
+        """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
+        import wandb
+
+        run_id = ids.get("wandb") or secrets.token_hex(8)
+        ids.keep("wandb", run_id)
+        # wandb's run is untyped.
+        self._run: Any = wandb.init(
+            project=config.tracking.project,
+            name=config.run.name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=told_settings(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log({**values, STEP: step})
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._run.finish()
+
+
+# Limits of MLflow: parameters and metrics of one call, characters of one value.
+MAX_PARAMS = 100
+MAX_METRICS = 1000
+MAX_VALUE_CHARACTERS = 500
+NOT_ALLOWED = re.compile(r"[^\w\-. /]")
+
+
+class MlflowTracker:
+    """One run of an MLflow experiment, named after the project. See `Tracker`."""
+
+    def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
+        """Opens the server or database of MLFLOW_TRACKING_URI, or else a file of the run."""
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        place = place or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        # MLflow's client is untyped.
+        self._client: Any = MlflowClient(tracking_uri=place)
+        self._run_id = ids.get("mlflow")
+        if self._run_id:
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        self._run_id = self._create(config.tracking.project, config.run.name)
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in told_settings(config).items()
+        }
+        params = [Param(key, text[:MAX_VALUE_CHARACTERS]) for key, text in texts.items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+        ids.keep("mlflow", self._run_id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            Metric(NOT_ALLOWED.sub("_", name), value, now_ms, step)
+            for name, value in values.items()
+        ]
+        for start in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        self._client.set_terminated(self._run_id)
+
+    def _create(self, project: str, name: str) -> str:
+        experiment = self._client.get_experiment_by_name(project)
+        if experiment is None:
+            experiment_id = self._client.create_experiment(project)
+        else:
+            experiment_id = experiment.experiment_id
+        return str(self._client.create_run(experiment_id, run_name=name).info.run_id)

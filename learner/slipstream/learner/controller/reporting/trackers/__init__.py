@@ -1,1 +1,0 @@
-"""The trackers that get a run's numbers besides metrics.jsonl; each is imported when it is used."""
