@@ -92,7 +92,7 @@ def test_a_bound_may_grow_and_not_shrink(key: str) -> None:
 def test_a_function_with_another_source_needs_a_word() -> None:
     name = "own_losses:loss"
     before, now = (
-        config(algorithm__loss=name).model_copy(update={"functions": {name: digest}})
+        config(algorithm__loss=name).model_copy(update={"sources": {name: digest}})
         for digest in ("1", "2")
     )
     check_resumable(before, before)

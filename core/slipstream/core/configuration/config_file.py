@@ -118,8 +118,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]
         source = "command line" if path is None else _source(path, worst, overrides, in_file)
         raise ConfigError(f"{source}: {line}") from None
-    if "functions" not in table and config.algorithms.has_own:
-        config = config.model_copy(update={"functions": source_digests(config.algorithms)})
+    if "sources" not in table and config.algorithms.has_own:
+        config = config.model_copy(update={"sources": source_digests(config.algorithms)})
     return config
 
 

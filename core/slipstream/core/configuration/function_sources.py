@@ -7,7 +7,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
@@ -49,16 +48,13 @@ def _is_beside(file: Path, folder: Path) -> bool:
 
 def _file(module: str) -> Path | None:
     """Returns the source of a module: in the folder of the command first, then in Python's path."""
-    path: list[str] = [os.getcwd(), *sys.path]
-    parts = module.split(".")
-    spec: ModuleSpec | None = None
-    for number in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: number + 1]), path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or ())
-    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
-    return Path(spec.origin) if is_source and spec is not None and spec.origin else None
+    *packages, name = module.split(".")
+    for folder in (os.getcwd(), *sys.path):
+        place = Path(folder, *packages)
+        for file in (place / name / "__init__.py", place / f"{name}.py"):
+            if file.is_file():
+                return file
+    return None
 
 
 def _imports(file: Path, module: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ class Tables(Section):
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
     # Digests of the sources of one's own functions (`configuration.function_sources`).
-    functions: dict[str, str] = {}
+    sources: dict[str, str] = {}
 
     @property
     def run_dir(self) -> Path:

@@ -90,7 +90,7 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
         for kind in kinds:
             function_of(algorithm, kind)
     now = source_digests(config.algorithms)
-    for name, digest in config.functions.items():
+    for name, digest in config.sources.items():
         if now.get(name) != digest:
             raise ConfigError(f"the source of {name} is not that with which the run was started")
 
@@ -101,7 +101,7 @@ def used_functions(config: Config) -> dict[str, str]:
         f"{kind} {name} {json.dumps(getattr(each, f'{kind}_args'), sort_keys=True)}": digest
         for each in config.algorithms.distinct
         for kind, name in each.own_functions.items()
-        if (digest := config.functions.get(name)) is not None
+        if (digest := config.sources.get(name)) is not None
     }
 
 

@@ -60,10 +60,10 @@ def test_a_module_that_is_not_here_has_no_digest() -> None:
 
 def test_a_file_gets_the_digests_and_a_runs_own_settings_keep_theirs(folder: Path) -> None:
     table = dump_config(small_config(algorithm={"loss": "losses:loss"}))
-    (folder / "user.toml").write_text(table.replace("[functions]\n", ""))
+    (folder / "user.toml").write_text(table.replace("[sources]\n", ""))
     first: Config = load_config(folder / "user.toml")
-    assert first.functions == digests("losses:loss")
+    assert first.sources == digests("losses:loss")
     (folder / "run.toml").write_text(dump_config(first))
     (folder / "losses.py").write_text("changed = True\n")
-    assert load_config(folder / "run.toml").functions == first.functions
-    assert load_config(folder / "user.toml").functions != first.functions
+    assert load_config(folder / "run.toml").sources == first.sources
+    assert load_config(folder / "user.toml").sources != first.sources
