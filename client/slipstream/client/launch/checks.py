@@ -23,6 +23,7 @@ from slipstream.client.launch.engine_checks import (
 )
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
+    check_algorithms,
     check_certificates,
     check_controller,
     check_engine,
@@ -173,7 +174,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings of all checks that load nobody's code and start no run."""
+    """Returns the findings of all checks that load no environment and start no run."""
     findings = [await check.find(scene) for check in CHECKS if check.stage is not Stage.START]
     return [finding for found in findings for finding in found]
 
@@ -338,6 +339,7 @@ CHECKS = (
         _master,
         "choose another port, the same on all nodes",
     ),
+    Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
     Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
     Check("controller", Stage.START, SERVER, _running_controller),
     Check("environments", Stage.START, CONTROLLER, lambda scene: check_environments(scene.config)),
