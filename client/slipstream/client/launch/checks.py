@@ -23,6 +23,7 @@ from slipstream.client.launch.engine_checks import (
 )
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
+    check_algorithms,
     check_certificates,
     check_controller,
     check_engine,
@@ -335,6 +336,7 @@ CHECKS = (
         _master,
         "choose another port, the same on all nodes",
     ),
+    Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
     Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
     Check("controller", Stage.START, SERVER, _running_controller),
     Check("environments", Stage.START, CONTROLLER, lambda scene: check_environments(scene.config)),

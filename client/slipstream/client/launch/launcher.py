@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -29,6 +30,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.client.launch.dry_run import show_dry_run
 from slipstream.client.launch.placement import Placement, fit_here, place_here
+from slipstream.client.launch.preflight import check_installed, prove_algorithms
 from slipstream.client.launch.roles import Share, learner_node, whole_run
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
@@ -42,7 +44,8 @@ from slipstream.client.run_folder import (
     version_to_export,
     write_config,
 )
-from slipstream.client.terminal import say
+from slipstream.client.terminal import complain, say
+from slipstream.core.configuration.automatic import Hub
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.process import raise_open_files
@@ -62,7 +65,7 @@ SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, hub=_of_the_hub(dry_run))
     return await _carry_out(config, whole_run(config), dry_run=dry_run)
 
 
@@ -88,7 +91,8 @@ async def run_learner(
     if master is not None:
         master_overrides = [f'learner.master="{master}"']
     # A setting on the command line goes before the environment too.
-    config = load_config(path, [*master_overrides, *overrides])
+    overrides = [*master_overrides, *overrides]
+    config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
     share = learner_node(config, node_rank)
     if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
         raise ConfigError("learner.master needs a port that all nodes know, got 0")
@@ -144,7 +148,7 @@ async def run_rollout_server(
     raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
     scene = Scene(config, SERVER, dry_run=dry_run, connect_timeout_s=connect_timeout_s)
     await require(scene, Stage.SETTINGS)
     if dry_run:
@@ -182,6 +186,21 @@ async def _run_server(
         return 0
     error = ConfigError if child.process.returncode == 2 else RunFailed
     raise error(child.describe_end())
+
+
+async def run_check(path: Path, overrides: Sequence[str]) -> int:
+    """`slipstream check`: proves the functions of the algorithms on this machine's processor."""
+    config = load_config(path, overrides)
+    check_installed("torch", "megatron.core")
+    checked = await prove_algorithms(config)
+    print(checked.output, end="")
+    mark = "slipstream: "
+    faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
+    if checked.code and not faults:
+        raise RunFailed("\n".join(checked.lines[-5:]))
+    for fault in faults:
+        complain(fault, sys.stderr)
+    return checked.code or 0
 
 
 async def run_replay(folder: Path) -> int:
@@ -267,6 +286,11 @@ async def _run_program(
     finally:
         await child.stop(GRACE_S)
     return child
+
+
+def _of_the_hub(dry_run: bool) -> Hub:
+    """Returns what is brought of models that are named as on the hub."""
+    return "small" if dry_run else "whole"
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:
