@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -84,12 +83,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._server.stop(grace=0)
         await asyncio.to_thread(self.logs.close)
         self._folder.close()
