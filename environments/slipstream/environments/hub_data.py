@@ -4,8 +4,6 @@ With the package `datasets` it decides what the files of a split are. Without it
 the data set's README does, or the usual names of files; parquet and JSON lines are read.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping

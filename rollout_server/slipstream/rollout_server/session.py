@@ -4,8 +4,6 @@ Consumes: the controller's orders. Produces: heartbeats and reports on one strea
 Waits for: orders, until the stream ends or the server is told to stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -9,8 +9,6 @@ Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. After th
 keeper kills every process below it, and ends like PROGRAM: same code, same signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

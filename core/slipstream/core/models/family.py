@@ -5,8 +5,6 @@ records, and none of them names a class. What a record leaves out is that of a p
 attention with rotary positions, a gated MLP, a norm before each.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type: None".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer's calls to the controller, each blocking with a deadline, and the orders it gets."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -3,8 +3,6 @@
 Only rank 0 calls the controller. It broadcasts the orders, so that all ranks take the same branch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

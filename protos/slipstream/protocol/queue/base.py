@@ -5,8 +5,6 @@ controller, each at least once. A sender waits while the queue holds too many un
 An acknowledgement, which the controller sends after it has written its journal, unblocks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self

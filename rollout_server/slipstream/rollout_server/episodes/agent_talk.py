@@ -5,8 +5,6 @@ agent to take a part. Unblocked by: these, the environment's limit while no call
 task's cancellation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -6,8 +6,6 @@ Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the
 Tasks that may end their worker run alone in a worker of their own (`LoneWorkers`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

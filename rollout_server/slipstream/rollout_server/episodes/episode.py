@@ -5,8 +5,6 @@ Waits for: the environment and the engine in turn. Unblocked by: their answers, 
 limit, `cancel`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

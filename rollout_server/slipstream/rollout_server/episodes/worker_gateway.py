@@ -4,8 +4,6 @@ Consumes: the streams of workers. Produces: call tables of workers that have att
 hellos and answers. Unblocked by: a worker's message, or the end of its stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,7 +1,5 @@
 """The receiving side of a transport: how buckets reach an engine worker."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Buckets of the first two arrive in main memory. With ipc they are read straight 
 buffers: by CUDA IPC, also where learner and engine share one GPU, or in shared memory on CPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """gpt-oss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slipstream.core.models.family import FULL, OFF, SLIDING, Engine, Experts, Family, Rope, Table

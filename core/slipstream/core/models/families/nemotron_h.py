@@ -3,8 +3,6 @@
 Published files have a pattern, a letter for each layer; those of transformers 5 a list of kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from slipstream.core.models.family import DENSE, FULL, LINEAR, MAMBA, OFF, Family, Shape, Table

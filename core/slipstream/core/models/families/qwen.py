@@ -1,7 +1,5 @@
 """Qwen 2 to 3.5, dense and with experts, for text and with a vision tower."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ Waits for: each phase of each receiver, with a deadline; the trainer waits at mo
 misses its deadline is stale: it serves nothing and is sent the weights again between later steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ TransformerEngine 2.11 has no kernel with sinks for packed sequences (`get_atten
 The class inherits from Megatron's, so import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 import math
 import types
 from typing import Any

@@ -6,8 +6,6 @@ From the second pass on, when the optimizer has its state, as many layers keep t
 memory for. All ranks recompute equally many, because a recomputed layer may communicate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

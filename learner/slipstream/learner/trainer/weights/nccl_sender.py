@@ -1,7 +1,5 @@
 """Sends buckets from GPU to GPU over NCCL."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ All ranks learn of a problem on any rank before they continue: then all abort, a
 once. A rank that cannot send still helps to put buckets together: others wait for its parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Matrices under adapters never change: a server needs them once, and later only the adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace

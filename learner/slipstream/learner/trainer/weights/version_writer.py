@@ -8,8 +8,6 @@ A manifest is written after all objects that it names. The controller learns its
 then, and servers learn them from the controller: no server ever sees half of a version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import threading

@@ -4,8 +4,6 @@ All broadcasts are enqueued ahead on a stream of their own. The communicator's w
 deadline of each bucket; the worker's thread waits once, in `digests`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 

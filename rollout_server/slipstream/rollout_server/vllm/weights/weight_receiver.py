@@ -9,8 +9,6 @@ plan. A model that the plan does not cover goes through the loader every time. L
 arrive behind the weights that they are put on, or alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
