@@ -17,8 +17,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 from slipstream.client.launch.children import Child, start_child
-from slipstream.client.launch.run_processes import ROLLOUT_SERVER
-from slipstream.client.launch.trainer_ranks import TRAINER, rank_environments
+from slipstream.client.launch.roles import SERVER, TRAINER
+from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import write_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.run_folder import METRICS
@@ -316,9 +316,9 @@ class Rig:
 
     async def start_trainers(self) -> None:
         """Starts all trainer ranks on the GPUs of the learner."""
-        for environ in rank_environments(self.config, 0, self.config.learner.world_size):
+        for environ in rank_environments(self.config, range(self.config.learner.world_size)):
             name = f"trainer-rank-{environ['RANK']}"
-            child = await self._start(name, TRAINER, [], self._placement.learner, environ)
+            child = await self._start(name, TRAINER.module, [], self._placement.learner, environ)
             self.trainers.append(child)
 
     async def start_server(self, index: int) -> Child:
@@ -326,7 +326,7 @@ class Rig:
         name = f"server-{index}"
         arguments = ["--controller", self.config.controller.address, "--server-id", name]
         child = await self._start(
-            name, ROLLOUT_SERVER, arguments, self._placement.servers[index], {}
+            name, SERVER.module, arguments, self._placement.servers[index], {}
         )
         self.servers.append(child)
         return child

@@ -52,6 +52,7 @@ CONTENTS = {
         "docs/guides/agents",
         "docs/guides/demonstrations",
         "docs/guides/distillation",
+        "docs/guides/own-algorithms",
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",

@@ -26,6 +26,7 @@ EXAMPLES = {
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
     "dashboard": "slipstream dashboard runs --port 0",
+    "roles": "slipstream roles deploy/configs/quickstart.toml --for slurm --out slurm",
     "doctor": "slipstream doctor deploy/configs/quickstart.toml",
 }
 
@@ -199,6 +200,16 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
     export.set_defaults(execute=_export)
 
+    roles = commands.add_parser("roles", help="what a scheduler starts for a run, and as its files")
+    roles.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
+    roles.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    roles.add_argument(
+        "--for", dest="target", choices=("slurm",), help="write files of this scheduler, not JSON"
+    )
+    roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
+    roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
+    roles.set_defaults(execute=_roles)
+
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
@@ -327,6 +338,19 @@ async def _set_aside(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_set_aside
 
     return await run_set_aside(arguments.run, arguments.step, arguments.group)
+
+
+def _roles(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launch.print_roles import print_roles, print_schema
+    from slipstream.core.errors import ConfigError
+
+    if arguments.schema:
+        return print_schema()
+    if arguments.config is None:
+        raise ConfigError("roles needs a CONFIG.toml")
+    return print_roles(
+        arguments.config, arguments.overrides, target=arguments.target, out=arguments.out
+    )
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     overrides = [f'model.path="{arguments.digest}"'] if arguments.digest else []
     config = load_config(arguments.config, overrides)
-    os.environ.update(rank_environments(config, 0, 1)[0])
+    os.environ.update(rank_environments(config, range(1))[0])
     if arguments.digest:
         print_digest(config)
     else:

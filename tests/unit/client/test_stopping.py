@@ -30,15 +30,26 @@ async def test_a_signal_stops_in_order(number: signal.Signals) -> None:
         assert await stop == number
 
 
-async def test_a_terminal_that_closes_may_send_its_signal_twice() -> None:
-    stop = asyncio.ensure_future(stop_signal())
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_scheduler_or_terminal_may_send_its_signal_twice(number: signal.Signals) -> None:
+    stop = asyncio.ensure_future(stop_signal(same_order_s=30.0))
     await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), number)
     async with asyncio.timeout(20):
         await stop
     # Its usual effect would end the process at once.
-    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
+async def test_a_later_signal_ends_at_once() -> None:
+    stop = asyncio.ensure_future(stop_signal(same_order_s=0.0))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(20):
+        await stop
+        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_command_behind_nohup_outlives_its_terminal() -> None:

@@ -33,6 +33,8 @@ TAIL_BYTES = 65536
 FULL_BYTES = 1 << 20
 # Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
+# A scheduler sends SIGTERM to a job, to its steps and to their processes: one order, sent often.
+SAME_ORDER_S = 5.0
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
 # Lines of a traceback that name no cause, and vLLM's hint at a cause above, which is not there
 # when a signal has ended the process.
@@ -265,20 +267,21 @@ class RestartPolicy:
         return min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S)
 
 
-async def stop_signal() -> signal.Signals:
+async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
     """Waits for the first SIGINT, SIGTERM or SIGHUP and returns it.
 
     The next SIGINT or SIGTERM has its usual effect. A further SIGHUP has none, since a terminal
-    that closes and its shell both send one. A SIGHUP that is ignored, as behind nohup, stays so.
+    that closes and its shell both send one, nor a SIGTERM within `same_order_s` of the first
+    signal. A SIGHUP that is ignored, as behind nohup, stays so.
     """
     loop = asyncio.get_running_loop()
     came: asyncio.Future[signal.Signals] = loop.create_future()
 
     def note(number: signal.Signals) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(each)
+        loop.remove_signal_handler(signal.SIGINT)
         if not came.done():
             came.set_result(number)
+            loop.call_later(same_order_s, loop.remove_signal_handler, signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from slipstream.client.launch import roles
 from slipstream.client.launch.checks import (
     CONTROLLER,
     LEARNER,
     SERVER,
-    WHOLE_RUN,
     Scene,
     Stage,
     require,
@@ -29,7 +29,8 @@ from slipstream.client.launch.children import (
 )
 from slipstream.client.launch.dry_run import show_dry_run
 from slipstream.client.launch.placement import Placement, fit_here, place_here
-from slipstream.client.launch.run_processes import GRACE_S, ROLLOUT_SERVER, RunProcesses
+from slipstream.client.launch.roles import Share, learner_node, whole_run
+from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import (
     check_unwritten,
@@ -62,27 +63,7 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
     config = load_config(path, overrides)
-    ranks, servers = config.learner.world_size, config.rollout_server.count
-    scene = Scene(config, WHOLE_RUN, dry_run=dry_run)
-    await require(scene, Stage.SETTINGS)
-    if dry_run:
-        return await show_dry_run(scene, ranks=ranks, servers=servers)
-    config, placement = await _place(scene, ranks=ranks, servers=servers)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(hold_run_folder(config))
-        queue = None
-        if config.queue.kind == "redis" and config.queue.redis_url is None:
-            queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
-            config = _with_queue(config, queue)
-        credentials = Credentials.load(config.security)
-        processes = await stack.enter_async_context(RunProcesses(config, credentials, placement))
-        if queue is not None:
-            processes.keep_queue(queue)
-        processes.start_controller(num_servers=servers)
-        await processes.start_trainers(first_rank=0, num_ranks=ranks)
-        for number in range(servers):
-            processes.keep_rollout_server(number)
-        return await processes.wait()
+    return await _carry_out(config, whole_run(config), dry_run=dry_run)
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
@@ -108,27 +89,37 @@ async def run_learner(
         master_overrides = [f'learner.master="{master}"']
     # A setting on the command line goes before the environment too.
     config = load_config(path, [*master_overrides, *overrides])
-    per_node = config.learner.ranks_per_node or config.learner.world_size
-    num_nodes = config.learner.world_size // per_node
-    if not 0 <= node_rank < num_nodes:
-        raise ConfigError(f"--node-rank must be 0 to {num_nodes - 1}, got {node_rank}")
-    if num_nodes > 1 and address_parts(config.learner.master)[1] == 0:
+    share = learner_node(config, node_rank)
+    if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
         raise ConfigError("learner.master needs a port that all nodes know, got 0")
-    has_controller = node_rank == 0
-    parts = LEARNER | CONTROLLER if has_controller else LEARNER
-    scene = Scene(config, parts, dry_run=dry_run)
+    return await _carry_out(config, share, dry_run=dry_run)
+
+
+async def _carry_out(config: Config, share: Share, *, dry_run: bool) -> int:
+    """Starts and keeps the programs of this share of the roles, until the run is over."""
+    parts = LEARNER | (CONTROLLER if share.has_controller else frozenset())
+    scene = Scene(config, parts | (SERVER if share.servers else frozenset()), dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
+    ranks, servers = len(share.ranks), share.servers
     if dry_run:
-        return await show_dry_run(scene, ranks=per_node)
-    config, placement = await _place(scene, ranks=per_node)
+        return await show_dry_run(scene, ranks=ranks, servers=servers)
+    config, placement = await _place(scene, ranks=ranks, servers=servers)
     async with AsyncExitStack() as stack:
-        stack.enter_context(hold_run_folder(config, node_rank=node_rank))
+        stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
+        queue = None
+        if servers and config.queue.kind == "redis" and config.queue.redis_url is None:
+            queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
+            config = _with_queue(config, queue)
         credentials = Credentials.load(config.security)
-        processes = RunProcesses(config, credentials, placement, node_rank=node_rank)
+        processes = RunProcesses(config, credentials, placement, node_rank=share.node_rank)
         await stack.enter_async_context(processes)
-        if has_controller:
-            processes.start_controller(num_servers=0)
-        await processes.start_trainers(first_rank=node_rank * per_node, num_ranks=per_node)
+        if queue is not None:
+            processes.keep_queue(queue)
+        if share.has_controller:
+            processes.start_controller(num_servers=servers)
+        await processes.start_trainers(share.ranks)
+        for number in range(servers):
+            processes.keep_rollout_server(number)
         return await processes.wait()
 
 
@@ -175,7 +166,7 @@ async def _run_server(
     arguments += ["--connect-timeout-s", str(connect_timeout_s)]
     child = await start_child(
         name,
-        ROLLOUT_SERVER,
+        roles.SERVER.module,
         [*arguments, "--server-id", name],
         log_path=folder / "server.log",
         environ=placement.server_environment(0),
@@ -207,7 +198,7 @@ async def run_replay(folder: Path) -> int:
         )
     ranks = []
     placement = place_here(config, ranks=config.learner.world_size)
-    for torchrun in rank_environments(config, 0, config.learner.world_size):
+    for torchrun in rank_environments(config, range(config.learner.world_size)):
         environ = torchrun | placement.learner_environment
         name = f"replay-rank-{environ['RANK']}"
         log = log_path(folder, name)
@@ -254,7 +245,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
     check_unwritten(written)
-    (environ,) = rank_environments(config, 0, 1)
+    (environ,) = rank_environments(config, range(1))
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log = log_path(folder, "export")

@@ -24,6 +24,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
+from slipstream.client.launch.roles import CONTROLLER, SERVER
 from slipstream.client.launch.run_calls import STOP_LIMIT_S, RunCalls, end_in_order, tell_waits
 from slipstream.client.launch.trainer_ranks import TrainerRanks
 from slipstream.client.run_folder import node_folder, write_config
@@ -38,8 +39,6 @@ from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
-CONTROLLER = "slipstream.learner.controller"
-ROLLOUT_SERVER = "slipstream.rollout_server"
 GRACE_S = 30.0
 # Seconds of grace after a second signal: the next start resumes from the disk.
 HURRIED_GRACE_S = 1.0
@@ -50,8 +49,6 @@ EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
-MAX_SERVER_RESTARTS = 5
-MAX_CONTROLLER_RESTARTS = 5
 # Seconds before a controller is started again; servers and trainer wait for it.
 CONTROLLER_PAUSE_S = 0.1
 # Seconds after which a server or controller that ends is granted as many restarts as a new one.
@@ -125,22 +122,23 @@ class RunProcesses:
             self._display.tell(line)
         for line in model_warnings(self._config):
             self._display.warn(line)
-        self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
+        self._controller = asyncio.ensure_future(
+            self._start(CONTROLLER.name, CONTROLLER.module, [])
+        )
 
-    async def start_trainers(self, *, first_rank: int, num_ranks: int) -> None:
+    async def start_trainers(self, ranks: range) -> None:
         """Starts the trainer ranks of this node; `wait` restarts them when they die."""
         self._trainers = TrainerRanks(
             self._config,
             self._placement,
-            first_rank=first_rank,
-            num_ranks=num_ranks,
+            ranks=ranks,
             warn=self._display.warn,
             milestones=self._calls.milestones,
         )
         learner = self._config.learner
-        if num_ranks < learner.world_size:
+        if len(ranks) < learner.world_size:
             self._display.tell(
-                f"ranks {first_rank} to {first_rank + num_ranks - 1} of {learner.world_size} meet "
+                f"ranks {ranks[0]} to {ranks[-1]} of {learner.world_size} meet "
                 f"the others at {learner.master}, within {learner.timeout_s:g} s"
             )
         await self._trainers.start(self._config_arguments)
@@ -152,7 +150,7 @@ class RunProcesses:
 
     def keep_rollout_server(self, number: int) -> None:
         """Starts rollout server `number`, and restarts it when it dies."""
-        name = f"server-{number}"
+        name = f"{SERVER.name}-{number}"
         environ = self._placement.server_environment(number)
         episodes = self._placement.max_episodes(self._config, number)
         keeping = self._told(f"rollout server {name}", self._keep(name, environ, episodes))
@@ -269,7 +267,7 @@ class RunProcesses:
 
         Servers and trainer find the new one by themselves, and keep all that they have.
         """
-        policy = RestartPolicy(MAX_CONTROLLER_RESTARTS, first_pause_s=CONTROLLER_PAUSE_S)
+        policy = RestartPolicy(CONTROLLER.restarts, first_pause_s=CONTROLLER_PAUSE_S)
         while True:
             assert self._controller is not None
             controller, started_s = await self._controller, time.monotonic()
@@ -280,10 +278,12 @@ class RunProcesses:
                 return controller
             if not await self._may_restart(policy, controller, started_s):
                 return controller
-            self._controller = asyncio.ensure_future(self._start("controller", CONTROLLER, []))
+            self._controller = asyncio.ensure_future(
+                self._start(CONTROLLER.name, CONTROLLER.module, [])
+            )
 
     async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
-        policy = RestartPolicy(MAX_SERVER_RESTARTS)
+        policy = RestartPolicy(SERVER.restarts)
         address = self._config.controller.address
         # Where both take the whole GPU in turn, the learner must have loaded and given it back.
         while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():
@@ -292,7 +292,7 @@ class RunProcesses:
             started_s = time.monotonic()
             arguments = ["--controller", address, "--server-id", name]
             arguments += ["--max-episodes", str(episodes)]
-            child = await self._start(name, ROLLOUT_SERVER, arguments, environ)
+            child = await self._start(name, SERVER.module, arguments, environ)
             await child.process.wait()
             # Processes that the server has started must not outlive it.
             child.signal(signal.SIGKILL)

@@ -22,14 +22,11 @@ from slipstream.client.launch.children import (
 )
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
+from slipstream.client.launch.roles import TRAINER
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
-
-TRAINER = "slipstream.learner.trainer"
-# Restarts of the ranks between two milestones.
-MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,12 @@ class Milestones:
 class TrainerRanks:
     """Starts the ranks, and restarts them until they end or fail for good.
 
-    ranks = TrainerRanks(config, placement, first_rank=0, num_ranks=2, warn=..., milestones=...)
+    ranks = TrainerRanks(config, placement, ranks=range(2), warn=..., milestones=...)
     await ranks.start(arguments)
     failed = await ranks.keep(arguments)  # None: all ended in order
     await ranks.stop(grace_s)
 
-    The ranks may die `MAX_RESTARTS` times between two milestones. Ranks that train the same
+    The ranks may die `TRAINER.restarts` times between two milestones. Ranks that train the same
     steps again after each death reach no milestone, however long they run.
     """
 
@@ -63,14 +60,13 @@ class TrainerRanks:
         config: Config,
         placement: Placement,
         *,
-        first_rank: int,
-        num_ranks: int,
+        ranks: range,
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
         """`milestones` asks the controller; it returns None when the controller does not answer."""
         self._config, self._placement = config, placement
-        self._first_rank, self._num_ranks = first_rank, num_ranks
+        self._ranks = ranks
         self._warn, self._milestones = warn, milestones
         self.children: list[Child] = []
 
@@ -78,12 +74,12 @@ class TrainerRanks:
         """Starts all ranks of the node, with the variables that torchrun would set."""
         self.children = []
         gpus = self._placement.learner_environment
-        for torchrun in rank_environments(self._config, self._first_rank, self._num_ranks):
+        for torchrun in rank_environments(self._config, self._ranks):
             environ = torchrun | gpus
-            name = f"trainer-rank-{environ['RANK']}"
+            name = f"{TRAINER.name}-{environ['RANK']}"
             log = log_path(self._config.run_dir, name)
             self.children.append(
-                await start_child(name, TRAINER, arguments, log_path=log, environ=environ)
+                await start_child(name, TRAINER.module, arguments, log_path=log, environ=environ)
             )
 
     async def keep(
@@ -93,7 +89,7 @@ class TrainerRanks:
 
         Returns the rank that died when its exit code is final or there were too many restarts.
         """
-        policy = RestartPolicy(MAX_RESTARTS, first_pause_s=first_pause_s)
+        policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
         while True:
             failed = await self._first_failure()
@@ -139,17 +135,17 @@ class TrainerRanks:
                 wait.cancel()
 
 
-def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[dict[str, str]]:
+def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:
     """Returns the variables of each trainer rank: torchrun's, and the secret of the rendezvous."""
     learner = config.learner
     host, port = address_parts(learner.master)
     # Random where one node has all ranks, equal on all nodes otherwise.
     secret = secrets.token_hex(16)
-    if num_ranks < learner.world_size:
+    if len(ranks) < learner.world_size:
         secret = rendezvous_secret(Credentials.load(config.security).token, config.run.name)
     shared = {
         "WORLD_SIZE": str(learner.world_size),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port or free_port(host)),
         RENDEZVOUS_VARIABLE: secret,
@@ -157,6 +153,6 @@ def rank_environments(config: Config, first_rank: int, num_ranks: int) -> list[d
     if learner.threads:
         shared["OMP_NUM_THREADS"] = str(learner.threads)
     return [
-        {**shared, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-        for local_rank in range(num_ranks)
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank, rank in enumerate(ranks)
     ]

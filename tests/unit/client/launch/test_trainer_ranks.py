@@ -62,8 +62,7 @@ async def kept(
     ranks = ScriptedRanks(
         config,
         Placement(),
-        first_rank=0,
-        num_ranks=len(codes),
+        ranks=range(len(codes)),
         warn=told.append,
         milestones=milestones,
     )

@@ -168,6 +168,16 @@ def test_difficulty_keeps_groups_in_between(num_right: int, is_kept: bool) -> No
     assert difficulty.filter(group, low=0.2, high=0.8) is is_kept
 
 
+def test_difficulty_leaves_out_a_group_in_which_no_episode_counts() -> None:
+    assert difficulty.filter([], low=0.0, high=1.0) is False
+
+
+def test_the_guide_shows_the_file_and_names_all() -> None:
+    guide = (FOLDER.parents[1] / "docs" / "guides" / "own-algorithms.md").read_text()
+    assert f"```python\n{Path(gmpo.__file__).read_text()}```" in guide
+    assert all(f"/{path.name})" in guide for path in FOLDER.glob("*.py"))
+
+
 def test_each_is_a_file_of_less_than_30_lines() -> None:
     files = sorted(path.stem for path in FOLDER.glob("*.py"))
     assert files == ["alp", "difficulty", "dppo", "gmpo", "maxrl"]

@@ -1,0 +1,58 @@
+"""The command `slipstream roles`: prints the roles of a run, or writes them as files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.client.launch.emit_slurm import slurm_files
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.roles import Roles, Site, controller_port, master_port, roles_of
+from slipstream.client.terminal import say
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
+
+
+def print_schema() -> int:
+    """Prints the JSON schema of what `print_roles` prints."""
+    say(json.dumps(Roles.model_json_schema(), indent=2))
+    return 0
+
+
+def print_roles(
+    path: Path, overrides: Sequence[str], *, target: str | None, out: Path | None
+) -> int:
+    """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`."""
+    config = load_config(path, overrides)
+    site = Site(config=str(path), settings=tuple(overrides))
+    roles = roles_of(config, site, on_gpus=uses_gpus())
+    if target is None:
+        say(roles.model_dump_json(indent=2))
+        return 0
+    out = out or Path(target)
+    files = slurm_files(
+        roles,
+        str(out),
+        controller_port=controller_port(config),
+        master_port=master_port(config),
+    )
+    write_files(files, out)
+    for name in files:
+        say(f"sbatch {shlex.quote(str(out / name))}")
+    return 0
+
+
+def write_files(files: dict[str, str], out: Path) -> None:
+    """Writes the files; raises ConfigError rather than write over one that differs."""
+    for name, text in files.items():
+        path = out / name
+        if path.exists() and path.read_text() != text:
+            raise ConfigError(f"{path} exists and differs: remove it, or name another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error

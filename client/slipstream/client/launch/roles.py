@@ -1,0 +1,349 @@
+"""The roles of a run: what starts, how many of each, by which command, and what each needs.
+
+`slipstream run` carries all of them out on one machine, `slipstream learner` and
+`slipstream rollout-server` one instance of one role. `slipstream roles` prints them for schedulers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config, address_parts
+
+LEARNER, ROLLOUT_SERVER, QUEUE = "learner", "rollout-server", "queue"
+# Seconds in which a learner that is told to end makes its step, a checkpoint and the model.
+LEARNER_GRACE_S = 600.0
+# Seconds beside `rollout_server.drain_timeout_s` in which a server ends its engine.
+SERVER_GRACE_S = 30.0
+# Port of the ranks' meeting place, unless learner.master has one.
+MASTER_PORT = 29500
+
+
+class Contract(BaseModel):
+    """The base of what is printed; nothing else may stand in it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Variable(Contract):
+    """A value that only the place of an instance knows; ${NAME} stands for it."""
+
+    name: str
+    meaning: str
+    scope: Literal["run", "instance"] = Field(
+        description="run: the same for all instances of all roles; instance: each has its own"
+    )
+
+
+class Port(Contract):
+    """An address at which an instance listens."""
+
+    address: str
+    callers: str
+    protected_by: str
+
+
+class Secret(Contract):
+    """A file that nobody but the role may read."""
+
+    name: str = Field(description="as deploy/make_certificates.sh names the file")
+    file: str
+    setting: str = Field(description="the setting that has its path")
+    first_only: bool = Field(False, description="only instance 0 needs it")
+
+
+class Shared(Contract):
+    """A folder that must be the same one, or have the same content."""
+
+    path: str
+    setting: str
+    among: str
+
+
+class Probe(Contract):
+    """A command that ends with 0 if the instance is healthy."""
+
+    command: list[str]
+    patience_s: float = Field(description="seconds after the start in which it may fail")
+
+
+class Program(Contract):
+    """A process that an instance starts itself, and starts again when it dies."""
+
+    name: str
+    module: str
+    count: int = Field(1, description="in each instance")
+    restarts: int = Field(description="the most starts after the first one, until it gets on")
+    first_only: bool = Field(False, description="only instance 0 has it")
+
+    def times(self, count: int) -> Program:
+        """Returns the program with this number of processes."""
+        return self.model_copy(update={"count": count})
+
+
+class Count(Contract):
+    """The number of instances."""
+
+    usual: int = Field(description="as the settings have it")
+    least: int
+    most: int | None = Field(description="null: as many as one likes")
+
+
+class Role(Contract):
+    """One role: instances of it are what a scheduler places, starts and ends."""
+
+    name: str
+    kind: Literal["gang", "elastic", "single"] = Field(
+        description="gang: all instances start and end together; elastic: they come and go at any "
+        "time; single: there is one"
+    )
+    count: Count
+    gpus: int = Field(description="of one instance; 0 where the packages compute on CPUs")
+    cpus: int = Field(description="the least number for one instance")
+    command: list[str]
+    variables: list[Variable]
+    ports: list[Port]
+    secrets: list[Secret]
+    health: Probe
+    grace_s: float = Field(description="seconds between SIGTERM and SIGKILL")
+    restarts: int = Field(description="how often a failed instance should be started again")
+    needs: list[str] = Field(description="roles or addresses that must be there")
+    shares: list[Shared]
+    programs: list[Program]
+
+    def program(self, name: str) -> Program:
+        """Returns one of its programs."""
+        return next(program for program in self.programs if program.name == name)
+
+
+class Roles(Contract):
+    """All roles of a run."""
+
+    run: str
+    folder: str = Field(description="the run's folder")
+    roles: list[Role]
+
+    def __getitem__(self, name: str) -> Role:
+        return next(role for role in self.roles if role.name == name)
+
+
+CONTROLLER = Program(
+    name="controller", module="slipstream.learner.controller", restarts=5, first_only=True
+)
+TRAINER = Program(name="trainer-rank", module="slipstream.learner.trainer", restarts=3)
+SERVER = Program(name="server", module="slipstream.rollout_server", restarts=5)
+WORKER = Program(name="environment-worker", module="slipstream.client.worker", restarts=0)
+
+CONTROLLER_ADDRESS = Variable(
+    name="CONTROLLER_ADDRESS",
+    meaning="host:port of the controller, on the first node of the learner",
+    scope="run",
+)
+MASTER_ADDRESS = Variable(
+    name="MASTER_ADDRESS",
+    meaning="host of the learner's first node and a free port there",
+    scope="run",
+)
+NODE_RANK = Variable(name="NODE_RANK", meaning="number of this node, from 0", scope="instance")
+HOST_ADDRESS = Variable(
+    name="HOST_ADDRESS",
+    meaning="name or address of this host in the network that all share",
+    scope="instance",
+)
+SERVER_ID = Variable(
+    name="SERVER_ID", meaning="a name that stays the same after a restart", scope="instance"
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The names under which instances find their files, and settings that all of them get."""
+
+    config: str
+    settings: tuple[str, ...] = ()
+    # Folder with the files of deploy/make_certificates.sh, for what the settings do not name.
+    secrets: str = "secrets"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a run's roles that one command starts on this machine."""
+
+    ranks: range = range(0)
+    servers: int = 0
+    node_rank: int = 0
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether the controller starts here: beside the first rank."""
+        return 0 in self.ranks
+
+
+def whole_run(config: Config) -> Share:
+    """Returns what `slipstream run` starts: every instance of each role."""
+    return Share(range(config.learner.world_size), config.rollout_server.count)
+
+
+def learner_node(config: Config, node_rank: int) -> Share:
+    """Returns what one instance of the learner starts; ConfigError if there is none such."""
+    nodes, per_node = learner_nodes(config)
+    if not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank must be 0 to {nodes - 1}, got {node_rank}")
+    return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)
+
+
+def learner_nodes(config: Config) -> tuple[int, int]:
+    """Returns the number of the learner's nodes, and of trainer ranks on each."""
+    per_node = config.learner.ranks_per_node or config.learner.world_size
+    return config.learner.world_size // per_node, per_node
+
+
+def roles_of(config: Config, site: Site, *, on_gpus: bool) -> Roles:
+    """Returns the roles of a run whose instances lie on several machines."""
+    if config.queue.kind == "redis" and config.queue.redis_url is None:
+        raise ConfigError(
+            "queue.redis_url must be the address of a server that all machines reach, or "
+            'queue.kind "grpc": only `slipstream run` starts a queue of its own'
+        )
+    roles = [_learner(config, site, on_gpus), _rollout_server(config, site, on_gpus)]
+    return Roles(run=config.run.name, folder=str(config.run_dir), roles=roles)
+
+
+def _learner(config: Config, site: Site, on_gpus: bool) -> Role:
+    nodes, per_node = learner_nodes(config)
+    secrets = list(_secrets(config, site, of_controller=True))
+    command = [
+        *("slipstream", "learner", site.config, *site.settings),
+        f"controller.address=${{{CONTROLLER_ADDRESS.name}}}",
+        f"weights.host=${{{HOST_ADDRESS.name}}}",
+        *_paths(secrets),
+        f"--node-rank=${{{NODE_RANK.name}}}",
+        f"--master=${{{MASTER_ADDRESS.name}}}",
+    ]
+    status = ["slipstream", "status", *_caller(secrets)]
+    return Role(
+        name=LEARNER,
+        kind="gang",
+        count=Count(usual=nodes, least=nodes, most=nodes),
+        gpus=per_node * on_gpus,
+        cpus=per_node * max(config.learner.threads, 1) + 1,
+        command=command,
+        variables=[CONTROLLER_ADDRESS, MASTER_ADDRESS, NODE_RANK, HOST_ADDRESS],
+        ports=[
+            Port(
+                address=f"${{{CONTROLLER_ADDRESS.name}}}",
+                callers="rollout servers, trainer ranks, clients; on instance 0",
+                protected_by="TLS and token",
+            ),
+            Port(
+                address=f"${{{MASTER_ADDRESS.name}}}",
+                callers="trainer ranks; on instance 0",
+                protected_by="nothing: a network of trusted hosts",
+            ),
+        ],
+        secrets=secrets,
+        health=Probe(command=status, patience_s=120),
+        grace_s=LEARNER_GRACE_S,
+        restarts=0,
+        needs=_needs(config),
+        shares=[
+            _model(config),
+            Shared(path=str(config.run_dir), setting="run.dir", among="instances of this role"),
+        ],
+        programs=[CONTROLLER, TRAINER.times(per_node)],
+    )
+
+
+def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
+    server = config.rollout_server
+    secrets = list(_secrets(config, site, of_controller=False))
+    played = (*config.environments, *config.evaluations)
+    workers = sum(environment.num_workers for environment in played)
+    health = ["python", "-m", "slipstream.client.health", *_caller(secrets)]
+    return Role(
+        name=ROLLOUT_SERVER,
+        kind="elastic",
+        count=Count(usual=server.count, least=1, most=None),
+        gpus=server.tensor_parallel_size * on_gpus,
+        cpus=max(server.threads, 1) * server.tensor_parallel_size + 1,
+        command=[
+            *("slipstream", "rollout-server", site.config, *site.settings),
+            f"weights.host=${{{HOST_ADDRESS.name}}}",
+            *_paths(secrets),
+            f"--controller=${{{CONTROLLER_ADDRESS.name}}}",
+            f"--server-id=${{{SERVER_ID.name}}}",
+        ],
+        variables=[CONTROLLER_ADDRESS, HOST_ADDRESS, SERVER_ID],
+        ports=[],
+        secrets=secrets,
+        health=Probe(
+            command=[*health, f"--server-id=${{{SERVER_ID.name}}}"],
+            patience_s=server.start_timeout_s,
+        ),
+        grace_s=server.drain_timeout_s + SERVER_GRACE_S,
+        restarts=20,
+        needs=[LEARNER, *_needs(config)],
+        shares=[_model(config)],
+        programs=[SERVER, WORKER.times(workers)],
+    )
+
+
+def _secrets(config: Config, site: Site, *, of_controller: bool) -> Iterator[Secret]:
+    """Yields the files of the settings, and those of the site's folder for what they leave out."""
+    security, queue = config.security, config.queue
+    wanted = [("tls_ca", "ca.pem", False), ("token_file", "token", False)]
+    if of_controller:
+        wanted += [("tls_certificate", "server.pem", True), ("tls_key", "server.key", True)]
+    for setting, name, first_only in wanted:
+        file = getattr(security, setting) or f"{site.secrets}/{name}"
+        yield Secret(
+            name=name, file=str(file), setting=f"security.{setting}", first_only=first_only
+        )
+    end = queue.user_of("controller" if of_controller else "rollout_server")
+    if queue.kind == "redis" and end is not None:
+        table = "controller" if of_controller else "rollout_server"
+        name = "redis_controller_password" if of_controller else "redis_rollout_password"
+        setting = f"queue.{table}.password_file"
+        yield Secret(
+            name=name, file=str(end.password_file), setting=setting, first_only=of_controller
+        )
+
+
+def _paths(secrets: list[Secret]) -> list[str]:
+    """Returns the settings that name the secrets."""
+    return [f"{secret.setting}={secret.file}" for secret in secrets]
+
+
+def _caller(secrets: list[Secret]) -> list[str]:
+    """Returns the options of a command that calls the controller."""
+    files = {secret.setting: secret.file for secret in secrets}
+    return [
+        f"--controller=${{{CONTROLLER_ADDRESS.name}}}",
+        f"--token-file={files['security.token_file']}",
+        f"--tls-ca={files['security.tls_ca']}",
+    ]
+
+
+def _model(config: Config) -> Shared:
+    return Shared(path=str(config.model.path), setting="model.path", among="all, or equal copies")
+
+
+def _needs(config: Config) -> list[str]:
+    """Returns the addresses of servers that the run does not start."""
+    reference = config.reference
+    addresses = [config.queue.redis_url and QUEUE, reference and reference.server]
+    return [str(address) for address in addresses if address]
+
+
+def controller_port(config: Config) -> int:
+    """Returns the port of the controller in the settings."""
+    return address_parts(config.controller.address)[1]
+
+
+def master_port(config: Config) -> int:
+    """Returns the port at which the trainer ranks meet."""
+    return address_parts(config.learner.master)[1] or MASTER_PORT

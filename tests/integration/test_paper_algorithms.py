@@ -1,0 +1,83 @@
+"""The algorithms of deploy/algorithms train the quickstart as files beside its configuration."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from support.rigs.run_processes import (  # noqa: E402
+    ROOT,
+    check_ledger,
+    run_command,
+    summary_of,
+    write_config,
+)
+from support.rigs.smallest_run import run_smallest  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("nothing_survives")
+
+# The settings of docs/guides/own-algorithms.md.
+SETTINGS: dict[str, dict[str, object]] = {
+    "gmpo": {
+        "algorithm__loss": "gmpo:loss",
+        "algorithm__aggregation": "sequence_mean",
+        "algorithm__mini_batches": 4,
+    },
+    "dppo": {
+        "algorithm__weight": "dppo:weight",
+        "algorithm__loss": "reinforce",
+        "algorithm__mini_batches": 4,
+    },
+    "maxrl": {"algorithm__advantage": "maxrl:advantage"},
+    "alp": {"algorithm__reward": "alp:reward", "sampling__max_reply_tokens": 8},
+    "difficulty": {
+        "algorithm__filter": "difficulty:filter",
+        "algorithm__filter_args": {"low": 0.02, "high": 0.98},
+    },
+}
+
+
+def copy_algorithms(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SETTINGS:
+        shutil.copy(ROOT / "deploy" / "algorithms" / f"{name}.py", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_learns_and_its_run_can_be_replayed(name: str, tmp_path: Path, tiny_model: Path) -> None:
+    copy_algorithms(tmp_path)
+    write_config(tmp_path, tiny_model, **SETTINGS[name])
+    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = summary_of(tmp_path / "run")
+    check_ledger(summary)
+    assert summary["reward_last"] >= summary["reward_first"] + 0.4
+    replay = run_command("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert len(replay.stdout.splitlines()) == summary["steps"]
+
+
+def test_all_five_are_functions_of_one_run(tmp_path: Path, tiny_model: Path) -> None:
+    # ALP's costs would make rewards negative, which MaxRL refuses.
+    settings = """
+        loss=deploy.algorithms.gmpo:loss
+        loss_args={ clip_high = 0.3 }
+        weight=deploy.algorithms.dppo:weight
+        advantage=deploy.algorithms.maxrl:advantage
+        reward=deploy.algorithms.alp:reward
+        reward_args={ beta = 0.0 }
+        filter=deploy.algorithms.difficulty:filter
+        filter_args={ low = 0.0, high = 1.0 }
+    """
+    lines = [f"algorithm.{line.strip()}" for line in settings.strip().splitlines()]
+    summary, rows = run_smallest(tmp_path, tiny_model, *lines)
+    assert (summary["state"], summary["steps"]) == ("finished", 3)
+    steps = [row for row in rows if "step" in row]
+    assert all({"gmpo_clipped", "dppo_masked"} <= set(row) for row in steps)

@@ -1,0 +1,173 @@
+"""The quickstart under Slurm from the files that `slipstream roles` writes, without an edit.
+
+Real daemons of Slurm on nodes made of namespaces. A rollout job is preempted, a node dies, the
+learner's job is requeued; the run goes on to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rigs import slurm_cluster
+from support.rigs.namespaces import poll
+from support.rigs.slurm_cluster import SlurmCluster
+
+MISSING = slurm_cluster.missing()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "deploy/configs/quickstart.toml"
+STEPS, GROUPS_PER_STEP = 150, 16
+RUN = "runs/quickstart"
+# Slurm starts a requeued job after two minutes.
+LIMIT_S = 900.0
+
+
+class Site:
+    """The folder that all nodes share, and what the jobs have done."""
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self.cluster = cluster
+        self.folder = cluster.folder / "site"
+        self.nodes: list[str] = []
+        self.queue = ""
+
+    def slurm(self, *command: str) -> str:
+        """Calls a command of Slurm or of ours in this folder."""
+        return self.cluster.call(*command, cwd=self.folder)
+
+    def submit(self, *command: str) -> str:
+        """Submits a job; returns its number."""
+        return self.slurm("sbatch", "--parsable", *command).strip()
+
+    def log(self, name: str) -> str:
+        """The log of a job."""
+        path = self.folder / "slurm" / f"quickstart-{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def starts(self, job: str) -> int:
+        """How often a rollout job has started its server."""
+        return self.log(f"rollout-server-{job}").count(" joins ")
+
+    @property
+    def step(self) -> int:
+        """The newest step that a learner's log shows."""
+        found = re.findall(r"step +(\d+)/150", self.log("learner-1"))
+        return int(found[-1]) if found else 0
+
+    def wait_for(self, what: str, is_there: Callable[[], object]) -> None:
+        """Waits for it; fails with all logs."""
+        for _ in poll(LIMIT_S, every_s=0.5):
+            if is_there():
+                return
+        logs = "\n".join(
+            f"--- {path.name}\n{path.read_text()[-2000:]}"
+            for path in sorted((self.folder / "slurm").glob("*.log"))
+        )
+        raise AssertionError(f"{what}\n{self.slurm('squeue')}\n{logs}")
+
+
+def carry_out(site: Site) -> None:
+    """The run with its three accidents."""
+    cluster = site.cluster
+    learner = site.submit("slurm/learner.sbatch")
+    servers = site.submit("--partition=preemptible", "--array=0-1", "slurm/rollout-server.sbatch")
+    first, second = (f"{servers}_{task}" for task in (0, 1))
+    site.wait_for("both servers run", lambda: "RUNNING" in cluster.state(second))
+    site.wait_for("the run makes steps", lambda: site.step >= 10)
+    # A job of the other partition needs the node.
+    node = f"--nodelist={cluster.node_of(second)}"
+    site.submit(node, "--output=/dev/null", "--wrap=true")
+    left = "rollout server server-1 has left"
+    site.wait_for(
+        "the preempted server drains", lambda: left in site.log(f"rollout-server-{second}")
+    )
+    site.wait_for("the run goes on with the other", lambda: site.step >= 20)
+    site.nodes.append(cluster.node_of(first))
+    cluster.kill(site.nodes[0])
+    site.wait_for("the preempted server starts again", lambda: site.starts(second) == 2)
+    site.wait_for("the dead node's server starts again", lambda: site.starts(first) == 2)
+    site.nodes.append(cluster.node_of(first))
+    before = site.step
+    site.wait_for("the run goes on with both", lambda: site.step >= before + 5)
+    site.slurm("scontrol", "requeue", learner)
+    site.wait_for("the run stops", lambda: "stopped at version" in site.log("learner-1"))
+    site.wait_for("the run is finished", lambda: not site.slurm("squeue", "--noheader").strip())
+
+
+@pytest.fixture(scope="module")
+def site(tiny_model: Path) -> Iterator[Site]:
+    # Short, because sockets lie in it.
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-slurm-"))
+    environ = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    try:
+        with SlurmCluster(folder / "c", nodes=4, environ=environ) as cluster:
+            site = Site(cluster)
+            (site.folder / "models").mkdir(parents=True)
+            (site.folder / "models" / "tiny").symlink_to(tiny_model)
+            (site.folder / "deploy").symlink_to(ROOT / "deploy")
+            make = [ROOT / "deploy" / "make_certificates.sh", site.folder / "secrets"]
+            subprocess.run([*make, *cluster.nodes], check=True, capture_output=True)
+            site.slurm("slipstream", "roles", CONFIG, "--for", "slurm")
+            carry_out(site)
+            yield site
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def summary(site: Site) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((site.folder / RUN / "summary.json").read_text())
+    return found
+
+
+def test_the_run_ends_with_its_last_step_and_has_learned(summary: dict[str, Any]) -> None:
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
+    assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
+
+
+def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
+    ledger = summary["ledger"]
+    assert (ledger["difference"], ledger["queued"], ledger["in_flight"]) == (0, 0, 0)
+
+
+def test_nothing_is_trained_twice(site: Site) -> None:
+    lines = (site.folder / RUN / "journal" / "journal.log").read_text().splitlines()
+    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
+    assert len(trained) == STEPS * GROUPS_PER_STEP
+    assert len(trained) == len(set(trained))
+
+
+def test_a_server_of_a_dead_node_runs_on_another(site: Site) -> None:
+    dead, later = site.nodes
+    assert later not in ("", dead)
+
+
+def test_the_logs_of_all_jobs_lie_in_one_folder(site: Site) -> None:
+    names = {path.name for path in (site.folder / "slurm").iterdir()}
+    assert names == {
+        *("learner.sbatch", "rollout-server.sbatch", "quickstart-learner-1.log"),
+        *("quickstart-rollout-server-2_0.log", "quickstart-rollout-server-2_1.log"),
+    }
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(site: Site) -> None:
+    job = site.submit("--job-name=quickstart-learner", "--wrap=sleep 600")
+    server = site.submit("--array=0-0", "slurm/rollout-server.sbatch") + "_0"
+    site.wait_for("the rollout job waits", lambda: site.cluster.state(server) == "RUNNING")
+    site.slurm("scancel", server, job)
+    site.wait_for("both jobs end", lambda: not site.slurm("squeue", "--noheader").strip())
+    assert {site.cluster.state(each) for each in (server, job)} == {"CANCELLED"}
