@@ -13,7 +13,7 @@ from slipstream.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
-class Membership:
+class Seat:
     """The place of this worker in a communicator."""
 
     communicator: weights_pb2.Communicator
