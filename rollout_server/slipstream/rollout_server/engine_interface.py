@@ -126,7 +126,7 @@ PartSize: TypeAlias = Literal["chunks", "large", "tokens"]
 class TextOptions:
     """How the text of a reply is read, and what a single request may choose.
 
-    `stop` holds beside the texts of `Sampling`. `num_logprobs` most probable tokens are returned
+    `stop` holds besides the texts of `Sampling`. `num_logprobs` most probable tokens are returned
     for each position, with the sampled one; None: none. `is_streamed`: parts come while the reply
     is sampled, as large as `parts` says. `by_start`: the model as the run started samples it, see
     `Engine.keeps_start`. `with_stop`: the text ends with the stop text.
@@ -243,7 +243,7 @@ class Engine(Protocol):
 
     @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
-        """The parts that vLLM's HTTP application needs beside the engine."""
+        """The parts that vLLM's HTTP application needs besides the engine."""
 
     def use(self) -> EngineUse:
         """Returns the counters and starts a new list of busy intervals."""

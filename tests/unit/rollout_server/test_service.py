@@ -25,6 +25,23 @@ def by_member(trajectories):
     return sorted(trajectories, key=lambda t: (t.member, t.attempt))
 
 
+def limits_of(**changes) -> fleet_pb2.SamplingSettings:
+    return fleet_pb2.SamplingSettings(temperature=1, top_p=1, max_reply_tokens=4, **changes)
+
+
+def receive(connection, publish_id: str = "p", **order) -> None:
+    """Orders a server to receive new weights."""
+    told = weights_pb2.PublishOrder(publish_id=publish_id, **order)
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=told))
+
+
+async def played(server, count: int = 1, **lease):
+    """The first `count` trajectories of one lease, unless it says otherwise of one member."""
+    connection = await server.join()
+    connection.lease("g1", **{"members": [0]} | lease)
+    return await server.fleet.wait_trajectories(count)
+
+
 async def test_a_server_says_what_its_environment_tells_nccl(start_server, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -68,9 +85,7 @@ async def test_the_hello_says_what_the_server_has_room_for(start_server, config)
 
 async def test_later_turns_append_only_new_tokens(server) -> None:
     server.fleet.client.turns = 2
-    connection = await server.join()
-    connection.lease("g1", members=[0])
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await played(server)
     # The reply ends with </s>, as the template ends it: it is not repeated before "c".
     assert trajectory.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
     assert trajectory.run_lengths == (4, 4, 2, 4)
@@ -83,9 +98,7 @@ async def test_later_turns_append_only_new_tokens(server) -> None:
 async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(server) -> None:
     server.engine.records_experts = True
     server.fleet.client.turns = 3
-    connection = await server.join()
-    connection.lease("g1", members=[0])
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await played(server)
     routed = trajectory.routed_experts
     assert routed.num_experts == 4
     places = range(len(trajectory.token_ids) - 1)
@@ -115,9 +128,7 @@ async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
 async def test_a_lease_says_which_tokens_and_texts_end_a_reply(start_server) -> None:
     async with start_server() as server:
         connection = await server.join()
-        sampling = fleet_pb2.SamplingSettings(
-            temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, max_episode_tokens=32
-        )
+        sampling = limits_of(max_turns=1, max_episode_tokens=32)
         sampling.stop_token_ids.extend([7, 9])
         sampling.stop.append("f f")
         connection.lease("g1", members=[0], sampling=sampling)
@@ -129,9 +140,7 @@ async def test_a_lease_says_which_tokens_and_texts_end_a_reply(start_server) -> 
 async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> None:
     async with start_server() as server:
         server.engine.stop_after = 100
-        connection = await server.join()
-        connection.lease("g1", members=[0])
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+        (trajectory,) = await played(server)
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.reward == 1.0
     steps = [c.step for c in server.fleet.client.calls if c.HasField("step")]
@@ -140,24 +149,16 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> Non
 
 async def test_an_environment_goes_on_where_the_settings_do_not_end_it(server) -> None:
     server.fleet.client.turns = 100
-    connection = await server.join()
-    sampling = fleet_pb2.SamplingSettings(
-        temperature=1, top_p=1, max_reply_tokens=4, max_episode_tokens=32
-    )
-    connection.lease("g1", members=[0], sampling=sampling)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    sampling = limits_of(max_episode_tokens=32)
+    (trajectory,) = await played(server, sampling=sampling)
     # Here its context is full.
     assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 5)
 
 
 async def test_an_episode_ends_where_its_context_is_full(server) -> None:
     server.fleet.client.turns = 100
-    connection = await server.join()
-    sampling = fleet_pb2.SamplingSettings(
-        temperature=1, top_p=1, max_reply_tokens=4, max_turns=100, max_episode_tokens=13
-    )
-    connection.lease("g1", members=[0], sampling=sampling)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    sampling = limits_of(max_turns=100, max_episode_tokens=13)
+    (trajectory,) = await played(server, sampling=sampling)
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.run_lengths == (4, 4, 2, 3)
     assert trajectory.reward == 2.0
@@ -181,9 +182,7 @@ async def test_a_prompt_that_is_too_long_fails_at_once_and_is_not_tried_again(
     server, limits, message
 ) -> None:
     connection = await server.join()
-    sampling = fleet_pb2.SamplingSettings(
-        temperature=1, top_p=1, max_reply_tokens=4, max_turns=1, **limits
-    )
+    sampling = limits_of(max_turns=1, **limits)
     connection.lease("g1", members=[0], sampling=sampling, max_attempts=3)
     (trajectory,) = await server.fleet.wait_trajectories(1)
     await connection.wait_for("lease")
@@ -207,9 +206,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> No
         server.fleet.client.answer_instead = lambda command: (
             answers[call] if command.HasField(call) else None
         )
-        connection = await server.join()
-        connection.lease("g1", members=[0])
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+        (trajectory,) = await played(server)
     if call == "reset":
         assert trajectory.failure.kind is FailureKind.PROMPT_TOO_LONG
         assert trajectory.failure.message.startswith("a prompt of 10000 characters leaves no room")
@@ -219,17 +216,8 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> No
 
 
 async def test_a_prompt_at_its_limit_is_answered(server) -> None:
-    connection = await server.join()
-    sampling = fleet_pb2.SamplingSettings(
-        temperature=1,
-        top_p=1,
-        max_reply_tokens=4,
-        max_turns=1,
-        max_episode_tokens=5,
-        max_prompt_tokens=4,
-    )
-    connection.lease("g1", members=[0], sampling=sampling)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    sampling = limits_of(max_turns=1, max_episode_tokens=5, max_prompt_tokens=4)
+    (trajectory,) = await played(server, sampling=sampling)
     assert trajectory.run_lengths == (4, 1)
 
 
@@ -312,9 +300,7 @@ async def test_a_reward_that_is_no_number_is_the_environments_failure(server) ->
         return None
 
     server.fleet.client.answer_instead = nan
-    connection = await server.join()
-    connection.lease("g1", members=[0], max_attempts=1)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await played(server, max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.num_sampled_tokens == 4
 
@@ -328,9 +314,7 @@ async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(sta
 
     async with start_server() as server:
         server.fleet.client.answer_instead = huge
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=1)
-        (trajectory,) = await server.fleet.wait_trajectories(1)
+        (trajectory,) = await played(server, max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.failure.message == "the rewards of an episode add up to inf"
     assert trajectory.num_turns == 2
@@ -369,9 +353,7 @@ async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(
 
 async def test_a_lost_client_fails_the_calls_it_had(server) -> None:
     server.fleet.client = None
-    connection = await server.join()
-    connection.lease("g1", members=[0], max_attempts=1)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await played(server, max_attempts=1)
     assert trajectory.failure.kind is FailureKind.INFRASTRUCTURE
 
 
@@ -492,8 +474,7 @@ async def test_a_publish_during_generation_stamps_both_spans(server) -> None:
 async def test_loading_reports_the_digests(server) -> None:
     connection = await server.join(step=None)
     version = trajectory_pb2.PolicyVersion(step=1)
-    order = weights_pb2.PublishOrder(publish_id="p", version=version)
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    receive(connection, "p", version=version)
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
     assert list(report.bucket_digests) == [b"digest"]
     assert not server.engine.running.is_set()
@@ -555,8 +536,7 @@ async def test_an_aborted_publish_leaves_it_stale_until_the_next(server) -> None
     connection = await server.join(step=5)
     connection.lease("g1", members=[0])
     server.engine.limit = 1
-    order = weights_pb2.PublishOrder(publish_id="p")
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    receive(connection)
     await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="test"))
     server.engine.let_go()
@@ -574,8 +554,7 @@ async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once
 ) -> None:
     connection = await server.join(step=5)
     server.engine.others_came.clear()
-    order = weights_pb2.PublishOrder(publish_id="p")
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    receive(connection)
     await until(lambda: server.engine.prepared == "p")
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
@@ -589,8 +568,7 @@ async def test_an_abort_overtakes_the_publish_that_it_is_about(server) -> None:
     connection = await server.join(step=5)
     server.engine.others_came.clear()
     for number in (1, 2):
-        order = weights_pb2.PublishOrder(publish_id=f"p{number}")
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        receive(connection, f"p{number}")
     # The second one waits for the first.
     connection.send(abort=fleet_pb2.AbortPublish(publish_id="p2", reason="test"))
     connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
@@ -604,8 +582,7 @@ async def test_an_abort_overtakes_the_publish_that_it_is_about(server) -> None:
 async def test_a_server_that_loses_its_controller_waits_for_no_member(server) -> None:
     connection = await server.join(step=5)
     server.engine.others_came.clear()
-    order = weights_pb2.PublishOrder(publish_id="p")
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    receive(connection)
     await until(lambda: server.engine.prepared == "p")
     connection.hang_up()
     await server.fleet.joined()
@@ -614,8 +591,7 @@ async def test_a_server_that_loses_its_controller_waits_for_no_member(server) ->
 async def test_a_failed_receive_is_reported_and_can_be_repeated(server) -> None:
     connection = await server.join(step=5)
     server.engine.weights_error = "a bucket did not arrive"
-    order = weights_pb2.PublishOrder(publish_id="p")
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    receive(connection)
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
     assert report.message == "a bucket did not arrive"
     assert not server.engine.running.is_set()
@@ -634,8 +610,7 @@ async def test_generation_goes_on_until_the_weights_can_be_received(server) -> N
 async def test_a_server_that_cannot_join_is_stale_and_stands_still(server) -> None:
     connection = await server.join(step=5)
     server.engine.prepare_error = "could not join"
-    order = weights_pb2.PublishOrder(publish_id="p")
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+    receive(connection)
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
     assert report.message == "could not join"
     assert not server.engine.running.is_set()
@@ -770,8 +745,7 @@ async def test_a_server_that_drains_still_receives_what_others_wait_for(
         await server.engine.wait_tokens(8)
         server.stop.set()
         await connection.wait_for("draining")
-        order = weights_pb2.PublishOrder(publish_id="p")
-        connection.send(receive=fleet_pb2.ReceiveWeights(order=order))
+        receive(connection)
         await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
         connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
         await server.task

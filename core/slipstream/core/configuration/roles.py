@@ -1,4 +1,4 @@
-"""The models beside the policy, each with settings as if it were the policy of a run."""
+"""The models besides the policy, each with settings as if it were the policy of a run."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def critic_config(config: Config) -> Config | None:
 
 
 def role_settings(config: Config) -> dict[str, Config]:
-    """Returns the settings of each model beside the policy in use, by name."""
+    """Returns the settings of each model besides the policy in use, by name."""
     found = {"reference": reference_config(config), "critic": critic_config(config)}
     return {name: settings for name, settings in found.items() if settings is not None}
 

@@ -50,7 +50,7 @@ class Rope:
 
     # Its kinds; empty: all that are known.
     kinds: tuple[str, ...] = ()
-    # Keys that it needs, and may have, beside those of its kind.
+    # Keys that it needs, and may have, besides those of its kind.
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     # Keys that a kind may have, in place of the usual ones.

@@ -60,8 +60,7 @@ class LoraSection(Section):
     # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: float = Field(32.0, gt=0)
     # Share of an adapter's inputs that training drops, drawn from `run.seed`, the step, the
-    # mini-batch and the rank. Nothing is dropped where log-probabilities before a step are
-    # computed, or in the rollout: the ratio of the loss then also measures what was dropped.
+    # mini-batch and the rank. Rollouts and log-probabilities before a step drop nothing.
     dropout: float = Field(0.0, ge=0, lt=1)
     # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
     # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
@@ -70,7 +69,7 @@ class LoraSection(Section):
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
-    # adapters alone, which vLLM computes beside the matrices. The first publish to a server, and
+    # adapters alone, which vLLM computes next to the matrices. The first publish to a server, and
     # the first after a restart of the trainer, then also carries the matrices. On GPUs vLLM
     # computes adapters in half precision only: not with `model.dtype` "float32".
     publish: Literal["merged", "adapters"] = "merged"

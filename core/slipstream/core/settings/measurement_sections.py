@@ -26,7 +26,7 @@ class PlayedSection(Section):
     args: dict[str, JsonValue] = {}
     # Limit of one reset or step of the environment.
     timeout_s: Seconds = 60.0
-    # Worker processes beside each rollout server.
+    # Worker processes next to each rollout server.
     num_workers: Positive = 1
     # Passed by name to the chat template for this environment, before those of
     # rollout_server.chat_template_kwargs.
@@ -42,8 +42,7 @@ class EvaluationSection(PlayedSection):
     """One environment that is only evaluated, never trained on."""
 
     # Episodes of one round: all samples of all its tasks. Every round takes the same tasks with the
-    # same seeds, each task once. If there are fewer tasks, a round has fewer episodes, and the run
-    # logs a warning.
+    # same seeds. With fewer tasks a round has fewer episodes.
     num_episodes: Positive = 64
     # Episodes of each task; a number above 1 needs a temperature above 0.
     samples_per_task: Positive = 1
@@ -52,8 +51,8 @@ class EvaluationSection(PlayedSection):
     pass_at: tuple[Positive, ...] = (1,)
     # Smallest reward of a reply that passes.
     pass_reward: float = 1.0
-    # Evaluate after every n-th step, before the first step and after the last one; 0: only before
-    # the first and after the last step. A round that is due for one evaluation measures all.
+    # Evaluate after every n-th step (0: none), and always before the first and after the last. A
+    # round that is due for one evaluation measures all.
     every_steps: int = Field(0, ge=0)
     # Sampling temperature, 0.01 or more; 0: always the most probable token.
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
@@ -87,7 +86,7 @@ class EvaluationSection(PlayedSection):
 
 
 class TrackingSection(Section):
-    """Trackers that get the metrics of a run, beside the screen and metrics.jsonl."""
+    """Trackers that get the metrics of a run, besides the screen and metrics.jsonl."""
 
     # Any of these together; for wandb and mlflow see docs/guides/watching.md.
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
@@ -123,9 +122,8 @@ class DebugSection(Section):
     # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; else the known value for
     # A100, H100, H200 and B200.
     peak_tflops: float | None = Field(None, gt=0)
-    # Steps for which new prompts may wait for each other, so that most steps only continue replies
-    # and are one CUDA graph. They wait until there is one for every 32 replies under way. 0: no
-    # prompt waits. By default 32 on GPUs with CUDA graphs, 0 elsewhere.
+    # Steps for which new prompts may wait until there is one for every 32 replies under way, so
+    # that most steps are one CUDA graph. By default 32 on GPUs with CUDA graphs, 0 elsewhere.
     prompt_wait_steps: int | None = Field(None, ge=0)
     # Largest gap of a probe, in nats: the typical error of a logit, estimated from
     # log-probabilities. Default: 1e-3 with model.dtype float32, 0.16 with bfloat16, where rounding

@@ -1,4 +1,4 @@
-"""The settings of the models beside the policy: reference and critic."""
+"""The settings of the models besides the policy: reference and critic."""
 
 from __future__ import annotations
 

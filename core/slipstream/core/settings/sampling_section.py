@@ -39,12 +39,12 @@ class SamplingSection(Section):
     # Treatment of a task with a longer prompt. skip: the task is set aside and counted, and another
     # task takes its place; refuse: the run fails and names the task.
     long_prompts: Literal["skip", "refuse"] = "skip"
-    # Token ids beside the end-of-text token at which a reply ends, for example that of <|eom_id|>.
+    # Token ids besides the end-of-text token at which a reply ends, for example that of <|eom_id|>.
     # The token that ends a reply belongs to it, and is trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    # Texts at which a reply ends. The token that completes the first such text belongs to the reply
-    # with all its characters. Special tokens count as their text. It makes servers detokenize all
-    # replies: use stop_token_ids instead where you can.
+    # Texts at which a reply ends. The token that completes the first such text belongs to the
+    # reply. Special tokens count as their text. Servers then detokenize all replies: prefer
+    # stop_token_ids.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     # Most images of an episode. 0: an episode with an image fails. More need a model with vision.
     max_images: int = Field(0, ge=0, le=64)

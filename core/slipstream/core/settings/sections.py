@@ -90,8 +90,8 @@ class ModelSection(Section):
 class EnvironmentSection(PlayedSection):
     """One environment whose episodes are trained on."""
 
-    # Share of the trained groups, relative to the other environments' weights; within twice that
-    # share of the leases where many groups fail or are filtered.
+    # Share of the trained groups, relative to the other environments' weights, with at most twice
+    # that share of the leases.
     weight: float = Field(1.0, gt=0)
     # A table of its own, below.
     curriculum: CurriculumSection | None = None
@@ -106,29 +106,27 @@ class ControllerSection(Section):
     address: Address = "127.0.0.1:7070"
     # Time between two reports of a rollout server.
     heartbeat_s: float = Field(0.5, ge=0.01)
-    # Silence after which the controller takes a rollout server for dead. Time in which the
-    # controller itself did not run does not count.
+    # Silence after which a rollout server counts as dead, without time in which the controller
+    # itself did not run.
     heartbeat_timeout_s: Silence = 5.0
     # Attempts at an episode before its group goes on without it.
     max_attempts: Positive = 3
-    # Share of a group that must finish, at least two members. A group of which more have had their
-    # last attempt is set aside; any other is trained with the members that finished.
+    # Share of a group that must finish, at least two members; it is trained with these, and else
+    # set aside.
     min_group_share: float = Field(0.5, gt=0, le=1)
-    # Time of serving in which some episode of a leased group must end; else the controller takes
-    # the group back and leases it elsewhere, which counts as an attempt.
+    # Time of serving in which some episode of a leased group must end; else the group is leased
+    # elsewhere, which counts as an attempt.
     lease_timeout_s: Silence = 3600.0
-    # Number of an environment's newest groups that must all have been set aside for it to be
-    # suspended: the newest in the order of their leases, and none of them still open.
+    # An environment is suspended when this many of its newest groups, in the order of their leases,
+    # were all set aside.
     max_failed_groups: Positive = 32
     # Consecutive batches that may be set aside because the trainer cannot train them; the next one
-    # fails the run. 0: the first one does.
+    # fails the run.
     max_set_aside_batches: int = Field(3, ge=0)
     # The run stops after this time of serving in which no step was made, no episode ended and the
-    # trainer gave no sign of life. Cancelled episodes do not count, nor failures of engines,
-    # connections and reference.server. The clock is paused while every server loads weights, is
-    # stale or gone. A trainer gives signs of life with each micro batch, and while it loads, saves
-    # or exports. The run also stops this long after the deadline of a publish that the trainer was
-    # told to send.
+    # trainer did nothing (micro batches, loading, saving, exporting). Cancelled episodes do not
+    # count, nor failures of engines, connections and reference.server. The run also stops this long
+    # after the deadline of a publish.
     stall_timeout_s: Silence = 600.0
     # The run stops when no rollout server was connected for this time; the first server has
     # rollout_server.start_timeout_s more.
@@ -187,17 +185,17 @@ class LearnerSection(Section):
     master: Address = "127.0.0.1:0"
     # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
     micro_batch_tokens: Positive = 4096
-    # Shortest beginning, in tokens, that is computed once for all sequences of a micro batch that
-    # have it, such as the prompt of a group; 0: each sequence computes its own.
+    # Shortest common beginning, in tokens, that is computed once for the sequences of a micro
+    # batch, such as the prompt of a group; 0: each sequence computes its own.
     shared_prefix_tokens: int = Field(32, ge=0)
     # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; else the
     # first GPUs.
     devices: tuple[int | str, ...] | None = None
     # Largest share of its GPU's memory that torch may hold in a rank.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
-    # Layers that compute their activations again in the backward pass. off: what
-    # `learner.transformer` says, none unless it does; auto: as many as the memory of the GPUs
-    # needs, measured in the first training pass, for long sequences. On a CPU none.
+    # Layers that compute their activations again in the backward pass. off: those of
+    # `learner.transformer`, by default none; auto: as many as the memory of the GPUs needs,
+    # measured in the first training pass. On a CPU none.
     recompute: Literal["off", "auto"] = "off"
     # CPU threads of each rank; 0: all.
     threads: int = Field(1, ge=0)
@@ -245,8 +243,7 @@ class RolloutServerSection(Section):
     count: Positive = 1
     # Most episodes that run at the same time on a server.
     max_episodes: Positive = 64
-    # The same for a server on a GPU that the learner uses too. It samples more slowly, so that each
-    # of fewer episodes ends before its version is too old. By default max_episodes.
+    # The same for a slower server, on a GPU that the learner uses too. By default max_episodes.
     shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
@@ -263,9 +260,9 @@ class RolloutServerSection(Section):
     # Use neither torch.compile nor CUDA graphs. Default: false on GPUs and true on CPUs, where the
     # engine then starts sooner. False on CPUs needs a C++ compiler.
     enforce_eager: bool | None = None
-    # Draft replies and sample several tokens of a reply in one step; replies are distributed as
-    # without drafts. shared: from what members of the group, earlier replies and the prompt say.
-    # Engines for more than 256 episodes make none.
+    # Draft tokens and sample several in one step; replies are distributed as without. shared:
+    # drafts from the prompt, the group and earlier replies. Engines for more than 256 episodes make
+    # none.
     drafts: Literal["off", "shared"] = "off"
     # Longest draft, in tokens. With many replies under way drafts are shorter.
     draft_tokens: int = Field(4, ge=1, le=16)
@@ -273,39 +270,37 @@ class RolloutServerSection(Section):
     enable_prefix_caching: bool = True
     # Compute the context of running replies again with new weights: each token is then exactly
     # what the weights of its version sample. False: replies continue on keys and values of older
-    # weights, and nothing is computed twice.
+    # weights.
     recompute_context: bool = True
-    # vLLM's name of the reader of the model's tool calls: hermes, llama3_json, mistral and so on.
-    # Agents that use tools and environments that name tools need it.
+    # vLLM's parser of the model's tool calls: hermes, llama3_json, mistral and so on. Tools need
+    # it.
     tool_parser: str | None = None
-    # vLLM's name of the reader of the model's reasoning, which agents and other environments get
-    # apart from the reply: qwen3, deepseek_r1 and so on. Without it reasoning is part of the reply.
+    # vLLM's parser of the model's reasoning: qwen3, deepseek_r1 and so on. Without it reasoning is
+    # part of the reply.
     reasoning_parser: str | None = None
     # File of a chat template in place of the tokenizer's, for agents and other environments.
     chat_template: Path | None = None
-    # Passed by name to the chat template, as `enable_thinking = false` is. Those of an environment
-    # come before them, those of an agent's request before both.
+    # Passed by name to the chat template, such as `enable_thinking = false`. Those of an
+    # environment come before them, those of an agent's request before both.
     chat_template_kwargs: TemplateValues = {}
     # trainer: new weights come from the trainer's ranks, over weights.transport. storage: the
     # server fetches them from weights.storage_url while it serves, for a server behind a slow link.
     weights_from: Literal["trainer", "storage"] = "trainer"
     # Precision of the engine's linear layers, under vLLM's name. fp8_per_channel: weights in
-    # float8 with a scale for each row, made of the weights that arrive. Needs a GPU of compute
-    # capability 8.9; CPUs compute it slowly.
+    # float8 with a scale for each row. Needs a GPU of compute capability 8.9; CPUs are slow.
     quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
     # compilation_config and so on.
     engine: dict[str, JsonValue] = {}
     # Time for running episodes to end when the server is told to leave (SIGTERM, `slipstream
-    # drain`); after it they are handed back and run elsewhere. 0: at once.
+    # drain`); then they run elsewhere.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of the engine's start.
     start_timeout_s: Silence = 600.0
-    # Memory of an environment worker with all processes that it has started; a worker that takes
-    # more is ended. By default half of the machine's or the container's memory.
+    # Memory of an environment worker with its child processes; a worker that takes more is ended.
+    # By default half of the machine's or the container's memory.
     environment_memory_gib: float | None = Field(None, gt=0)
-    # Most processes of an environment worker and all that it has started; a worker with more is
-    # ended.
+    # Most processes of an environment worker with its child processes; one with more is ended.
     environment_processes: Positive = 1000
 
     @property

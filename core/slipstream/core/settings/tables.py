@@ -28,7 +28,7 @@ from slipstream.core.settings.sections import (
 )
 from slipstream.core.settings.weights_section import StageSetting, WeightsSection
 
-# Bytes of a trajectory in a queue beside its tokens: names, metrics, texts, and 16 branches.
+# Bytes of a trajectory in a queue besides its tokens: names, metrics, texts, and 16 branches.
 TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
@@ -116,6 +116,6 @@ class Tables(Section):
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        """The tables of the models beside the policy that the file has, by name."""
+        """The tables of the models besides the policy that the file has, by name."""
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}

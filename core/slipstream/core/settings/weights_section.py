@@ -35,14 +35,14 @@ class WeightsSection(Section):
     host: Host = "127.0.0.1"
     # Size at which a bucket is closed; the size of the largest tensor, if that is more.
     bucket_mib: Positive = 64
-    # Engines receive new weights beside those that serve, and requests wait for the copies alone.
-    # It takes as much memory as the weights on the wire, on a GPU out of `gpu_memory_utilization`.
-    # auto: while requests run, where there is room; on a GPU for up to a sixth of that share.
+    # Engines receive new weights next to those that serve, and requests wait only for the copies.
+    # It takes the memory of the weights on the wire, on a GPU out of `gpu_memory_utilization`.
+    # auto: while requests run, if there is room; on a GPU for up to a sixth of that share.
     stage_on_server: StageSetting = "auto"
-    # Send only the elements that changed since the last publish, bucket by bucket where that is at
-    # most half as long. The trainer keeps the published weights for it, gpu: beside its own
-    # weights, with an eighth more; host: in main memory, which takes longer. An engine's worker
-    # takes memory for one bucket.
+    # Send only the elements that changed since the last publish, if that is at most half as long.
+    # The trainer keeps the published weights for it, gpu: next to its own weights, with an eighth
+    # more; host: in main memory, which takes longer. An engine's worker takes memory for one
+    # bucket.
     delta: DeltaSetting = "off"
     # Folder, or URL of fsspec such as s3://bucket/prefix, into which the trainer writes versions
     # for servers with rollout_server.weights_from = "storage". A server may have its own name for
@@ -55,6 +55,6 @@ class WeightsSection(Section):
     bucket_deadline_s: float = Field(2.0, ge=0.1)
     # Limit of preparing, of joining the communicator and of loading the received weights.
     join_deadline_s: Silence = 20.0
-    # Prove every n-th publish by the log-probabilities of a probe, beside its digests; the first
+    # Prove every n-th publish by the log-probabilities of a probe, besides its digests; the first
     # publish always has a probe.
     verify_every: Positive = 10

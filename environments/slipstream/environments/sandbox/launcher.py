@@ -124,7 +124,7 @@ def _set_own_limits(plan: Plan) -> None:
 
 
 def _readable(plan: Plan) -> list[str]:
-    """Returns the paths that the program may read, beside its folder and the devices."""
+    """Returns the paths that the program may read, besides its folder and the devices."""
     own = (sys.prefix, sys.base_prefix)
     return [path for path in (*_SYSTEM_PATHS, *own, *plan.readable) if os.path.exists(path)]
 

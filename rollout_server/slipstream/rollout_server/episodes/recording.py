@@ -50,7 +50,7 @@ class Recording:
     last_text: str | None = None
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    # Our own metrics, beside the environment's.
+    # Our own metrics, besides the environment's.
     counts: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
     # Turns for which the environment gave a reward.

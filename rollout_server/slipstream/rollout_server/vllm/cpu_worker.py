@@ -28,7 +28,7 @@ class _Step:
 
 
 class RoutingWorker(CPUWorker):  # type: ignore[misc]
-    """Hands the experts of each step's tokens out beside its sampled tokens."""
+    """Hands the experts of each step's tokens out with its sampled tokens."""
 
     _pending: PendingAuxOutput | None = None
 

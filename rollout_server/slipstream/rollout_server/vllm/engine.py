@@ -56,7 +56,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-# What a thread of each worker does beside the engine's.
+# What a thread of each worker does besides the engine's.
 _BESIDE_ENGINE = ("slipstream_begin", "slipstream_finish")
 
 _HEALTH_PERIOD_S = 0.5

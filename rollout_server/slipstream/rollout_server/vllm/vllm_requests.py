@@ -34,7 +34,7 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 @dataclass(frozen=True)
 class VllmParts:
-    """The parts of a vLLM engine that its HTTP application needs beside an engine."""
+    """The parts of a vLLM engine that its HTTP application needs besides an engine."""
 
     vllm_config: VllmConfig
     renderer: BaseRenderer

@@ -24,7 +24,7 @@ from slipstream.v1 import weights_pb2
 
 log = logging.getLogger(__name__)
 
-# Seconds that an update may take beside its own deadlines before its worker counts as hung.
+# Seconds that an update may take besides its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
 # Results of updates with more buckets, 150 bytes each, go through vLLM, and those of deltas with

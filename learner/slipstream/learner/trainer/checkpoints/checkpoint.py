@@ -237,7 +237,7 @@ class Checkpointer:
         return manifest
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:
-        """Returns the entries of the files that rank 0 wrote beside its own part."""
+        """Returns the entries of the files that rank 0 wrote besides its own part."""
         if not self._ranks.is_main:
             return []
         state = partial / STATE_FOLDER

@@ -1,4 +1,4 @@
-"""The calls that vLLM's workers answer beside vLLM's own.
+"""The calls that vLLM's workers answer besides vLLM's own.
 
 vLLM imports this module in every worker (`worker_extension_cls`), and with it the weight-transfer
 engine, which registers itself.
