@@ -138,7 +138,9 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     run = commands.add_parser("run", help="everything on this machine")
     _add_config(run, is_optional=True)
-    run.add_argument("--model", metavar="FOLDER", help="for model.path")
+    run.add_argument(
+        "--model", metavar="NAME", help="for model.path: a folder, or a name on the hub"
+    )
     run.add_argument("--environment", metavar="MODULE:CLASS", help="for the only environment")
     run.add_argument("--steps", type=int, help="for run.steps")
     run.set_defaults(execute=_run)

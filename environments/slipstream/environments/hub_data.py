@@ -4,17 +4,17 @@ With the package `datasets` it decides what the files of a split are. Without it
 the data set's README does, or the usual names of files; parquet and JSON lines are read.
 """
 
-import importlib.metadata
+from __future__ import annotations
+
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.hub import DATA_PREFIX, HubFiles, is_installed
 
-PREFIX = "hf:"
 SUFFIXES = (".parquet", ".jsonl")
 MAX_SHOWN = 20
 # Characters of an error of the package `datasets`, which explains at length.
@@ -32,8 +32,13 @@ class HubData:
     split: str = "train"
     revision: str | None = None
 
+    @property
+    def files(self) -> HubFiles:
+        """The repository."""
+        return HubFiles(self.name, "dataset", self.revision, shown=str(self))
+
     def __str__(self) -> str:
-        return f"{PREFIX}{self.name}"
+        return f"{DATA_PREFIX}{self.name}"
 
 
 def read_hub_rows(
@@ -45,24 +50,13 @@ def read_hub_rows(
     it is installed. Raises ConfigError, which says in one line what cannot be read.
     """
     if by_datasets is None:
-        by_datasets = _is_installed("datasets")
-    if not _is_installed("huggingface_hub"):
-        raise ConfigError(f"{data} needs the hub's client: pip install huggingface_hub")
-    with _one_line(data):
-        readme = _bring(data, ["README.md"]) / "README.md"
-        if by_datasets:
+        by_datasets = is_installed("datasets")
+    readme = data.files.bring(["README.md"]) / "README.md"
+    if by_datasets:
+        with data.files.one_line():
             return _by_datasets(data)
-        files = _find_files(data, _configs(readme))
+    files = _find_files(data, _configs(readme))
     return itertools.chain.from_iterable(map(read_file, files))
-
-
-def _is_installed(package: str) -> bool:
-    # A folder of data named datasets is a module too, and no distribution.
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _by_datasets(data: HubData) -> Iterable[Row]:
@@ -81,7 +75,7 @@ def _by_datasets(data: HubData) -> Iterable[Row]:
 def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
     """Brings the files of the split onto this machine; returns their paths in order."""
     patterns = _patterns(data, configs)
-    folder = _bring(data, patterns)
+    folder = data.files.bring(patterns)
     found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     usable = [path for path in found if path.suffix in SUFFIXES]
     if usable and len(usable) == len(found):
@@ -92,17 +86,6 @@ def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
         f"{data} has no parquet or JSON lines for {what}split {data.split!r}"
         f"{f', only {wrong}' if wrong else ''}: pip install datasets may read it"
     )
-
-
-def _bring(data: HubData, patterns: list[str]) -> Path:
-    import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    folder = huggingface_hub.snapshot_download(
-        data.name, repo_type="dataset", revision=data.revision, allow_patterns=patterns
-    )
-    return Path(folder)
 
 
 def _configs(readme: Path) -> list[dict[str, Any]]:
@@ -148,39 +131,3 @@ def _named_files(data: HubData, data_files: object) -> list[str]:
         raise ConfigError(f"{data} has no split {data.split!r}; it has {', '.join(by_split)}")
     paths = by_split[data.split]
     return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
-
-
-@contextmanager
-def _one_line(data: HubData) -> Iterator[None]:
-    """Turns the hub's errors into ConfigError."""
-    from huggingface_hub import constants, errors
-
-    page = f"{constants.ENDPOINT}/datasets/{data.name}"
-    try:
-        yield
-    except errors.HFValidationError as error:
-        raise ConfigError(f"{data}: a name is owner/name: {_first_line(error)}") from error
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{data} is gated: accept its terms at {page}, then let `hf auth login` put your token "
-            f"into {constants.HF_TOKEN_PATH}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{data} has no revision {data.revision!r}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{data} is not at {page}, or is private: `hf auth login` puts your token into "
-            f"{constants.HF_TOKEN_PATH}"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        raise ConfigError(f"{data}: {_first_line(error)}") from error
-    except OSError as error:
-        # Offline mode, no answer, and nothing in the cache are all errors of the system.
-        raise ConfigError(
-            f"{data} is not in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} gives no answer: "
-            f"{_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -17,8 +17,9 @@ from typing import Literal, SupportsFloat
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
+from slipstream.core.hub import DATA_PREFIX
 from slipstream.environments.frameworks.packages import import_function
-from slipstream.environments.hub_data import PREFIX, HubData
+from slipstream.environments.hub_data import HubData
 from slipstream.environments.question_files import Question, read_questions
 
 PROGRAM = "slipstream.environments.math_program"
@@ -212,8 +213,8 @@ def is_heldout(question: Question, one_in: int) -> bool:
 
 
 def _source(path: str, config: str | None, split: str, revision: str | None) -> Path | HubData:
-    if path.startswith(PREFIX):
-        return HubData(path.removeprefix(PREFIX), config, split, revision)
+    if path.startswith(DATA_PREFIX):
+        return HubData(path.removeprefix(DATA_PREFIX), config, split, revision)
     if config is not None or split != "train" or revision is not None:
         raise ConfigError(f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}")
     return Path(path)

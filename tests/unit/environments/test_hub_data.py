@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.fakes.dataset_hub import COMMIT, Hub, serve_hub
+from support.fakes.hub import COMMIT, Hub, serve_hub
 
 pytest.importorskip("huggingface_hub")
 pyarrow = pytest.importorskip("pyarrow")

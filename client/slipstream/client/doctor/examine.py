@@ -25,7 +25,7 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
 
     Raises ConfigError for a wrong file.
     """
-    config = load_config(path, overrides) if path is not None else None
+    config = load_config(path, overrides, hub="small") if path is not None else None
     findings = await examine(config)
     if as_json:
         say("\n".join(found.write() for found in findings))

@@ -43,6 +43,7 @@ from slipstream.client.run_folder import (
     write_config,
 )
 from slipstream.client.terminal import say
+from slipstream.core.configuration.automatic import Hub
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.process import raise_open_files
@@ -62,7 +63,7 @@ SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
     """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, hub=_of_the_hub(dry_run))
     return await _carry_out(config, whole_run(config), dry_run=dry_run)
 
 
@@ -88,7 +89,8 @@ async def run_learner(
     if master is not None:
         master_overrides = [f'learner.master="{master}"']
     # A setting on the command line goes before the environment too.
-    config = load_config(path, [*master_overrides, *overrides])
+    overrides = [*master_overrides, *overrides]
+    config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
     share = learner_node(config, node_rank)
     if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
         raise ConfigError("learner.master needs a port that all nodes know, got 0")
@@ -144,7 +146,7 @@ async def run_rollout_server(
     raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
     scene = Scene(config, SERVER, dry_run=dry_run, connect_timeout_s=connect_timeout_s)
     await require(scene, Stage.SETTINGS)
     if dry_run:
@@ -267,6 +269,11 @@ async def _run_program(
     finally:
         await child.stop(GRACE_S)
     return child
+
+
+def _of_the_hub(dry_run: bool) -> Hub:
+    """Returns what is brought of models that are named as on the hub."""
+    return "small" if dry_run else "whole"
 
 
 def _master_overrides(environ: Mapping[str, str]) -> list[str]:

@@ -14,9 +14,10 @@ import tomllib
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, JsonValue, ValidationError
+from slipstream.core.configuration.hub_files import bring_files
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.routed_experts import routing_bytes_per_token
@@ -34,15 +35,19 @@ EPISODE_TOKENS, SERVER_EPISODES = 4096, 256
 WORKER_BYTES = 40e9
 MIB = 1 << 20
 
+Hub: TypeAlias = Literal["no", "small", "whole"]
 T = TypeVar("T")
 S = TypeVar("S", bound=BaseModel)
 
 
-def completed(table: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def completed(
+    table: Mapping[str, JsonValue], *, hub: Hub = "no", apart: bool = False
+) -> dict[str, JsonValue]:
     """Returns the settings of a file with what it leaves out, if the run chooses that itself.
 
     The names of the chosen settings are under the key `automatic`. Raises pydantic's
-    ValidationError for a section that is wrong by itself.
+    ValidationError for a section that is wrong by itself. `hub` is what is brought of models that
+    are named as on the hub: nothing, all but their weights, or all (`bring_files`).
     """
     whole: dict[str, Any] = copy.deepcopy(dict(table))
     _name(whole)
@@ -50,13 +55,16 @@ def completed(table: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     if isinstance(lora, dict) and lora.get("adapters"):
         lora.setdefault("publish", "adapters")
     tables = Tables.model_validate(whole)
+    before = {} if tables.run.resume == "never" else _settings_of(tables.run_dir / CONFIG)
+    if hub != "no":
+        bring_files(whole, before, whole=hub == "whole", apart=apart)
+        tables = Tables.model_validate(whole)
     try:
         sizes = read_model_sizes(tables.model.path)
     except ConfigError:
         # The check of the model will say it.
         sizes = ModelSizes.of({})
-    recorded = {} if tables.run.resume == "never" else _recorded(tables.run_dir / CONFIG)
-    if recorded:
+    if recorded := _recorded(before):
         kept = _filled(whole, tables, chosen_settings(tables, sizes, recorded))
         # What is stated now may not go with what was chosen for other values.
         with contextlib.suppress(ValidationError):
@@ -220,15 +228,22 @@ def _name(table: dict[str, Any]) -> None:
         run.setdefault("name", name.lstrip("._-")[:100] or "run")
 
 
-def _recorded(path: Path) -> dict[str, JsonValue]:
-    """Returns what the run of this file chose, or {} without a whole one, which others report."""
+def _settings_of(path: Path) -> dict[str, Any]:
+    """Returns what a run's folder holds, or {} without a whole file, which others report."""
     try:
-        table = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
+    """Returns what the run of these settings chose, or {} where they do not say it."""
+    try:
         return {
             key: reduce(lambda place, name: place[name], key.split("."), table)
             for key in table["automatic"]
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return {}
 
 

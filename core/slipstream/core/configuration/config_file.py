@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeGuard
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
-from slipstream.core.configuration.automatic import completed
+from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.errors import ConfigError
@@ -79,10 +79,13 @@ _FORMS = ("bool", "int", "float", "str", "list", "dict")
 LONGEST_VALUE = 80
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path | None, overrides: Sequence[str] = (), *, hub: Hub = "no", apart: bool = False
+) -> Config:
     """Returns the checked settings of `path` with `overrides` on top, only these if None.
 
-    What both leave out the run chooses where it can (`automatic`).
+    What both leave out the run chooses where it can (`automatic`). Models may be named as on the
+    hub if `hub` says what is to be brought of them; with `apart`, by a commit alone.
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
     with one line that names the value and the rule; for an unknown key it has the nearest known
@@ -108,7 +111,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply_override(table, override)
     try:
-        return Config.model_validate(completed(table))
+        return Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
         worst, line = _worst(error)
         in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]

@@ -220,7 +220,6 @@ def read_model_table(folder: Path) -> dict[str, Any]:
         here = "" if folder.is_absolute() else f" below {Path.cwd()}"
         raise ConfigError(
             f"model.path must be a Hugging Face folder, got {folder}, which does not exist{here}"
-            f"{_download(folder)}"
         )
     if not path.is_file():
         raise ConfigError(
@@ -276,14 +275,3 @@ def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
         )
         outer["tie_word_embeddings"] = bool(is_tied)
     return {**decoder, **outer}
-
-
-def _download(folder: Path) -> str:
-    """Returns advice if the path looks like a name on the Hugging Face Hub, else ""."""
-    owner, *name = folder.parts
-    if len(name) != 1 or owner.startswith((".", "/", "~", "models")) or Path(owner).exists():
-        return ""
-    return (
-        f"; nothing is downloaded: hf download {folder} --local-dir models/{name[0]}, "
-        f"then model.path = models/{name[0]}"
-    )

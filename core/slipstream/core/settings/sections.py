@@ -78,8 +78,9 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model, a Hugging Face folder with its tokenizer."""
 
-    # A folder with config.json, safetensors and a tokenizer. Its chat template may be a file of its
-    # own, rollout_server.chat_template.
+    # A folder with config.json, safetensors and a tokenizer, or OWNER/NAME of the Hugging Face hub,
+    # maybe with @ and a commit, tag or branch. Its chat template may be a file of its own,
+    # rollout_server.chat_template.
     path: Path
     # Element type of the learner's parameters and of the rollout engine. float16 has three
     # more bits of precision than bfloat16 and ends at 65504: the start refuses models that come

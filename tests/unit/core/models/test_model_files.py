@@ -92,19 +92,6 @@ def test_a_tokenizer_without_a_chat_template_is_found(folder: Path) -> None:
     assert missing_files(folder) == []
 
 
-def test_a_name_on_the_hub_is_told_how_to_become_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"):
-        read_model_sizes(Path("Qwen/Qwen3-8B"))
-    (tmp_path / "mine").mkdir()
-    for path in ("models/Qwen3-8B", "mine/policy", "/srv/none", "../none/policy", "policy"):
-        with pytest.raises(ConfigError) as caught:
-            read_model_sizes(Path(path))
-        assert "hf download" not in str(caught.value)
-
-
 def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A hub of data sets on loopback, as the clients of Hugging Face's see it."""
+"""A hub of models and data sets on loopback, as the clients of Hugging Face's see it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass
 class Hub:
-    """Folders as data sets: `folder`/owner/name/...; requests are noted."""
+    """Folders as repositories: `folder`/owner/name/...; requests are noted.
+
+    `commit` is that of the newest state; the older COMMIT has the same files.
+    """
 
     folder: Path
     url: str = ""
+    commit: str = COMMIT
     gated: set[str] = field(default_factory=set)
+    private: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)
 
     def files(self, name: str) -> dict[str, bytes]:
@@ -55,19 +60,24 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.hub.requests.append(f"{self.command} {self.path}")
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
-        if parts[:2] == ["api", "datasets"] and len(parts) >= 4:
+        if parts[0] == "api" and parts[1] in ("datasets", "models") and len(parts) >= 4:
             self._api("/".join(parts[2:4]), parts[4:], url.query, body)
-        elif parts[0] == "datasets" and parts[3:4] == ["resolve"]:
-            self._file("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
+            return
+        # The path of a model begins with its owner.
+        repository = parts[1:] if parts[0] == "datasets" else parts
+        if repository[2:3] == ["resolve"]:
+            self._file("/".join(repository[:2]), repository[3], "/".join(repository[4:]))
         else:
             self._error(404, "EntryNotFound", f"no {url.path}")
 
     def _refused(self, name: str, revision: str) -> bool:
         if name in self.hub.gated:
             self._error(403, "GatedRepo", f"{name} is gated")
+        elif name in self.hub.private:
+            self._error(401, "", "Invalid username or password.")
         elif not (self.hub.folder / name).is_dir():
             self._error(404, "RepoNotFound", "Repository not found")
-        elif revision not in ("main", COMMIT):
+        elif revision not in ("main", COMMIT, self.hub.commit):
             self._error(404, "RevisionNotFound", f"no revision {revision}")
         else:
             return False
@@ -82,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = rest[0] if rest else "revision"
         if kind == "revision":
             siblings = [{"rfilename": path} for path in files]
-            self._json({"id": name, "sha": COMMIT, "private": False, "siblings": siblings})
+            sha = self.hub.commit if revision == "main" else revision
+            self._json({"id": name, "sha": sha, "private": False, "siblings": siblings})
         elif kind == "tree":
             below = "".join(f"{part}/" for part in rest[2:])
             whole = entries + _folders(files)
@@ -117,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             content[first:last],
             {
                 "ETag": f'"{_oid(content)}"',
-                "X-Repo-Commit": COMMIT,
+                "X-Repo-Commit": self.hub.commit if revision == "main" else revision,
                 "Content-Range": f"bytes {first}-{last - 1}/{len(content)}",
                 "Accept-Ranges": "bytes",
             },
@@ -127,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _error(self, status: int, code: str, message: str) -> None:
-        headers = {"X-Error-Code": code, "X-Error-Message": message}
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self._send(status, json.dumps({"error": message}).encode(), headers)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:

@@ -1,0 +1,109 @@
+"""Brings files of the Hugging Face hub; one line says what is in the way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slipstream.core.errors import ConfigError
+
+# What the name of a data set begins with in the arguments of an environment.
+DATA_PREFIX = "hf:"
+# What a commit looks like, which names one state of a repository for ever.
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """A repository of the hub; without `revision` its newest state is meant."""
+
+    name: str
+    kind: Literal["model", "dataset"]
+    revision: str | None = None
+    # How errors name it.
+    shown: str = ""
+
+    def bring(self, patterns: Sequence[str], *, without: Sequence[str] = ()) -> Path:
+        """Returns the folder with the files of these patterns, which has the name of its commit.
+
+        What the hub was asked for once is read from its cache. Raises ConfigError in one line if
+        the files are not to be had.
+        """
+        if not is_installed("huggingface_hub"):
+            raise ConfigError(f"{self} needs the hub's client: pip install huggingface_hub")
+        import huggingface_hub
+        from huggingface_hub.utils import disable_progress_bars
+
+        if self.kind == "dataset" or not sys.stderr.isatty():
+            disable_progress_bars()
+        with self.one_line():
+            folder = huggingface_hub.snapshot_download(
+                self.name,
+                repo_type=self.kind,
+                revision=self.revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(without),
+            )
+        return Path(folder)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether `folder` is one that `bring` returned for this repository."""
+        cached = f"{self.kind}s--{self.name.replace('/', '--')}"
+        return folder.parts[-3:-1] == (cached, "snapshots")
+
+    def __str__(self) -> str:
+        return self.shown or self.name
+
+    @contextmanager
+    def one_line(self) -> Iterator[None]:
+        """Turns the errors of the hub's clients into ConfigError."""
+        from huggingface_hub import constants, errors
+
+        place = "" if self.kind == "model" else f"{self.kind}s/"
+        page = f"{constants.ENDPOINT}/{place}{self.name}"
+        try:
+            yield
+        except errors.HFValidationError as error:
+            raise ConfigError(f"{self}: a name is owner/name: {_first_line(error)}") from error
+        except errors.GatedRepoError as error:
+            raise ConfigError(
+                f"{self} is gated: accept its terms at {page}, then let `hf auth login` put your "
+                f"token into {constants.HF_TOKEN_PATH}"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise ConfigError(f"{self} has no revision {self.revision!r}") from error
+        except errors.HfHubHTTPError as error:
+            is_missing = isinstance(error, errors.RepositoryNotFoundError)
+            if not is_missing and error.response.status_code not in (401, 403):
+                raise ConfigError(f"{self}: {_first_line(error)}") from error
+            raise ConfigError(
+                f"{self} is not at {page}, or is private: `hf auth login` puts your token into "
+                f"{constants.HF_TOKEN_PATH}"
+            ) from error
+        except OSError as error:
+            # Offline mode, no answer, and nothing in the cache are all errors of the system.
+            cause = (
+                "HF_HUB_OFFLINE keeps it from being asked for"
+                if constants.HF_HUB_OFFLINE
+                else f"{constants.ENDPOINT} gives no answer: {_first_line(error)}"
+            )
+            raise ConfigError(f"{self} is not in {constants.HF_HUB_CACHE}, and {cause}") from error
+
+
+def is_installed(package: str) -> bool:
+    """Whether there is a distribution; a folder of data with its name is a module too."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
