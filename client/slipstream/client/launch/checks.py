@@ -28,6 +28,7 @@ from slipstream.client.launch.preflight import (
     check_controller,
     check_engine,
     check_environments,
+    check_functions,
     check_installed,
     check_megatron,
     check_own_certificate,
@@ -173,7 +174,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings of all checks that load nobody's code and start no run."""
+    """Returns the findings of all checks that load no environment and start no run."""
     findings = [await check.find(scene) for check in CHECKS if check.stage is not Stage.START]
     return [finding for found in findings for finding in found]
 
@@ -319,6 +320,7 @@ CHECKS = (
     ),
     Check("engine", Stage.SETTINGS, SERVER, _engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
+    Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
     Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
     Check(
         *("weights", Stage.PLACE, CONTROLLER),

@@ -61,6 +61,8 @@ class Tables(Section):
     debug: DebugSection = DebugSection()
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
+    # Digests of the sources of one's own functions (`configuration.function_sources`).
+    sources: dict[str, str] = {}
 
     @property
     def run_dir(self) -> Path:
