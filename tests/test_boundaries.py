@@ -71,7 +71,10 @@ OWNERS = {
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
         *(
             f"slipstream.learner.algorithms.{name}"
-            for name in ("inputs", "kl", "losses", "token_functions", "weights")
+            for name in (
+                *("inputs", "kl", "losses", "token_functions", "weights"),
+                *("proof", "proof_scenes"),
+            )
         ),
     ),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import random
@@ -47,7 +48,7 @@ class Load:
 
 
 LOADS = {
-    "cuda": Load(16, (20, 400), (16, 64), 2048, (256, 128, 256), (8, 2048)),
+    "cuda": Load(12, (20, 400), (16, 48), 2048, (384, 128, 384), (8, 2048)),
     "cpu": Load(10, (8, 120), (8, 24), 96, (16, 32, 32), (4, 128)),
 }
 
@@ -62,7 +63,7 @@ class Capture:
     def note(self, kind: str, layer: int, output: Any) -> None:  # noqa: ANN401 - a tensor
         """Keeps the output of one call."""
         # A copy: the engine's layers write into each other's outputs.
-        self.outputs.setdefault((kind, layer), []).append(output.detach().to("cpu", copy=True))
+        self.outputs.setdefault((kind, layer), []).append(output.detach().clone())
 
     def rows(self, wanted: list[tuple[int, int]]) -> dict[tuple[str, int], Any]:
         """Returns the outputs in the order of `wanted`."""
@@ -132,7 +133,7 @@ def compare(
     ]
     wanted = [place for one in kept for place in one]
     left, right = ours.rows(wanted), theirs.rows(wanted)
-    same = {name: (left[name] == right[name]).all(-1) for name in left}
+    same = {name: (left[name] == right[name]).all(-1).cpu() for name in left}
     # Rows whose residual stream is equal: all that was added to it is.
     stream = before = torch.ones(len(wanted), dtype=torch.bool)
     counts: dict[str, list[int]] = {}
@@ -177,7 +178,7 @@ class Engine:
         self.is_eager = mode.startswith("eager") or not self.on_gpu
         more: dict[str, Any] = {}
         if self.on_gpu:
-            more["kv_cache_memory_bytes"] = 12 << 30
+            more["kv_cache_memory_bytes"] = (6 if self.is_eager else 24) << 30
             more["gpu_memory_utilization"] = 0.1
         if mode.startswith("graphs"):
             more["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -416,7 +417,7 @@ class Engine:
 
         # On the CPU, where vLLM has not replaced torch's products.
         cpu = torch.device("cpu")
-        short = [one[:150] for one in sequences[:2]]
+        short = [one[:64] for one in sequences[:2]]
         few = learner.Packed.of(short, self.device)
         exact = {name: x.to(cpu, torch.double).requires_grad_() for name, x in weights.items()}
         exact_kernels = learner.TorchKernels(sizes, torch.double, cpu, torch.double)
@@ -538,6 +539,9 @@ def main() -> None:
     for line in sys.stdin:
         try:
             found = getattr(engine, line.strip())()
+            gc.collect()
+            if engine.on_gpu:
+                torch.cuda.empty_cache()
         except Exception as error:  # noqa: BLE001 - the answer says it, the log has the traceback
             traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}

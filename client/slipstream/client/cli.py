@@ -22,6 +22,7 @@ EXAMPLES = {
     "environments": "slipstream environments",
     "drain": "slipstream drain server-1 --reason maintenance",
     "stop": "slipstream stop --reason 'the reward is high enough'",
+    "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
     "replay": "slipstream replay runs/quickstart",
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
@@ -206,7 +207,10 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     roles.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
     roles.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     roles.add_argument(
-        "--for", dest="target", choices=("slurm",), help="write files of this scheduler, not JSON"
+        "--for",
+        dest="target",
+        choices=("slurm", "compose"),
+        help="write files of this scheduler, not JSON",
     )
     roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
     roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
@@ -217,6 +221,11 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     doctor.add_argument("--json", action="store_true", help="one line for each finding")
     doctor.set_defaults(execute=_doctor)
+
+    check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
+    check.add_argument("config", type=Path, metavar="CONFIG.toml")
+    check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    check.set_defaults(execute=_check)
 
     dashboard = commands.add_parser(
         "dashboard", help="a page of runs, for a browser on this machine"
@@ -359,6 +368,12 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     from slipstream.client.doctor.examine import run_doctor
 
     return await run_doctor(arguments.config, arguments.overrides, as_json=arguments.json)
+
+
+async def _check(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launch.launcher import run_check
+
+    return await run_check(arguments.config, arguments.overrides)
 
 
 def _dashboard(arguments: argparse.Namespace) -> int:

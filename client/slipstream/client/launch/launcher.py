@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -29,6 +30,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.client.launch.dry_run import show_dry_run
 from slipstream.client.launch.placement import Placement, fit_here, place_here
+from slipstream.client.launch.preflight import check_installed, prove_algorithms
 from slipstream.client.launch.roles import Share, learner_node, whole_run
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
@@ -42,7 +44,7 @@ from slipstream.client.run_folder import (
     version_to_export,
     write_config,
 )
-from slipstream.client.terminal import say
+from slipstream.client.terminal import complain, say
 from slipstream.core.configuration.automatic import Hub
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
@@ -184,6 +186,21 @@ async def _run_server(
         return 0
     error = ConfigError if child.process.returncode == 2 else RunFailed
     raise error(child.describe_end())
+
+
+async def run_check(path: Path, overrides: Sequence[str]) -> int:
+    """`slipstream check`: proves the functions of the algorithms on this machine's processor."""
+    config = load_config(path, overrides)
+    check_installed("torch", "megatron.core")
+    checked = await prove_algorithms(config)
+    print(checked.output, end="")
+    mark = "slipstream: "
+    faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
+    if checked.code and not faults:
+        raise RunFailed("\n".join(checked.lines[-5:]))
+    for fault in faults:
+        complain(fault, sys.stderr)
+    return checked.code or 0
 
 
 async def run_replay(folder: Path) -> int:

@@ -52,12 +52,16 @@ from slipstream.protocol.queue.redis_checks import ROLLOUT_SERVER
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 TAIL_BYTES = 65536
+FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_server"
+ALGORITHMS_CHECK = "slipstream.learner.trainer.check_algorithms"
 RETRY_S = 0.2
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
+# Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
+PROOF_LIMIT_S = 600.0
 # Seconds beyond an environment's own limit in which its worker starts and says what hangs.
 WORKER_GRACE_S = 30.0
 # Environments that are loaded side by side: one for each processor, few for the sake of memory.
@@ -228,6 +232,46 @@ async def check_megatron(config: Config) -> str | None:
     return "Megatron takes what is passed through to it"
 
 
+async def check_functions(config: Config) -> str | None:
+    """Has the user's own functions imported and called; raises ConfigError.
+
+    The check takes as long as torch's import. Returns None if there are none.
+    """
+    if not config.algorithms.has_own:
+        return None
+    await _check_by(FUNCTIONS_CHECK, config, told="own functions of the algorithm did not answer")
+    names = {name for each in config.algorithms.distinct for name in each.own_functions.values()}
+    return f"own functions can be called: {', '.join(sorted(names))}"
+
+
+async def check_algorithms(config: Config) -> str | None:
+    """Has functions of the user's own proved; raises ConfigError with the first fault.
+
+    The proof takes a minute on a CPU, the first time for a source. Returns None if there are none.
+    """
+    if not config.algorithms.has_own:
+        return None
+    checked = await prove_algorithms(config, "--cached")
+    if checked.code:
+        raise ConfigError(_said(checked))
+    return "the algorithm's own functions are proved"
+
+
+async def prove_algorithms(config: Config, *arguments: str) -> Ended:
+    """Proves the functions of the algorithms; raises ConfigError if that takes too long."""
+    with _told_when_slow("the algorithm's functions are proved, which takes a minute"):
+        checked = await run_module(
+            [ALGORITHMS_CHECK, *arguments],
+            limit_s=PROOF_LIMIT_S,
+            given=dump_config(config).encode(),
+            # The tiny models would only wait for a GPU that others use.
+            environ=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+    if checked.code is None:
+        raise ConfigError(f"the functions were not proved within {PROOF_LIMIT_S:g} s")
+    return checked
+
+
 async def check_engine(config: Config) -> str | None:
     """Has vLLM check the settings that it knows better; raises ConfigError.
 
@@ -262,9 +306,13 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
     if checked.code is None:
         raise ConfigError(f"{told} within {SETTINGS_LIMIT_S:g} s")
     if checked.code != 0:
-        said = checked.lines[-1] if checked.lines else "it says nothing"
-        raise ConfigError(said.removeprefix("slipstream: "))
+        raise ConfigError(_said(checked))
     _pass_on(checked.lines, "")
+
+
+def _said(checked: Ended) -> str:
+    """Returns the last line of a check, without the program's name."""
+    return (checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: ")
 
 
 def _pass_on(lines: Sequence[str], source: str) -> None:

@@ -1,0 +1,229 @@
+"""Few tokens in every layout: the scenes on which losses and weights are proved.
+
+A layout has the tokens of a scene in another order, in several micro batches, between filler, or
+shared by context parallel ranks, which are threads here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from slipstream.core.errors import RunFailed
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from torch import Tensor
+
+FILLER = -1
+# Places of the tokens of each micro batch, by context parallel rank.
+Layout = list[list[list[int]]]
+
+
+class Disproved(RunFailed):
+    """A property does not hold; the text is the example."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of a function, and what its gradient is taken of."""
+
+    tokens: LossInputs
+    # The leaf of the tokens' log-probabilities.
+    leaf: Tensor
+    # Weights of the tokens in the sum whose gradient is taken.
+    shares: Tensor
+
+
+Compute = Callable[[Inputs], dict[str, Tensor]]
+NOTHING: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The tokens of some sequences, whose fields are drawn anew for each `seed`."""
+
+    sequences: tuple[str, ...]
+    has_reference: bool
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+    # The policy has not changed since the tokens were sampled.
+    is_on_policy: bool = False
+
+    def __str__(self) -> str:
+        shown, more = self.sequences[:6], " ..." if len(self.sequences) > 6 else ""
+        return f"sequences {' '.join(shown)}{more} (x is a trained token)"
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """The tokens that are trained."""
+        return torch.tensor([letter == "x" for one in self.sequences for letter in one])
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        """The sequence of each token."""
+        return torch.tensor([i for i, one in enumerate(self.sequences) for _ in one])
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Tensor]:
+        """The fields of all tokens; those of masked ones are as small as the others."""
+        chance = np.random.default_rng([self.seed, len(self.mask)])
+        size = len(self.mask)
+        logprobs = -0.2 - chance.exponential(1.0, size)
+        gaps = np.zeros((2, size)) if self.is_on_policy else chance.normal(0, 0.3, (2, size))
+        lags = chance.integers(0, 4, size)
+        is_given = (self.ids == 3).numpy()
+        proximal = logprobs - gaps[0]
+        found = {
+            "logprobs": logprobs,
+            "proximal_logprobs": proximal,
+            "behavior_logprobs": np.where(is_given, proximal, proximal - gaps[1]),
+            # No advantage is near 0, and both signs are there.
+            "advantages": chance.uniform(0.3, 2.0, size) * (1 - 2 * (np.arange(size) % 2)),
+            "reference_logprobs": logprobs + chance.normal(0, 0.4, size),
+            "entropy": chance.uniform(0.1, 2.0, size),
+            # Weights of the tokens in the sum whose gradient is taken.
+            "shares": chance.uniform(0.5, 1.5, size),
+        }
+        floats = {name: torch.from_numpy(values).to(self.dtype) for name, values in found.items()}
+        whole = {"is_given": is_given, "lags": lags, "versions": 10 - lags}
+        return floats | {name: torch.from_numpy(values) for name, values in whole.items()}
+
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts by name: the first has all sequences in one micro batch on one rank."""
+        each = [
+            torch.nonzero(self.ids == index)[:, 0].tolist() for index in range(len(self.sequences))
+        ]
+        padded = [[*one, *[FILLER] * (-len(one) % 4)] for one in each]
+        size = [len(one) // 4 for one in padded]
+        cut = [
+            [one[i * n : (i + 1) * n] for i in range(4)]
+            for one, n in zip(padded, size, strict=True)
+        ]
+        first = [[*one[0], *one[3]] for one in cut]
+        second = [[*one[1], *one[2]] for one in cut]
+        # What sequences have in common stands in the first one; the others keep what they train.
+        shared = [one[max(0, self.sequences[i].find("x")) :] for i, one in enumerate(each) if i]
+        heads = [one[: len(one) // 2] for one in shared]
+        tails = [one[len(one) // 2 :] for one in shared]
+        mixed = [*each[0], *itertools.chain(*heads), *itertools.chain(*tails[::-1])]
+        return {
+            "one micro batch": [[list(itertools.chain(*each))]],
+            "order of episodes": [[list(itertools.chain(*each[::-1]))]],
+            "padding": [[[*itertools.chain(*padded), *[FILLER] * 3]]],
+            "a micro batch for each sequence": [[one] for one in each],
+            "two micro batches": [[list(itertools.chain(*each[i::2]))] for i in (0, 1)],
+            "shared prefixes": [[mixed]],
+            "cp 2": [[list(itertools.chain(*first)), list(itertools.chain(*second))]],
+        }
+
+
+class _SharedSums(SequenceSums):
+    """Sums over the shares of several ranks, each of which is a thread here."""
+
+    exchange: Callable[[Tensor], Tensor]
+
+    def _sums(self, values: Tensor) -> Tensor:
+        return self.exchange(super()._sums(values))
+
+
+class _Exchange:
+    """Adds what all ranks hand in, each of them a thread."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._changed = size, threading.Condition()
+        self._rounds: list[dict[int, Tensor]] = []
+        self._left = False
+
+    def add(self, rank: int, part: Tensor) -> Tensor:
+        """Returns the sum of the parts of all ranks; raises Disproved if one has left."""
+        with self._changed:
+            mine = next((one for one in self._rounds if rank not in one), None)
+            if mine is None:
+                self._rounds.append(mine := {})
+            mine[rank] = part
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(mine) == self._size or self._left)
+            if len(mine) < self._size:
+                raise Disproved("one rank asks for sums over sequences, another does not")
+            return torch.stack(list(mine.values())).sum(0)
+
+    def leave(self) -> None:
+        """Says that a rank asks for no more sums."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+
+def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tensor]:
+    """Computes the micro batches in turn, and returns the values of all tokens by their places."""
+    found: dict[str, Tensor] = {}
+    for shares in layout:
+        if not any(shares):
+            continue
+        exchange = _Exchange(len(shares))
+        work = functools.partial(_of_rank, scene, shares, compute, exchange)
+        with ThreadPoolExecutor(len(shares)) as threads:
+            results = list(threads.map(work, range(len(shares))))
+        for places, own in zip(map(torch.tensor, shares), results, strict=True):
+            inside = places != FILLER
+            for name, values in own.items():
+                whole = found.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
+                whole[places[inside]] = values[inside]
+    return found
+
+
+def _of_rank(
+    scene: Scene,
+    shares: Sequence[Sequence[int]],
+    compute: Compute,
+    exchange: _Exchange,
+    rank: int,
+) -> dict[str, Tensor]:
+    try:
+        sums = _SharedSums(*_sums_arguments(scene, shares[rank]))
+        sums.exchange = functools.partial(exchange.add, rank)
+        return compute(inputs_of(scene, shares[rank], sums=sums))
+    finally:
+        exchange.leave()
+
+
+def at(values: Tensor, places: Sequence[int]) -> Tensor:
+    """Returns the values at `places`, and 0 at filler."""
+    chosen = torch.tensor(places, dtype=torch.int64)
+    return torch.where(chosen == FILLER, torch.zeros((), dtype=values.dtype), values[chosen])
+
+
+def _sums_arguments(scene: Scene, places: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    chosen, last = torch.tensor(places, dtype=torch.int64), len(scene.sequences)
+    ids = torch.where(chosen == FILLER, last, scene.ids[chosen])
+    return ids, at(scene.mask, places), last + 1
+
+
+def inputs_of(
+    scene: Scene,
+    places: Sequence[int] | None = None,
+    changed: Mapping[str, Tensor] = NOTHING,
+    *,
+    sums: SequenceSums | None = None,
+) -> Inputs:
+    """Returns the tokens at `places`, all by default; `changed` has other values of fields."""
+    places = range(len(scene.mask)) if places is None else places
+    fields = {name: at(values, places) for name, values in {**scene.fields, **changed}.items()}
+    shares = fields.pop("shares")
+    leaf = fields.pop("logprobs").clone().requires_grad_()
+    arguments = _sums_arguments(scene, places)
+    reference = fields.pop("reference_logprobs")
+    tokens = LossInputs(
+        # A function that changes a leaf in place would only raise.
+        logprobs=leaf.clone(),
+        mask=arguments[1],
+        reference_logprobs=reference if scene.has_reference else None,
+        sequences=sums or SequenceSums(*arguments),
+        **fields,
+    )
+    return Inputs(tokens, leaf, shares)

@@ -1,0 +1,350 @@
+"""Proves a run's algorithms: `python -m slipstream.learner.trainer.check_algorithms < FILE`.
+
+Each function is proved alone first. Then a tiny random model is trained by all of them on a CPU, in
+layouts that must all train alike: one rank trains, and a second one joins it for some layouts. What
+was proved stays so while sources, settings and versions are the same: a file in a cache says it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from slipstream.core.configuration.config_file import dump_config, load_config, parse_config
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.machine.address import listen
+from slipstream.core.settings.algorithm_section import KINDS, AlgorithmSection
+from slipstream.core.settings.config import Config
+from slipstream.core.types import (
+    GroupId,
+    PolicyVersion,
+    Purpose,
+    ServerId,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
+from slipstream.learner.algorithms.functions import Function, function_of, load_functions
+from slipstream.learner.trainer.tiny_model import make_model
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.batches.batch import Batch
+    from torch import Tensor
+
+PROGRAM = "slipstream.learner.trainer.check_algorithms"
+VOCAB, LENGTH, PROMPT, LONGEST_REPLY = 32, 40, 12, 8
+GROUPS, STEPS = 4, 2
+# Sums in another order differ by rounding, of which a loss that clips makes more.
+TOLERANCE = 1e-3
+TIMEOUT_S = 120.0
+LOOPBACK = "127.0.0.1"
+# Metrics that depend on the layout.
+OF_LAYOUTS = ("num_micro_batches", "shared_tokens")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What differs from one rank with all sequences in one micro batch, none of them shared."""
+
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    parallel: Mapping[str, int] = field(default_factory=dict)
+    is_permuted: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return 2 if self.parallel else 1
+
+
+LAYOUTS = {
+    "one rank": _Layout(),
+    "small micro batches": _Layout({"micro_batch_tokens": LENGTH}),
+    "shared prefixes": _Layout({"shared_prefix_tokens": 1}),
+    "order of episodes": _Layout(is_permuted=True),
+    "tp 2": _Layout(parallel={"tp": 2}),
+    "pp 2": _Layout({"micro_batch_tokens": LENGTH}, {"pp": 2}),
+    "cp 2": _Layout(parallel={"cp": 2}),
+}
+
+
+def main() -> int:
+    """Returns 0 if all is proved, else 2, with a line of stderr for each fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cached", action="store_true", help="what was proved needs no new proof")
+    parser.add_argument("--second", nargs="+", help="folder and ports: the second rank")
+    arguments = parser.parse_args()
+    if arguments.second:
+        folder, *ports = arguments.second
+        _train_all(Path(folder), ports, rank=1)
+        return 0
+    # What libraries print is no part of the answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
+    facts: list[str] = []
+    try:
+        load_functions(config)
+        known = _known(config)
+        if arguments.cached and known.is_file():
+            return 0
+        faults = prove(config, facts)
+    except ConfigError as error:
+        faults = [str(error)]
+    for fact in facts:
+        print(fact, file=answers, flush=True)
+    for fault in faults[:1] if arguments.cached else faults:
+        print(f"slipstream: {fault}", file=sys.stderr)
+    if faults:
+        return USAGE_ERROR
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.touch()
+    return 0
+
+
+def _known(config: Config) -> Path:
+    """Returns the file that exists once all that `prove` depends on is proved."""
+    proved = {
+        "sources": config.sources,
+        "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
+        "roles": sorted(config.roles),
+        "versions": [importlib.metadata.version(name) for name in ("slipstream-rl", "torch")],
+    }
+    key = hashlib.sha256(json.dumps(proved, sort_keys=True).encode()).hexdigest()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "slipstream" / "proved" / key
+
+
+def prove(config: Config, facts: list[str]) -> list[str]:
+    """Returns a line for each fault, and adds what was seen to `facts`."""
+    faults: list[str] = []
+    proved: set[Function] = set()
+    for algorithm in config.algorithms.distinct:
+        for kind in KINDS:
+            function = function_of(algorithm, kind)
+            if function not in proved:
+                proved.add(function)
+                found, fact = _prove_alone(config, algorithm, function)
+                faults += found
+                facts += [] if found else [fact]
+    # Nothing is trained by functions that have a fault.
+    if not faults:
+        faults = train_alike(config)
+        facts += [] if faults else [f"a tiny model is trained alike with {', '.join(LAYOUTS)}"]
+    return faults
+
+
+def _prove_alone(
+    config: Config, algorithm: AlgorithmSection, function: Function
+) -> tuple[list[str], str]:
+    from slipstream.learner.algorithms.episode_proof import ProvedEpisodes, episode_faults
+    from slipstream.learner.algorithms.proof import Proved, cost_ns, held_constant, token_faults
+
+    kind, fact = function.kind, f"{function}: proved"
+    if kind not in ("loss", "weight"):
+        return episode_faults(ProvedEpisodes(algorithm, kind, config.critic is not None)), fact
+    proved = Proved(function, config.needs_reference)
+    faults = token_faults(proved)
+    if function.is_own and not faults:
+        usual = dataclasses.replace(proved, function=function_of(AlgorithmSection(), kind))
+        cost = f"{cost_ns(proved):.0f} ns a token where {usual.function.name} takes"
+        fact += f", {cost} {cost_ns(usual):.0f}"
+        held = held_constant(proved) if kind == "loss" else []
+        fact += f", out of its gradient: {', '.join(held)}" if held else ""
+    return faults, fact
+
+
+def train_alike(config: Config) -> list[str]:
+    """Trains in all `LAYOUTS`; returns a line for each that differs from one rank, or fails."""
+    os.environ[RENDEZVOUS_VARIABLE] = secrets.token_hex(16)
+    listeners = [listen(LOOPBACK) for _ in LAYOUTS]
+    ports = [str(one.getsockname()[1]) for one in listeners]
+    for one in listeners:
+        one.close()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for seed, model in enumerate(("policy", "reference")):
+            make_model(
+                folder / model,
+                num_layers=2,
+                hidden_size=32,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                tie_word_embeddings=False,
+                seed=seed,
+            )
+        (folder / "config.toml").write_text(dump_config(config))
+        command = [sys.executable, "-m", PROGRAM, "--second", name, *ports]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as second:
+            try:
+                trained = _train_all(folder, ports, rank=0)
+            except RunFailed as error:
+                return [str(error)]
+            finally:
+                second.kill()
+    reference = trained.pop("one rank")
+    found = ((layout, _difference(reference, one)) for layout, one in trained.items())
+    return [f"a run with {layout}: {difference}" for layout, difference in found if difference]
+
+
+def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    for name, mine in expected.items():
+        scale, gap = float(mine.abs().max()), float((mine - found[name]).abs().max())
+        if not gap <= TOLERANCE * scale + 1e-6:
+            return f"{name} differs by {gap:.3g} from that of one rank, which is up to {scale:.3g}"
+    return ""
+
+
+def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
+    """Trains on this rank in each layout that has it; raises RunFailed."""
+    config, found = load_config(folder / "config.toml"), {}
+    for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
+        size = str(layout.world_size)
+        os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": size}
+        if rank < layout.world_size:
+            try:
+                found[name] = _train(_settings(config, folder, layout), layout, rank)
+            except Exception as error:
+                raise RunFailed(f"a run with {name}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _train(config: Config, layout: _Layout, rank: int) -> dict[str, Tensor]:
+    """Trains the steps on this rank, and returns metrics and moves of the weights."""
+    import torch
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.step import TrainingStep
+    from slipstream.learner.trainer.weights.export import hf_tensors
+
+    policy = open_policy(config, Launch(rank, layout.world_size, rank))
+    training = TrainingStep(policy, config, open_roles(config, policy))
+    before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+    found = {}
+    for step in range(STEPS):
+        metrics = training.run(_batch(config, step, is_permuted=layout.is_permuted)).metrics
+        for name, value in metrics.items():
+            if not name.endswith("_s") and name not in OF_LAYOUTS:
+                found[f"{name} of step {step + 1}"] = torch.tensor(value)
+    for name, tensor in hf_tensors(policy, torch.float32):
+        found[f"the change of {name}"] = tensor.clone() - before[name]
+    policy.ranks.close()
+    return found
+
+
+def _settings(config: Config, folder: Path, layout: _Layout) -> Config:
+    """Returns settings of a tiny run with the algorithms of `config`."""
+    given = tomllib.loads(dump_config(config))
+    algorithm = {
+        k: v for k, v in given["algorithm"].items() if k not in ("decay_to", "decay_steps")
+    }
+    algorithm |= {"group_size": min(3, config.algorithm.group_size), "groups_per_step": GROUPS}
+    algorithm |= {"max_staleness": 1, "learning_rate": 0.05, "warmup_steps": 0, "decay": "none"}
+    algorithm |= {"mini_batches": 2, "epochs": 1, "router_replay": "off"}
+    environments = [
+        {key: one[key] for key in ("name", "reference", "algorithm") if key in one}
+        for one in given["environments"]
+    ]
+    for one in (algorithm, *(each.get("algorithm", {}) for each in environments)):
+        if one.get("reward") == "overlong":
+            one["reward_args"]["cache_tokens"] = LONGEST_REPLY // 2
+    table: dict[str, Any] = {
+        "run": {"name": "check", "steps": STEPS},
+        "model": {"path": str(folder / "policy"), "dtype": "float32"},
+        "algorithm": algorithm,
+        "environments": environments,
+        "sampling": {"max_reply_tokens": LONGEST_REPLY, "max_episode_tokens": LENGTH},
+        "learner": {
+            "world_size": layout.world_size,
+            "parallel": dict(layout.parallel),
+            "micro_batch_tokens": GROUPS * 3 * LENGTH,
+            "shared_prefix_tokens": 0,
+            "optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0},
+            "weight_decay": 0.0,
+            "grad_clip": 0.0,
+            "timeout_s": TIMEOUT_S,
+            **layout.learner,
+        },
+    }
+    if config.needs_reference:
+        top_k = 0 if config.reference is None else min(5, config.reference.top_k)
+        table["reference"] = {"path": str(folder / "reference"), "top_k": top_k}
+    if config.critic is not None:
+        table["critic"] = {"path": str(folder / "policy"), "learning_rate": 0.05}
+    return parse_config(table, source="check")
+
+
+def _batch(config: Config, step: int, *, is_permuted: bool) -> Batch:
+    """Returns random episodes; a mini-batch keeps its groups if they are permuted."""
+    from slipstream.learner.trainer.batches.batch import Batch
+
+    chance = np.random.default_rng(step)
+    names = [one.name for one in config.environments] or ["environment"]
+    groups = []
+    for group in range(GROUPS):
+        prompt = chance.integers(0, VOCAB, chance.integers(1, PROMPT))
+        of = (step, group, names[group % len(names)])
+        members = range(config.algorithm.group_size)
+        groups.append([_episode(chance, *of, member, prompt) for member in members])
+    if is_permuted:
+        groups = [groups[place][::-1] for place in (1, 0, 3, 2)]
+    return Batch(step, "check", tuple(one for members in groups for one in members))
+
+
+def _episode(
+    chance: np.random.Generator,
+    step: int,
+    group: int,
+    environment: str,
+    member: int,
+    prompt: np.ndarray,
+) -> Trajectory:
+    """Returns an episode of one or two replies, some of whose tokens are a version older."""
+    from slipstream.learner.algorithms.episode_proof import AnyMetrics
+
+    replies = chance.integers(1, LONGEST_REPLY + 1, 1 + member % 2).tolist()
+    runs = [len(prompt), replies[0], *(length for one in replies[1:] for length in (2, one))]
+    sampled = sum(replies)
+    old = int(chance.integers(0, sampled + 1)) if step else 0
+    spans = [(old, step - 1), (sampled - old, step)]
+    logprobs = -np.log(VOCAB) + 0.3 * chance.standard_normal(sampled)
+    tokens = [*prompt, *chance.integers(0, VOCAB, sum(runs[1:]))]
+    return Trajectory(
+        run_id="check",
+        group_id=GroupId(f"group-{step}-{group}"),
+        member=member,
+        attempt=0,
+        server_id=ServerId("server"),
+        server_epoch=1,
+        environment=environment,
+        task_index=group,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        status=Status.TRUNCATED if chance.random() < 0.2 else Status.COMPLETED,
+        token_ids=np.array(tokens, dtype=np.uint32),
+        run_lengths=tuple(runs),
+        behavior_logprobs=logprobs.astype(np.float32),
+        version_spans=tuple(VersionSpan(n, PolicyVersion(0, of)) for n, of in spans if n),
+        reward=float(chance.integers(0, 3)) / 2,
+        metrics=AnyMetrics(group * 16 + member),  # type: ignore[arg-type]
+        num_turns=len(replies),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""A wrong function is refused with its property, and no right one is."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from pydantic import JsonValue
+from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.episode_proof import ProvedEpisodes, episode_faults
+from slipstream.learner.algorithms.functions import function_of
+from slipstream.learner.algorithms.proof import Proved, cost_ns, held_constant, token_faults
+from support.fakes import wrong_algorithms
+from support.fakes.packed import algorithm
+
+MODULE = wrong_algorithms.__name__
+WRONG_LOSSES = {
+    "divides_by_trained_tokens": ("layout", "a micro batch for each sequence: loss of token 0"),
+    "divides_by_length": ("layout", "padding: loss of token 0 is"),
+    "grows_with_the_place": ("layout", "order of episodes: loss of token 0 is"),
+    "reports_places": ("layout", "order of episodes: report place of token 0 is"),
+    "reads_the_token_before": ("layout", "padding: loss of token 0 is 0, not"),
+    "sums_on_some_ranks": ("layout", "cp 2: one rank asks for sums over sequences, another does"),
+    "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
+    "infinite_at_masked_tokens": ("masked tokens", "has the gradient nan: sequences"),
+    "root_at_a_bound": ("finite", "gradient is inf at log ratio 0.1823"),
+    "squares_the_ratio": ("finite", "to the proximal and 46.05 to the behavior policy"),
+    "fails_without_a_token": ("empty mask", "sequences . (x is a trained token): RuntimeError"),
+    "detached": ("gradient", "no token with a positive advantage has one"),
+    "detached_where_negative": ("gradient", "no token with a negative advantage has one"),
+    "only_sums": ("gradient", "no token with a positive advantage has one"),
+    "no_gradient": ("result", "the losses have no gradient"),
+    "wrong_backward": ("gradient", "by finite differences: sequences x (x"),
+    "counts_calls": ("state", "in a later call with the same inputs"),
+    "draws_at_random": ("state", "in a later call with the same inputs"),
+    "changes_inputs": ("result", "it changed its input advantages in place"),
+    "too_short": ("result", "the result is [2], not [3]"),
+    "one_number": ("result", "the result is [], not [1]"),
+    "other_dtype": ("result", "the result is torch.float64, not torch.float32"),
+    "raises": ("result", "KeyError: 'clip' (wrong_algorithms.py:"),
+}
+RIGHT_LOSSES = ("right_backward", "in_float32", "only_positive", "with_a_kink")
+ARGUMENTS: dict[str, list[dict[str, JsonValue]]] = {
+    "ppo": [{}, {"dual_clip": 1.5}, {"ratio": "behavior"}],
+    "cispo": [{}, {"clip_low": 1.0, "ratio": "behavior"}],
+    "overlong": [{"cache_tokens": 4}],
+    "token": [{}, {"token_band": [0.5, 1.6], "sequence_band": [0.7, 1.3]}, {"to": "present"}],
+    "sequence": [{}, {"token_band": [0.5, 1.6], "to": "present"}],
+}
+BUILT_IN = [
+    (kind, name, arguments)
+    for kind, names in FUNCTIONS.items()
+    for name in names
+    for arguments in ARGUMENTS.get(name, [{}])
+]
+
+
+def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSection:
+    others: dict[str, JsonValue] = {}
+    if (kind, name) == ("advantage", "none"):
+        others = {"kl": {"coefficient": 0.1}}
+    if arguments.get("ratio") == "behavior":
+        others = {"weight": "none"}
+    return algorithm(**{kind: name, f"{kind}_args": arguments}, **others)
+
+
+def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False) -> list[str]:
+    if kind in ("loss", "weight"):
+        return token_faults(Proved(function_of(settings, kind), has_roles))
+    return episode_faults(ProvedEpisodes(settings, kind, settings.advantage == "gae"))
+
+
+@pytest.mark.parametrize(("name", "expected"), WRONG_LOSSES.items())
+def test_wrong_losses_are_refused_with_the_property_that_they_lack(
+    name: str, expected: tuple[str, str]
+) -> None:
+    found = faults(chosen("loss", f"{MODULE}:{name}"), "loss")
+    title, example = expected
+    start = f"loss {MODULE}:{name}: {title}: "
+    assert [line for line in found if line.startswith(start) and example in line], found
+    assert not [line for line in found if "\n" in line]
+
+
+@pytest.mark.parametrize("name", RIGHT_LOSSES)
+def test_right_losses_of_ones_own_are_proved(name: str) -> None:
+    assert faults(chosen("loss", f"{MODULE}:{name}"), "loss") == []
+
+
+@pytest.mark.parametrize(("kind", "name", "arguments"), BUILT_IN)
+def test_built_in_functions_are_proved(
+    kind: FunctionKind, name: str, arguments: dict[str, JsonValue]
+) -> None:
+    assert faults(chosen(kind, name, **arguments), kind, has_roles=True) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("loss", "gmpo:loss"),
+        ("weight", "dppo:weight"),
+        ("advantage", "maxrl:advantage"),
+        ("reward", "alp:reward"),
+        ("filter", "difficulty:filter"),
+    ],
+)
+def test_algorithms_of_papers_are_proved(kind: FunctionKind, name: str) -> None:
+    assert faults(chosen(kind, f"deploy.algorithms.{name}"), kind) == []
+
+
+def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
+    (line,) = faults(chosen("loss", f"{MODULE}:divides_by_trained_tokens"), "loss")
+    assert line.endswith(
+        "loss of token 0 is 1.89602468, not 0.94801234: sequences x .x (x is a trained token); "
+        "also with two micro batches, cp 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("weight", "weight_of_mean_lag", "layout: padding: weight of token 0"),
+        ("advantage", "against_the_first", "order of episodes: 0 -1 for the episodes [1, 0], not"),
+        ("advantage", "by_name_of_group", "names of groups: "),
+        ("advantage", "without_epsilon", "a value is not finite"),
+        ("advantage", "running_mean", "state: "),
+        ("advantage", "one_too_few", "result: rewards 0.5: 0 advantages of 1 episodes"),
+        ("reward", "reward_by_place", "order of episodes: 1 1 for the episodes [1, 0], not 2 0"),
+        ("reward", "reward_log", "a reward is no finite number: -inf"),
+        ("reward", "reward_at_random", "state: "),
+        ("filter", "first_decides", "order of episodes: 1 for the episodes [1, 0], not 0"),
+        ("filter", "neither", "the result is neither true nor false: None"),
+    ],
+)
+def test_other_wrong_functions_are_refused(kind: FunctionKind, name: str, expected: str) -> None:
+    found = faults(chosen(kind, f"{MODULE}:{name}"), kind)
+    assert [line for line in found if expected in line], found
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("weight", "weight_of_lags"),
+        ("advantage", "only_from_0_to_1"),
+        ("reward", "reward_of_metrics"),
+    ],
+)
+def test_other_right_functions_are_proved(kind: FunctionKind, name: str) -> None:
+    assert faults(chosen(kind, f"{MODULE}:{name}"), kind) == []
+
+
+def test_lines_that_take_something_out_of_the_gradient_are_named() -> None:
+    gmpo = function_of(chosen("loss", "deploy.algorithms.gmpo:loss"), "loss")
+    ppo = function_of(chosen("loss", "ppo"), "loss")
+    (line,) = held_constant(Proved(gmpo))
+    assert line.startswith("gmpo.py:")
+    assert held_constant(Proved(ppo)) == []
+
+
+def test_proofs_leave_random_generators_as_they_were() -> None:
+    before = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
+    faults(chosen("loss", f"{MODULE}:draws_at_random"), "loss")
+    after = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
+    assert before[0] == after[0]
+    assert torch.equal(before[1], after[1])
+    assert before[2] == after[2]
+
+
+def test_cost_is_a_number_for_each_token() -> None:
+    threads = torch.get_num_threads()
+    assert cost_ns(Proved(function_of(algorithm(), "loss"))) > 0
+    assert torch.get_num_threads() == threads
