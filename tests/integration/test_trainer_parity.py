@@ -104,6 +104,20 @@ def test_one_rank_trains_like_plain_transformers(
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
 
 
+def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) -> None:
+    own, built_in = one_rank["own"], one_rank["one-mini-batches"]
+    for step, metrics in enumerate(built_in["metrics"]):
+        found = own["metrics"][step]
+        assert {name: found[name] for name in ("loss", "grad_norm", "importance_weight_mean")} == {
+            name: metrics[name] for name in ("loss", "grad_norm", "importance_weight_mean")
+        }
+        assert found["own_clip_fraction"] == metrics["clip_fraction"]
+        assert found["own_ratio_max"] == metrics["importance_ratio_max"]
+    assert own["weights"].keys() == built_in["weights"].keys()
+    for name, tensor in built_in["weights"].items():
+        assert torch.equal(own["weights"][name], tensor), name
+
+
 def module_name(name: str) -> str:
     """The name of a tensor of a decoder beside a tower, whichever form it had."""
     name = name.replace("language_model.lm_head", "lm_head")

@@ -5,8 +5,6 @@ leased groups keep their tasks, seeds and deadlines. So some settings stay as th
 goes on (`FIXED`), and others may only grow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -287,6 +285,13 @@ def check_resumable(before: Config, now: Config) -> None:
     """Raises ConfigError for the first setting with a change that is not allowed."""
     for problem in _changes(before, now):
         raise ConfigError(f"{problem}; choose another run.name for a new run")
+    for name, digest in now.sources.items():
+        changed = before.sources.get(name, digest) != digest
+        if changed and now.run.changed_functions == "refuse":
+            raise ConfigError(
+                f"the source of {name} has changed since the run was started: to go on with it set "
+                'run.changed_functions = "accept", or choose another run.name for a new run'
+            )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)
         assert isinstance(old, int)

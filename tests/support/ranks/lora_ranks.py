@@ -213,7 +213,7 @@ def note_sent(
     sent = {
         "first_identity": first_identity.hex(),
         "identity": published.digests().identity.hex(),
-        "senders": list(published.senders),
+        "senders": list(published.weights.senders),
         "kinds": [
             type(s._filling).__name__ for s in (published._weights, *published._adapters.values())
         ],
@@ -242,12 +242,12 @@ def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> di
     def send(place: int, bucket: Bucket, data: torch.Tensor) -> Callable[[], None]:
         assert bucket == expected[place]
         places.append(place)
-        if published.senders[bucket.root] == policy.ranks.rank:
+        if published.weights.senders[bucket.root] == policy.ranks.rank:
             tensors.update({name: tensor.clone() for name, tensor in cut(data, bucket)})
         return lambda: None
 
     digests = published.run(send, adapters_alone=adapters_alone)
-    assert places == (list(range(len(expected))) if published.sender is not None else [])
+    assert places == (list(range(len(expected))) if published.weights.sender is not None else [])
     assert len(digests.buckets) == len(expected)
     num_bytes = published.num_bytes(adapters_alone=adapters_alone)
     assert num_bytes == sum(bucket.num_bytes for bucket in expected)

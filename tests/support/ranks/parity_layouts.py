@@ -376,7 +376,15 @@ LAYOUTS = {
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
 # A batch whose episodes are all truncated and filtered: nothing is trained.
 NOTHING_TRAINED = Layout(1, algorithm={"leave_out_truncated": True, "aggregation": "sequence_mean"})
+# The functions of GRPO by modules of one's own.
+OWN = Layout(
+    1,
+    algorithm=TWO_MINI_BATCHES
+    | {name: f"support.fakes.own_grpo:{name}" for name in ("loss", "weight", "advantage", "reward")}
+    | {"weight_args": {"cap": 1.2}},
+)
 EXTRAORDINARY = {
+    "own": OWN,
     "overflow": OVERFLOW,
     "nothing-trained": NOTHING_TRAINED,
     "disturbed-routers": LAYOUTS["one-replay-moe"],

@@ -89,6 +89,24 @@ def test_a_bound_may_grow_and_not_shrink(key: str) -> None:
         check_resumable(large, small)
 
 
+def test_a_function_with_another_source_needs_a_word() -> None:
+    name = "own_losses:loss"
+    before, now = (
+        config(algorithm__loss=name).model_copy(update={"sources": {name: digest}})
+        for digest in ("1", "2")
+    )
+    check_resumable(before, before)
+    with pytest.raises(
+        ConfigError,
+        match=f'the source of {name} has changed since .*: .* run.changed_functions = "accept"',
+    ):
+        check_resumable(before, now)
+    accepted = now.run.model_copy(update={"changed_functions": "accept"})
+    check_resumable(before, now.model_copy(update={"run": accepted}))
+    # Another function is a change of a setting like any other.
+    check_resumable(config(), now)
+
+
 CRITIC = {"algorithm__advantage": "gae", "critic__learning_rate": 1e-4}
 REFERENCE = {"algorithm__kl": {"coefficient": 0.1}, "reference__refresh_every_steps": 2}
 

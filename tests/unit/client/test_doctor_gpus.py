@@ -122,11 +122,11 @@ def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(
         assert without.verdict is beside.verdict is Verdict.PROBLEM
         assert without.seen == f"{seen}; the configuration is for GPUs: {wanted}"
         assert beside.seen == f"{here}; the configuration is for GPUs: {wanted}"
-        assert "requirements/gpu.txt" in without.remedy
+        assert "docs/guides/gpus.md" in without.remedy
     else:
         assert (without.verdict, without.seen) == (Verdict.OK, seen)
         assert (beside.verdict, beside.seen) == (Verdict.ADVICE, here)
-        assert "requirements/gpu.txt" in beside.remedy
+        assert "docs/guides/gpus.md" in beside.remedy
     monkeypatch.setattr(machine, "uses_gpus", lambda: True)
     assert not list(check_build(GPUS[:2], config))
 

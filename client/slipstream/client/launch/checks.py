@@ -28,6 +28,7 @@ from slipstream.client.launch.preflight import (
     check_controller,
     check_engine,
     check_environments,
+    check_functions,
     check_installed,
     check_megatron,
     check_own_certificate,
@@ -36,11 +37,11 @@ from slipstream.client.launch.preflight import (
     check_reference,
     check_weights_host,
 )
+from slipstream.client.launch.roles import QUEUE_ENDS
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.core.settings.tracking import check_trackers
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address, redis_url_of
@@ -52,7 +53,6 @@ WHOLE_RUN: frozenset[Part] = frozenset({"controller", "learner", "rollout_server
 ANY: frozenset[Part] = WHOLE_RUN | {"replay"}
 CONTROLLER: frozenset[Part] = frozenset({"controller"})
 LEARNER: frozenset[Part] = frozenset({"learner"})
-QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
 SERVER: frozenset[Part] = frozenset({"rollout_server"})
 
 
@@ -173,7 +173,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings of all checks that load nobody's code and start no run."""
+    """Returns the findings of all checks that load no environment and start no run."""
     findings = [await check.find(scene) for check in CHECKS if check.stage is not Stage.START]
     return [finding for found in findings for finding in found]
 
@@ -319,6 +319,7 @@ CHECKS = (
     ),
     Check("engine", Stage.SETTINGS, SERVER, _engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
+    Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
     Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
     Check(
         *("weights", Stage.PLACE, CONTROLLER),

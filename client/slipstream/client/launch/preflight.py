@@ -52,6 +52,7 @@ from slipstream.protocol.queue.redis_checks import ROLLOUT_SERVER
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 TAIL_BYTES = 65536
+FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_server"
@@ -229,6 +230,18 @@ async def check_megatron(config: Config) -> str | None:
     tables = "learner.ddp, optimizer and transformer"
     await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
     return "Megatron takes what is passed through to it"
+
+
+async def check_functions(config: Config) -> str | None:
+    """Has the user's own functions imported and called; raises ConfigError.
+
+    The check takes as long as torch's import. Returns None if there are none.
+    """
+    if not config.algorithms.has_own:
+        return None
+    await _check_by(FUNCTIONS_CHECK, config, told="own functions of the algorithm did not answer")
+    names = {name for each in config.algorithms.distinct for name in each.own_functions.values()}
+    return f"own functions can be called: {', '.join(sorted(names))}"
 
 
 async def check_algorithms(config: Config) -> str | None:

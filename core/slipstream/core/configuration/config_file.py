@@ -4,8 +4,6 @@ The settings that a run writes into its folder begin with a line that tells whet
 a file that was cut may be TOML still, and what it lost would be defaults.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re
@@ -20,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
+from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.errors import ConfigError
@@ -87,7 +86,8 @@ def load_config(
     """Returns the checked settings of `path` with `overrides` on top, only these if None.
 
     What both leave out the run chooses where it can (`automatic`). Models may be named as on the
-    hub if `hub` says what is to be brought of them; with `apart`, by a commit alone.
+    hub if `hub` says what is to be brought of them; with `apart`, by a commit alone. A file without
+    digests of the user's own functions, as users write it, gets those of the sources that are here.
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
     with one line that names the value and the rule; for an unknown key it has the nearest known
@@ -113,12 +113,15 @@ def load_config(
     for override in overrides:
         _apply_override(table, override)
     try:
-        return Config.model_validate(completed(table, hub=hub, apart=apart))
+        config = Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
         worst, line = _worst(error)
         in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]
         source = "command line" if path is None else _source(path, worst, overrides, in_file)
         raise ConfigError(f"{source}: {line}") from None
+    if "sources" not in table and config.algorithms.has_own:
+        config = config.model_copy(update={"sources": source_digests(config.algorithms)})
+    return config
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:

@@ -203,9 +203,10 @@ class AlgorithmSection(Section):
         return not is_own(self.loss) and self.loss_args.get("ratio") == "behavior"
 
     @property
-    def has_own(self) -> bool:
-        """Whether one of the functions is the user's own."""
-        return any(is_own(getattr(self, kind)) for kind in KINDS)
+    def own_functions(self) -> dict[FunctionKind, str]:
+        """The functions that are the user's own."""
+        names = {kind: str(getattr(self, kind)) for kind in KINDS}
+        return {kind: name for kind, name in names.items() if is_own(name)}
 
     @property
     def acts(self) -> bool:

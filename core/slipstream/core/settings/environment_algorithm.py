@@ -139,7 +139,7 @@ class EnvironmentAlgorithms:
     @property
     def has_own(self) -> bool:
         """Whether a function of an environment is the user's own."""
-        return any(each.has_own for each in self.distinct)
+        return any(each.own_functions for each in self.distinct)
 
     def place(self, environment: str) -> int:
         """The index in `distinct` of an environment's algorithm."""

@@ -73,6 +73,9 @@ class RunSection(Section):
     # What to do when the folder already holds this run. auto: continue from its last checkpoint and
     # journal; never: refuse; must: refuse when there is nothing to continue from.
     resume: Literal["auto", "never", "must"] = "auto"
+    # What to do when the run goes on and the source of one of its own functions is not what it was.
+    # accept: such a run can no longer be replayed.
+    changed_functions: Literal["refuse", "accept"] = "refuse"
 
 
 class ModelSection(Section):

@@ -1,7 +1,5 @@
 """The tables of a run's settings, each of them valid by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,6 +59,8 @@ class Tables(Section):
     debug: DebugSection = DebugSection()
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
+    # Digests of the sources of one's own functions (`configuration.function_sources`).
+    sources: dict[str, str] = {}
 
     @property
     def run_dir(self) -> Path:

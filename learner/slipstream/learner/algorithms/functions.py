@@ -3,8 +3,6 @@
 Both are called alike. A fault of a function is one line that names it, its kind and where it was.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -23,9 +21,11 @@ from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, create_model
+from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.algorithm_functions import FunctionKind, is_own, validated
-from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.algorithm_section import KINDS, AlgorithmSection
+from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.episodes import (
     RewardedEpisode,
     ScoredEpisode,
@@ -77,6 +77,30 @@ def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
     """Returns a function of the algorithm; raises ConfigError if there is none such."""
     arguments = getattr(algorithm, f"{kind}_args")
     return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
+
+
+def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> None:
+    """Loads the functions of all environments; raises ConfigError for one that cannot be called.
+
+    The source of one's own must be that with which the run was started.
+    """
+    for algorithm in config.algorithms.distinct:
+        for kind in kinds:
+            function_of(algorithm, kind)
+    now = source_digests(config.algorithms)
+    for name, digest in config.sources.items():
+        if now.get(name) != digest:
+            raise ConfigError(f"the source of {name} is not that with which the run was started")
+
+
+def used_functions(config: Config) -> dict[str, str]:
+    """Returns the digest of each of the user's own functions, by kind, name and arguments."""
+    return {
+        f"{kind} {name} {json.dumps(getattr(each, f'{kind}_args'), sort_keys=True)}": digest
+        for each in config.algorithms.distinct
+        for kind, name in each.own_functions.items()
+        if (digest := config.sources.get(name)) is not None
+    }
 
 
 @functools.cache

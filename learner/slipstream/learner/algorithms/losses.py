@@ -4,8 +4,6 @@ A ratio is that of the policy to its anchor, the policy before the step or the b
 ratios are limited to 20 before exp.
 """
 
-from __future__ import annotations
-
 import torch
 from slipstream.core.settings.algorithm_functions import Anchor
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms

@@ -1,7 +1,5 @@
 """Calls of losses and weights, with checks of what they return and leave alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 

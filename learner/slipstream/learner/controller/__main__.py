@@ -73,11 +73,13 @@ def _first(error: BaseException) -> BaseException:
 
 async def _serve(path: Path) -> int:
     from slipstream.core.settings.tracking import check_trackers
+    from slipstream.learner.algorithms.functions import load_functions
     from slipstream.learner.controller.application import Controller
     from slipstream.protocol.access.security import Credentials
 
     config = load_config(path)
     check_trackers(config.tracking)
+    load_functions(config, ("reward", "filter"))
     controller = Controller(config, Credentials.load(config.security))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,5 @@
 """Takes over the run of an earlier controller, and journals what the next one needs."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time
@@ -11,6 +9,7 @@ from pathlib import Path
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
+from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
@@ -51,7 +50,10 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history(itertools.chain([] if first is None else [first], records, [start]))
     _check_end(journal, history, folder)
-    journal.append("start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time())
+    own: dict[str, JsonValue] = {**used_functions(run.config)}
+    journal.append(
+        "start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time(), functions=own
+    )
     journal.sync()
     try:
         run.progress.begin(history.run_id, bytes.fromhex(key), history.version)

@@ -5,8 +5,6 @@ is a plain loop over the recorded batches, without a controller or rollout serve
 version has the digest in the journal.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -16,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.configuration.config_file import check_model, load_config
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.configuration.function_sources import source_digests
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.exit_codes import USAGE_ERROR
 from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
+from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
@@ -50,6 +50,21 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
         yield RecordedStep(message, digests.get(batch.step))
 
 
+def check_functions(config: Config, journal: Path) -> None:
+    """Raises ConfigError unless all starts of the run had the functions that are here now."""
+    here = source_digests(config.algorithms)
+    used = used_functions(config.model_copy(update={"sources": here}))
+    for record in read_records(journal):
+        had = record.get("functions") or {}
+        if record["kind"] == "start" and had != used:
+            assert isinstance(had, dict)
+            others = {name for name in had | used if had.get(name) != used.get(name)}
+            raise ConfigError(
+                "the run cannot be replayed: source or arguments of these functions are others "
+                f"than recorded: {', '.join(sorted(others))}"
+            )
+
+
 def main() -> int:
     """Replays a run; returns 0 if every digest equals the recorded one, 1 if one differs.
 
@@ -61,7 +76,9 @@ def main() -> int:
     try:
         config = load_config(arguments.config)
         check_model(config)
-        steps = list(recorded_steps(arguments.config.parent / JOURNAL))
+        journal = arguments.config.parent / JOURNAL
+        check_functions(config, journal)
+        steps = list(recorded_steps(journal))
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -15,6 +15,7 @@ import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
+from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
@@ -90,6 +91,7 @@ class TrainingStep:
         self._policy, self._roles, self._config = policy, roles, config
         self._max_tokens = config.learner.micro_batch_tokens
         self._algorithms = config.algorithms.distinct
+        load_functions(config)
         self._reports = report_names(self._algorithms, has_reference=config.needs_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`.

@@ -3,8 +3,6 @@
 The cures hold for these versions only: the trainer refuses every other version by name.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.machinery

@@ -1,0 +1,37 @@
+"""Checks a user's own functions: `python -m slipstream.learner.algorithms.check < FILE`.
+
+Each is imported, with its arguments, and losses and weights are called with three tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tomllib
+
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.learner.algorithms.functions import load_functions
+
+
+def main() -> int:
+    """Returns 0, or 2 with the fault as the last line of stderr."""
+    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
+    try:
+        # A controller's host may have no torch.
+        if importlib.util.find_spec("torch") is None:
+            load_functions(config, ("reward", "filter"))
+            return 0
+        from slipstream.learner.algorithms.token_functions import report_names
+
+        load_functions(config)
+        report_names(config.algorithms.distinct, has_reference=config.needs_reference)
+    except SlipstreamError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""GRPO by functions of one's own, written down again from the built-in ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from slipstream.learner.algorithms.episodes import FloatArray, RewardedEpisode, ScoredEpisode
+from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms, TokenWeights
+
+
+def loss(tokens: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenTerms:
+    """PPO's loss, which reports how many tokens were clipped."""
+    ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    gain, held = ratio * tokens.advantages, clipped * tokens.advantages
+    return TokenTerms(-torch.minimum(gain, held), {"own_clip_fraction": held < gain})
+
+
+def weight(tokens: LossInputs, *, cap: float = 2.0) -> TokenWeights:
+    """Truncated importance weights, which report the largest ratio."""
+    ratio = (tokens.proximal_logprobs - tokens.behavior_logprobs).clamp(-20, 20).exp()
+    return TokenWeights(torch.where(ratio > cap, cap, ratio), {"own_ratio_max": ratio})
+
+
+def advantage(episodes: Sequence[ScoredEpisode]) -> FloatArray:
+    """Rewards in deviations from their group's mean."""
+    scores = np.array([episode.reward for episode in episodes])
+    groups = np.array([episode.group_id for episode in episodes])
+    found = np.zeros(len(scores))
+    for group in set(groups.tolist()):
+        centred = scores[groups == group] - scores[groups == group].mean()
+        found[groups == group] = centred / (np.sqrt(np.mean(centred**2)) + 1e-6)
+    return found
+
+
+def reward(group: Sequence[RewardedEpisode]) -> list[float]:
+    """The environment's rewards."""
+    return [episode.reward for episode in group]
