@@ -146,7 +146,7 @@ class SeveralHosts:
         }
 
         def make(name: str, example: str, profile: str, number: int) -> Host:
-            own = {"NODE_NAME": name, "HOST_ADDRESS": f"{subnet}.{number}"}
+            own = {"SERVER_ID": name, "HOST_ADDRESS": f"{subnet}.{number}"}
             network = self._engine.start_host(name, own["HOST_ADDRESS"])
             return make_host(
                 site,

@@ -11,6 +11,7 @@ import pytest
 from make_lock import pins_of
 from slipstream.client import health
 from slipstream.client.cli import _parser
+from slipstream.client.launch.emit_compose import compose_file
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
@@ -87,6 +88,18 @@ def load(service: dict[str, Any]) -> Config:
 def test_the_parser_is_the_one_that_was_tested_with() -> None:
     binary = compose_binary()
     assert binary.stat().st_mode & 0o111, f"{binary} cannot be run"
+
+
+def test_the_compose_file_is_the_one_that_the_roles_give() -> None:
+    emitted = compose_file(DEPLOY / "configs" / "cluster.toml", (), "./configs/cluster.toml")
+    command = "slipstream roles deploy/configs/cluster.toml --for compose --out deploy"
+    assert emitted == COMPOSE_FILE.read_text(), command
+
+
+def test_settings_behind_the_file_reach_every_service() -> None:
+    path = DEPLOY / "configs" / "cluster.toml"
+    emitted = compose_file(path, ("run.steps=3",), "./configs/cluster.toml")
+    assert emitted.count("- run.steps=3\n") == len(PROGRAMS)
 
 
 @pytest.mark.parametrize("profile", ROLES)
@@ -199,7 +212,7 @@ def test_a_host_has_several_engines_by_variables_of_the_shell() -> None:
         DEPLOY / "env" / "rollout.env",
         "rollout-server",
         files=FILES["gpu"],
-        shell={"NODE_NAME": "rollout-0-3", "ROLLOUT_GPUS": "3"},
+        shell={"SERVER_ID": "rollout-0-3", "ROLLOUT_GPUS": "3"},
     )["services"]
     assert parse(services["rollout-server"]["command"]).server_id == "rollout-0-3"
     assert services["rollout-server"]["environment"]["CUDA_VISIBLE_DEVICES"] == "3"
@@ -302,7 +315,8 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
     service = all_services()[name]
     mounted = {Path("/run/secrets") / secret["target"] for secret in service["secrets"]}
     config = load(service)
-    security = config.security
+    security, queue = config.security, config.queue
+    users = [user for user in (queue.controller, queue.rollout_server) if user is not None]
     named = {
         path
         for path in (
@@ -310,13 +324,14 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
             security.token_file,
             security.tls_certificate,
             security.tls_key,
-            # Trainer ranks never open the queue.
-            config.queue.redis_password_file if name != "learner-node" else None,
+            *(user.password_file for user in users),
         )
         if path is not None
     }
     assert named
     assert named <= mounted
+    # Trainer ranks never open the queue.
+    assert len(users) == (name != "learner-node")
 
 
 def test_no_secret_stands_in_a_command_or_a_variable() -> None:

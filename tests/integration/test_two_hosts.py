@@ -47,7 +47,7 @@ HOSTS = {
     "rollout-1": (
         "rollout.env",
         "rollout-server",
-        {"NODE_NAME": "rollout-1", "HOST_ADDRESS": "10.0.0.21"},
+        {"SERVER_ID": "rollout-1", "HOST_ADDRESS": "10.0.0.21"},
     ),
 }
 # Secrets as the note of make_certificates.sh hands them out.
@@ -380,7 +380,7 @@ def test_only_the_right_token_and_authority_are_answered(cluster: Cluster) -> No
 
 def test_containers_see_what_is_mounted_and_no_more(cluster: Cluster) -> None:
     answers = cluster.answers
-    assert answers["secrets"].stdout.split() == ["redis_password", "tls_ca", "token"]
+    assert answers["secrets"].stdout.split() == ["redis_rollout_password", "tls_ca", "token"]
     assert "No such file" in answers["outside"].stderr
     assert answers["write"].stderr.count("Read-only file system") == 2
 

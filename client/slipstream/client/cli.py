@@ -207,7 +207,10 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     roles.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
     roles.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     roles.add_argument(
-        "--for", dest="target", choices=("slurm",), help="write files of this scheduler, not JSON"
+        "--for",
+        dest="target",
+        choices=("slurm", "compose"),
+        help="write files of this scheduler, not JSON",
     )
     roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
     roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")

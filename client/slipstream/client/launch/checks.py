@@ -37,11 +37,11 @@ from slipstream.client.launch.preflight import (
     check_reference,
     check_weights_host,
 )
+from slipstream.client.launch.roles import QUEUE_ENDS
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.core.settings.tracking import check_trackers
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import Credentials, check_address, redis_url_of
@@ -53,7 +53,6 @@ WHOLE_RUN: frozenset[Part] = frozenset({"controller", "learner", "rollout_server
 ANY: frozenset[Part] = WHOLE_RUN | {"replay"}
 CONTROLLER: frozenset[Part] = frozenset({"controller"})
 LEARNER: frozenset[Part] = frozenset({"learner"})
-QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
 SERVER: frozenset[Part] = frozenset({"rollout_server"})
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.client.launch.emit_compose import compose_file
 from slipstream.client.launch.emit_slurm import slurm_files
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.roles import Roles, Site, controller_port, master_port, roles_of
@@ -25,19 +27,22 @@ def print_roles(
     path: Path, overrides: Sequence[str], *, target: str | None, out: Path | None
 ) -> int:
     """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`."""
+    out = out or Path(target or ".")
+    if target == "compose":
+        beside = os.path.relpath(path, out)
+        beside = beside if beside.startswith(".") else f"./{beside}"
+        name = "docker-compose.yml"
+        write_files({name: compose_file(path, overrides, beside)}, out)
+        say(f"docker compose --file {shlex.quote(str(out / name))} --env-file HOST.env up")
+        return 0
     config = load_config(path, overrides)
     site = Site(config=str(path), settings=tuple(overrides))
     roles = roles_of(config, site, on_gpus=uses_gpus())
     if target is None:
         say(roles.model_dump_json(indent=2))
         return 0
-    out = out or Path(target)
-    files = slurm_files(
-        roles,
-        str(out),
-        controller_port=controller_port(config),
-        master_port=master_port(config),
-    )
+    ports = {"controller_port": controller_port(config), "master_port": master_port(config)}
+    files = slurm_files(roles, str(out), **ports)
     write_files(files, out)
     for name in files:
         say(f"sbatch {shlex.quote(str(out / name))}")

@@ -13,8 +13,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.queue_section import QueueEnd
 
 LEARNER, ROLLOUT_SERVER, QUEUE = "learner", "rollout-server", "queue"
+QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
 # Seconds in which a learner that is told to end makes its step, a checkpoint and the model.
 LEARNER_GRACE_S = 600.0
 # Seconds beside `rollout_server.drain_timeout_s` in which a server ends its engine.
@@ -213,14 +215,20 @@ def roles_of(config: Config, site: Site, *, on_gpus: bool) -> Roles:
     return Roles(run=config.run.name, folder=str(config.run_dir), roles=roles)
 
 
-def _learner(config: Config, site: Site, on_gpus: bool) -> Role:
+def further_learner(config: Config, site: Site, *, on_gpus: bool) -> Role:
+    """Returns the role of all instances of the learner but the first, which has more secrets."""
+    return _learner(config, site, on_gpus, is_first=False)
+
+
+def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True) -> Role:
     nodes, per_node = learner_nodes(config)
-    secrets = list(_secrets(config, site, of_controller=True))
+    secrets = list(_secrets(config, site, "controller"))
+    secrets = [secret for secret in secrets if is_first or not secret.first_only]
     command = [
         *("slipstream", "learner", site.config, *site.settings),
         f"controller.address=${{{CONTROLLER_ADDRESS.name}}}",
         f"weights.host=${{{HOST_ADDRESS.name}}}",
-        *_paths(secrets),
+        *_paths(config, secrets),
         f"--node-rank=${{{NODE_RANK.name}}}",
         f"--master=${{{MASTER_ADDRESS.name}}}",
     ]
@@ -260,7 +268,7 @@ def _learner(config: Config, site: Site, on_gpus: bool) -> Role:
 
 def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
     server = config.rollout_server
-    secrets = list(_secrets(config, site, of_controller=False))
+    secrets = list(_secrets(config, site, "rollout_server"))
     played = (*config.environments, *config.evaluations)
     workers = sum(environment.num_workers for environment in played)
     health = ["python", "-m", "slipstream.client.health", *_caller(secrets)]
@@ -273,7 +281,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
         command=[
             *("slipstream", "rollout-server", site.config, *site.settings),
             f"weights.host=${{{HOST_ADDRESS.name}}}",
-            *_paths(secrets),
+            *_paths(config, secrets),
             f"--controller=${{{CONTROLLER_ADDRESS.name}}}",
             f"--server-id=${{{SERVER_ID.name}}}",
         ],
@@ -292,30 +300,32 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
     )
 
 
-def _secrets(config: Config, site: Site, *, of_controller: bool) -> Iterator[Secret]:
+def _secrets(config: Config, site: Site, end: QueueEnd) -> Iterator[Secret]:
     """Yields the files of the settings, and those of the site's folder for what they leave out."""
-    security, queue = config.security, config.queue
     wanted = [("tls_ca", "ca.pem", False), ("token_file", "token", False)]
-    if of_controller:
+    if end == "controller":
         wanted += [("tls_certificate", "server.pem", True), ("tls_key", "server.key", True)]
     for setting, name, first_only in wanted:
-        file = getattr(security, setting) or f"{site.secrets}/{name}"
+        file = str(getattr(config.security, setting) or f"{site.secrets}/{name}")
+        yield Secret(name=name, file=file, setting=f"security.{setting}", first_only=first_only)
+    user = config.queue.user_of(end)
+    if user is not None:
         yield Secret(
-            name=name, file=str(file), setting=f"security.{setting}", first_only=first_only
-        )
-    end = queue.user_of("controller" if of_controller else "rollout_server")
-    if queue.kind == "redis" and end is not None:
-        table = "controller" if of_controller else "rollout_server"
-        name = "redis_controller_password" if of_controller else "redis_rollout_password"
-        setting = f"queue.{table}.password_file"
-        yield Secret(
-            name=name, file=str(end.password_file), setting=setting, first_only=of_controller
+            name=f"redis_{end.removesuffix('_server')}_password",
+            file=str(user.password_file),
+            setting=f"queue.{end}.password_file",
+            first_only=end == "controller",
         )
 
 
-def _paths(secrets: list[Secret]) -> list[str]:
-    """Returns the settings that name the secrets."""
-    return [f"{secret.setting}={secret.file}" for secret in secrets]
+def _paths(config: Config, secrets: list[Secret]) -> Iterator[str]:
+    """Yields the settings that name the secrets, and the user of a password."""
+    for secret in secrets:
+        yield f"{secret.setting}={secret.file}"
+        for end in QUEUE_ENDS:
+            user = config.queue.user_of(end)
+            if user is not None and secret.setting == f"queue.{end}.password_file":
+                yield f"queue.{end}.user={user.user}"
 
 
 def _caller(secrets: list[Secret]) -> list[str]:
