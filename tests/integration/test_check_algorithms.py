@@ -25,9 +25,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Settings whose functions were never proved; modules of the tests can be imported."""
+    """Settings whose functions were never proved; modules of the tests can be imported.
+
+    A TransformerEngine is installed, but the proof hides the GPU that it needs.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}:{tmp_path / 'packages'}")
+    engine = tmp_path / "packages" / "transformer_engine"
+    engine.mkdir(parents=True)
+    (engine / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
     return write_config(tmp_path, tiny_model)
 
 

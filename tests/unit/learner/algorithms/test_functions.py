@@ -65,6 +65,9 @@ def changes(tokens):
 def named(tokens):
     return TokenTerms(tokens.logprobs, {"Not A Name": tokens.logprobs})
 
+def taken(tokens):
+    return TokenTerms(tokens.logprobs, {"entropy": tokens.logprobs})
+
 def wide(tokens):
     return TokenTerms(tokens.logprobs, {"wide": tokens.logprobs.sum()})
 
@@ -173,6 +176,7 @@ def test_a_module_that_cannot_be_imported_is_refused_in_one_line(
         ("detached", "the losses have no gradient"),
         ("changes", "it changed its input advantages in place"),
         ("named", "the report Not A Name needs a name of a-z, 0-9, _ and /"),
+        ("taken", "the report entropy has the name of another metric"),
         ("wide", "the report wide is [], not [2]"),
     ],
 )
