@@ -97,7 +97,9 @@ def difference(found: dict, expected: dict, dtype: str) -> float:
     if found["digest"] != expected["digest"]:
         return float("inf")
     steps = list(zip(found["metrics"], expected["metrics"], strict=True))
-    alike = itertools.takewhile(lambda two: all(two[0][k] == two[1][k] for k in MASKED), steps)
+    alike = itertools.takewhile(
+        lambda two: all(two[0].get(k) == two[1].get(k) for k in MASKED), steps
+    )
     compared = list(alike) if dtype != "float32" else steps
     if not compared:
         return float("inf")
