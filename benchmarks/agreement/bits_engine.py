@@ -148,7 +148,9 @@ def compare(
             elif kind == "k_norm":
                 inputs = same["qkv_proj", layer]
             elif kind == "rotary_emb":
-                inputs = same["q_norm", layer] & same["k_norm", layer]
+                # Llama has no norms of heads.
+                product = same["qkv_proj", layer]
+                inputs = same.get(("q_norm", layer), product) & same.get(("k_norm", layer), product)
             elif kind == "attn":
                 own = (same["rotary_emb", layer] & same["qkv_proj", layer]).int()
                 parts = own.split([len(one) for one in kept])
@@ -327,9 +329,7 @@ class Engine:
 
             with torch.no_grad():
                 hidden = learner.forward(weights, sizes, own, packed, note)
-                values = own.logprobs(
-                    hidden, weights["model.embed_tokens.weight"], packed.tokens.roll(-1)
-                )
+                values = own.logprobs(hidden, learner.head(weights), packed.tokens.roll(-1))
             found[name] = [x[:-1] for x in _split(values.tolist(), packed.lengths)]
             if not self.is_eager:
                 del captures[name]
@@ -341,7 +341,7 @@ class Engine:
         own = "model.layers.0."
         names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
         matrices = {name: weights[f"{own}{name}.weight"] for name in names}
-        matrices["head"] = weights["model.embed_tokens.weight"]
+        matrices["head"] = learner.head(weights)
         kernels: dict[str, Any] = {"usual": F.linear, "fixed rows": learner.fixed_rows}
         if self.on_gpu:
             from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
@@ -412,7 +412,7 @@ class Engine:
 
         def once(own: Any, leaves: dict[str, Any], few: Any) -> None:  # noqa: ANN401
             hidden = learner.forward(leaves, sizes, own, few, lambda *_: None)
-            values = own.logprobs(hidden, leaves["model.embed_tokens.weight"], few.tokens.roll(-1))
+            values = own.logprobs(hidden, learner.head(leaves), few.tokens.roll(-1))
             values.mean().backward()
 
         # On the CPU, where vLLM has not replaced torch's products.
@@ -491,7 +491,7 @@ def _fix_rows(model: Any, folder: Path) -> None:  # noqa: ANN401
         if f"{name}.weight" in weights and hasattr(module, "cpu_linear"):
             module.cpu_linear = product(weights[f"{name}.weight"])
     scores = model.logits_processor
-    head = weights["model.embed_tokens.weight"].to(scores.head_dtype)
+    head = learner.head(weights).to(scores.head_dtype)
     scores._apply_head = lambda _head, x, _bias: learner.fixed_rows(x.to(head.dtype), head)
 
 

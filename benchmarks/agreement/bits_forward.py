@@ -1,4 +1,4 @@
-"""A learner's forward pass of a dense Qwen3 model, with kernels to choose.
+"""A learner's forward pass of a dense Qwen3 or Llama model, with kernels to choose.
 
 `TorchKernels` are torch's own, as a learner has them without vLLM. `EngineKernels` are those that
 vLLM's layers call, in the same order and with the same fused matrices, each with an ordinary
@@ -73,9 +73,9 @@ def load(folder: Path, device: torch.device) -> tuple[dict[str, Tensor], Sizes]:
         table["num_hidden_layers"],
         table["num_attention_heads"],
         table["num_key_value_heads"],
-        table["head_dim"],
+        table.get("head_dim") or table["hidden_size"] // table["num_attention_heads"],
         table["rms_norm_eps"],
-        table["rope_theta"],
+        table.get("rope_parameters", table)["rope_theta"],
         table["max_position_embeddings"],
     )
     for layer in range(sizes.layers):
@@ -85,6 +85,11 @@ def load(folder: Path, device: torch.device) -> tuple[dict[str, Tensor], Sizes]:
         parts = [found.pop(f"{own}mlp.{name}_proj.weight") for name in ("gate", "up")]
         found[f"{own}mlp.gate_up_proj.weight"] = torch.cat(parts)
     return found, sizes
+
+
+def head(weights: dict[str, Tensor]) -> Tensor:
+    """Returns the projection to the vocabulary, which may be that of the tokens."""
+    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
 
 
 Note = Callable[[str, int, Tensor], None]
@@ -115,8 +120,10 @@ def forward(
 
         x, residual = norm(residual, "input_layernorm", states)
         query, key, value = product(x, "self_attn.qkv_proj").split(cuts, dim=-1)
-        query, _ = norm(query.unflatten(-1, (-1, width)), "self_attn.q_norm", None)
-        key, _ = norm(key.unflatten(-1, (-1, width)), "self_attn.k_norm", None)
+        query, key = (x.unflatten(-1, (-1, width)) for x in (query, key))
+        if f"{own}self_attn.q_norm.weight" in weights:
+            query, _ = norm(query, "self_attn.q_norm", None)
+            key, _ = norm(key, "self_attn.k_norm", None)
         query, key = kernels.rotate(packed.positions, query, key)
         note("rotary_emb", layer, torch.cat([query.flatten(1), key.flatten(1)], dim=-1))
         attended = kernels.attend(query, key, value.unflatten(-1, (-1, width)), packed).flatten(1)

@@ -14,6 +14,7 @@ tensorboard.
     python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
     python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
     python -m benchmarks.learner.throughput --shape 0.6B --peers bare pretrain
+    python -m benchmarks.learner.throughput --shape 0.6B --own support.fakes.own_grpo:loss
     python -m benchmarks.learner.throughput --shape 8B --layers 6 --steps 1 --peers bare pretrain
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
     python -m benchmarks.learner.throughput --shape 8B --steps 1
@@ -61,7 +62,7 @@ from benchmarks.learner.loops import (
     synchronize,
 )
 
-OURS, PEER = "slipstream", "peer"
+OURS, OWN, PEER = "slipstream", "own loss", "peer"
 PEERS = ("bare", "pretrain")
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # The share of the peer's tokens per second that ours is to reach.
@@ -171,6 +172,12 @@ def run_turns(
         trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
         measure.progress(f"micro batches of {sizes} tokens, {trained} of them trained")
     loops: dict[str, Inside | Pretrain] = {OURS: Inside(lambda w: training.run(w.batch), device)}
+    if arguments.own:
+        algorithm = {
+            "algorithm": config.algorithm.model_dump() | {"loss": arguments.own, "loss_args": {}}
+        }
+        own = TrainingStep(policy, config.model_validate(config.model_dump() | algorithm))
+        loops[OWN] = Inside(lambda work: own.run(work.batch), device)
     with contextlib.ExitStack() as stack:
         if "bare" in arguments.peers:
             loops["bare"] = Inside(lambda work: bare.step(work.micro_batches), device)
@@ -206,7 +213,7 @@ def take_turn(
     gc.collect()
     rate = matmul_tflops(device)
     spent = loop.turn(works)
-    kind = OURS if name == OURS else PEER
+    kind = OURS if name in (OURS, OWN) else PEER
     return Turn(
         wall_ms=1000 * spent.wall_s / len(works),
         cpu_ms=1000 * spent.cpu_s / len(works),
@@ -224,7 +231,7 @@ def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
         return measure.Spread.of([getattr(turn, field) for turn in found[name]])
 
     limit = measure.Spread.of([turn.matmul_tflops for turns in found.values() for turn in turns])
-    peer = max(spread(name, "tokens_per_s").median for name in found if name != OURS)
+    peer = max(spread(name, "tokens_per_s").median for name in found if name not in (OURS, OWN))
     lines: list[list[object]] = []
     for name in found:
         speed, rate = spread(name, "tokens_per_s"), spread(name, "tflops").median
@@ -261,6 +268,7 @@ def main() -> None:
         "--head-dtype", choices=("float32", "model"), default="float32", help="of a shape's logits"
     )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["bare"])
+    parser.add_argument("--own", help="a second loss, module:function")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu":

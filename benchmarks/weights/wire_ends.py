@@ -31,7 +31,7 @@ from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.rollout_server.weights.live_base import LiveBase, whole_digests
 from slipstream.v1 import weights_pb2
@@ -203,7 +203,7 @@ class Receiver:
         """See `End`."""
         where = weights_pb2.Communicator.FromString(bytes.fromhex(message["communicator"]))
         layout = weights_pb2.WeightLayout.FromString(bytes.fromhex(message["layout"]))
-        seat = Membership(where, self._rank, LIMITS["join_deadline_s"])
+        seat = Seat(where, self._rank, LIMITS["join_deadline_s"])
         self._transport: Any = TRANSPORTS[where.transport](seat, self._device)
         self.group = self._transport._group
         buckets = tuple(layout_from_pb(layout))

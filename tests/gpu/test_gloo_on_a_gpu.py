@@ -9,7 +9,7 @@ import torch
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.receivers import GlooReceiver
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_every_bucket_arrives_as_its_lane_was_filled() -> None:
     arrived: list[list[int]] = []
 
     def receive() -> None:
-        receiver = GlooReceiver(Membership(where, 1, LIMIT_S), torch.device("cpu"))
+        receiver = GlooReceiver(Seat(where, 1, LIMIT_S), torch.device("cpu"))
         incoming = Incoming(buckets, LIMIT_S, own_buffers=False)
         arrived.extend([int(data.min()), int(data.max())] for data in receiver.receive(incoming))
         receiver.close()

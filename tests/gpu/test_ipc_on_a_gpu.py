@@ -14,7 +14,7 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.receivers import IpcReceiver
 from slipstream.v1 import weights_pb2
 from support.ranks import ipc_learner
@@ -69,7 +69,7 @@ def join(learner: Learner, name: str, workers: int, device: torch.device) -> lis
 
     def open_one(rank: int) -> None:
         torch.cuda.set_device(device)
-        found[rank] = IpcReceiver(Membership(where, rank, 60.0), device)
+        found[rank] = IpcReceiver(Seat(where, rank, 60.0), device)
 
     threads = [threading.Thread(target=open_one, args=(1 + n,)) for n in range(workers)]
     for thread in threads:

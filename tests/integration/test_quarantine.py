@@ -34,10 +34,6 @@ def nan(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def first_attempts(spoil):
-    return lambda trajectory: spoil(trajectory) if trajectory.attempt == 0 else trajectory
-
-
 async def test_quarantined_episodes_run_again_and_their_tokens_are_counted(tmp_path):
     config = make_config(tmp_path, run__steps=3)
     server = FakeServer(config.controller.address)

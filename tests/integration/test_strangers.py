@@ -26,7 +26,7 @@ from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.receivers import GlooReceiver
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.guarded_controller import TOKEN, serving, with_token
@@ -81,7 +81,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
     received = []
 
     def receive() -> None:
-        transport = GlooReceiver(Membership(announced, 1, JOIN_S), torch.device("cpu"))
+        transport = GlooReceiver(Seat(announced, 1, JOIN_S), torch.device("cpu"))
         incoming = Incoming((bucket,), 5.0, own_buffers=True)
         received.extend(part.clone() for part in transport.receive(incoming))
 

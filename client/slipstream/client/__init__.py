@@ -3,8 +3,6 @@
 `Client` is imported when it is first named, so that the other names stay light.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint

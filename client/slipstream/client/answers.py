@@ -3,8 +3,6 @@
 An error names a value that cannot travel. The bounds of the messages are in environment.proto.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

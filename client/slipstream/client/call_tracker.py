@@ -5,8 +5,6 @@ worker has ended or no longer answers. Waits for: a call, on a thread, since the
 may be blocked. Unblocked by: the next call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

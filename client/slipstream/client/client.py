@@ -15,7 +15,6 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import grpc
@@ -111,12 +110,7 @@ class Client:
         self._status = status_pb2_grpc.StatusServiceStub(self._channel)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close(None)
 
     async def submit(

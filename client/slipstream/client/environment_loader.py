@@ -1,7 +1,5 @@
 """Turns "package.module:Class" into an environment, and a failure to do so into one line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

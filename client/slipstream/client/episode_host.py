@@ -4,8 +4,6 @@ Consumes: worker commands. Produces: their answers.
 Waits for: the environment's methods; a Close command or the end of the stream cancels them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

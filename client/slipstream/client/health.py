@@ -4,8 +4,6 @@
 an exit code, for the health checks of containers.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -1,7 +1,5 @@
 """The commands that ask a running controller for something, and print its answers."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -5,8 +5,6 @@ leased groups keep their tasks, seeds and deadlines. So some settings stay as th
 goes on (`FIXED`), and others may only grow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

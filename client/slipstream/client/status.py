@@ -1,7 +1,5 @@
 """The status and the events of a run, as plain values."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar

@@ -1,7 +1,5 @@
 """Makes text of models, environments and servers safe for this terminal."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex

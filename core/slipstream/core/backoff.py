@@ -1,7 +1,5 @@
 """Pauses between attempts, each twice as long as the one before, up to a limit."""
 
-from __future__ import annotations
-
 
 class Backoff:
     """Gives the pause before the next attempt; the caller sleeps.

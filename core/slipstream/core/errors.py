@@ -13,8 +13,6 @@ SlipstreamError
     └── UntrainableBatch            its newest batch cannot be trained, another one can be
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slipstream.v1 import trajectory_pb2

@@ -1,7 +1,5 @@
 """Exit codes on which all programs of a run agree; `slipstream run` restarts some by them."""
 
-from __future__ import annotations
-
 # A program that checks something begins each line of a warning so; its exit code is 0.
 WARNING = "slipstream: warning: "
 

@@ -1,7 +1,5 @@
 """Rules for names that become parts of paths and lines."""
 
-from __future__ import annotations
-
 import re
 
 from slipstream.core.errors import ConfigError

@@ -1,7 +1,5 @@
 """Log-probabilities that a reference model behind a server gave for an episode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ waits for nothing else.
 leased than a step trains, there is room for one more; that number of complete groups makes a batch.
 """
 
-from __future__ import annotations
-
 # Bytes of each of a trajectory's two texts besides those of its tokens.
 _TEXT_BYTES = 256
 _TEXT_BYTES_PER_TOKEN = 5

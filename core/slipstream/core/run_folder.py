@@ -1,7 +1,5 @@
 """The names in a run's folder that several programs use, and the rules for what lies there."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

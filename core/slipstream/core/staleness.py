@@ -14,8 +14,6 @@ can break the promise. As long as servers finish their leased groups, the next b
 formed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

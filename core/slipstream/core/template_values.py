@@ -1,7 +1,5 @@
 """Values that a chat template takes by name, as `enable_thinking` is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The tools that an environment names, in the form of OpenAI's function schemas."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sums with an exact check, from easy to hard, for models that can read."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

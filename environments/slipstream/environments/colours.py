@@ -1,7 +1,5 @@
 """Name the colour of a square: the smallest task for which a model must see an image."""
 
-from __future__ import annotations
-
 import random
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Any program as an agent: it finds the model by the variables that most programs read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Conversations from a file, whose replies the model learns to give."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

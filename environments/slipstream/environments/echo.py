@@ -1,7 +1,5 @@
 """Name two letters: the smallest task for which a model must read its prompt."""
 
-from __future__ import annotations
-
 import random
 import string
 from typing import Literal, TypeAlias

@@ -1,7 +1,5 @@
 """Functions that the model writes, and tests from a file that examine them in sandboxes."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import builtins

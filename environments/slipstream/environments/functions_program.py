@@ -11,8 +11,6 @@ to what it says.
 Nothing but Python's own library is imported: this file alone lies in the sandbox.
 """
 
-from __future__ import annotations
-
 import builtins
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Guess a number by "higher" and "lower": a small task of several turns."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -3,8 +3,6 @@
 Waits for: the endpoint. Unblocked by: its answer, or `timeout_s` after the last retry began.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

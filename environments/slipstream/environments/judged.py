@@ -4,8 +4,6 @@ Waits for: the model's endpoint. Unblocked by: its answer, or `timeout_s` after 
 began.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -4,8 +4,6 @@
 {"known": true, "readable": true, "right": true}
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Reads questions and answers from files and from the hub, and says what is wrong in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

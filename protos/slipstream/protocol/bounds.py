@@ -5,8 +5,6 @@ described in slipstream/v1/bounds.proto. They are the same for every run: what t
 allow is checked by those who use a message.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import re

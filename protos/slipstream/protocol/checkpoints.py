@@ -5,8 +5,6 @@ needs. It appears by a rename when it is complete, and never changes; `manifest.
 file. Folders that a crash left behind end in `.partial`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -4,8 +4,6 @@ Arrays travel as packed little-endian bytes: four for a context token, eight for
 and log-probability). If experts are recorded, the ids of each token's experts are added.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

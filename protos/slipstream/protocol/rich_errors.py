@@ -3,8 +3,6 @@
 Source: google.rpc.ErrorInfo in the trailing metadata, like gRPC's richer error model.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping
 from enum import Enum

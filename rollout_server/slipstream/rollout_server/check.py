@@ -4,8 +4,6 @@ The types of its arguments decide, and its lists of parsers. With a parser of to
 template is tried too. No weights are read, no engine started.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tomllib

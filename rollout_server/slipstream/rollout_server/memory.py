@@ -1,7 +1,5 @@
 """Main memory that a rollout server uses, and GPU memory that vLLM leaves to new weights."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

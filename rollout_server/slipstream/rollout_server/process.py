@@ -1,7 +1,5 @@
 """The processes below the server: the variables that they get, and how they end with the server."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

@@ -5,8 +5,6 @@ RECEIVING --loaded--> LOADED --committed--> SERVING
 any phase --failed--> FAILED, which no event leaves: the next publish begins at RECEIVING
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 

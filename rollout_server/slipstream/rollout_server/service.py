@@ -4,8 +4,6 @@ Consumes: the address of the controller. Produces: a running server, until it is
 Waits for: the controller to answer. Unblocked by: its welcome, or the limit of that wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -4,8 +4,6 @@ Consumes: the controller's orders. Produces: heartbeats and reports on one strea
 Waits for: orders, until the stream ends or the server is told to stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -138,10 +136,13 @@ class Session:
             ),
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,
-            closed=self._lease_closed,
+            closed=lambda report: outbox.put(fleet_pb2.ServerMessage(lease=report)),
         )
         self._orders = WeightOrders(
-            services.engine, self._dispatcher, self._publish_report, rested=self._rested
+            services.engine,
+            self._dispatcher,
+            self._publish_report,
+            rested=lambda answer: outbox.put(fleet_pb2.ServerMessage(rested=answer)),
         )
         self._fetches = FetchOrders(services.stored, self._tell_publish, group)
         self._group = group
@@ -261,18 +262,12 @@ class Session:
             paused_s=self._orders.paused_s,
         )
 
-    def _lease_closed(self, report: fleet_pb2.LeaseReport) -> None:
-        self._outbox.put(fleet_pb2.ServerMessage(lease=report))
-
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
         self._fetches.note(report)
         self._tell_publish(report)
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:
         self._outbox.put(fleet_pb2.ServerMessage(publish=report))
-
-    def _rested(self, answer: fleet_pb2.Rested) -> None:
-        self._outbox.put(fleet_pb2.ServerMessage(rested=answer))
 
 
 def hello(

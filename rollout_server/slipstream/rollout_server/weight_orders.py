@@ -5,8 +5,6 @@ abort, verdict and wake. Waits for: the next order, the engine. Unblocked by: th
 engine's deadlines, the limit of a verdict.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.nccl_group import Room
+from slipstream.protocol.weights.cupy_nccl import Room
 
 
 @dataclass

@@ -82,9 +82,9 @@ class Own:
         torch.zeros(1, device=_device())
 
     def __init__(self, where: weights_pb2.Communicator, rank: int) -> None:
-        from slipstream.rollout_server.weights.bucket_receiver import Membership
+        from slipstream.rollout_server.weights.bucket_receiver import Seat
 
-        self._receiver = self._kind()(Membership(where, rank, JOIN_DEADLINE_S), _device())
+        self._receiver = self._kind()(Seat(where, rank, JOIN_DEADLINE_S), _device())
 
     def receive(self, buckets: list[Bucket], die_at: int | None) -> list[bytes]:
         from slipstream.rollout_server.weights.bucket_receiver import Incoming

@@ -11,7 +11,6 @@ import json
 import threading
 from pathlib import Path
 
-import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
@@ -19,6 +18,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import checkpoint_path
 
 from support.fakes.fake_controller import make_batch
+from support.ranks.rank_program import kept, opened, score, weights_of
 
 VOCAB = 64
 STEPS = 4
@@ -189,16 +189,12 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
     from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-    from slipstream.learner.trainer.model.schedule import sequence_logprobs
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import hf_tensors
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     job = json.loads((folder / f"{name}.json").read_text())
     config = config_of(folder, job)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     training = TrainingStep(policy, config)
     models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
     checkpointer = Checkpointer(config, policy.ranks, models, part_elements=PART_ELEMENTS)
@@ -216,8 +212,7 @@ def run_rank(folder: Path, name: str) -> None:
     if loaded is not None:
         result["loaded_optimizer"] = optimizer_tensors(policy)
     probe = [t.token_ids for t in BATCHES[0].trajectories[:6]]
-    found = sequence_logprobs(policy, probe, max_tokens=64)
-    result["logprobs"] = torch.from_numpy(np.concatenate(found))
+    result["logprobs"] = score(policy, probe)
     stream = open_stream(policy, config)
     result["digest"] = stream.run().identity.hex()
     if job.get("late"):
@@ -246,12 +241,10 @@ def run_rank(folder: Path, name: str) -> None:
                 damage_written(checkpoint_path(config.run_dir / "checkpoints", step))
     result["saved"].append(checkpointer.finish())
     result["saved"] = [saved.manifest.step for saved in result["saved"] if saved is not None]
-    result["weights"] = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    result["weights"] = weights_of(policy)
     result["groups"] = [
         {key: group.get(key, 0) for key in ("lr", "max_lr", "betas", "step")}
         for group in policy.optimizer.param_groups
     ]
     result["random"] = torch.rand(4)
-    if policy.ranks.is_main:
-        torch.save(result, folder / f"{name}.pt")
-    policy.ranks.close()
+    kept(policy, result, folder / f"{name}.pt")

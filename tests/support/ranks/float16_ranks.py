@@ -20,6 +20,7 @@ from slipstream.core.errors import ConfigError, UntrainableBatch
 from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import batches, config_of
+from support.ranks.rank_program import opened
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -73,13 +74,11 @@ def changed(job: str, folder: Path, **changes: dict) -> Config:
     return parse_config(table, source=job)
 
 
-def opened(config: Config) -> tuple[Policy, TrainingStep]:
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
+def opened_step(config: Config) -> tuple[Policy, TrainingStep]:
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
 
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     return policy, TrainingStep(policy, config, open_roles(config, policy))
 
 
@@ -87,7 +86,7 @@ def stuck(folder: Path) -> dict:
     """A step whose gradients overflow, with a scale that is at its least."""
     scales = {"initial_loss_scale": 2.0**24, "min_loss_scale": 2.0**24}
     config = changed("one@float16", folder, learner={"optimizer": scales})
-    policy, step = opened(config)
+    policy, step = opened_step(config)
     before = [p.clone() for chunk in policy.chunks for p in chunk.parameters()]
     said = ""
     try:
@@ -107,7 +106,7 @@ def stuck(folder: Path) -> dict:
 def parts(folder: Path) -> dict:
     """A mixture's step, whose dense parameters and experts overflow at different scales."""
     config = config_of("one-moe@float16", folder)
-    policy, step = opened(config)
+    policy, step = opened_step(config)
     overflows: list[list[bool]] = []
     for part in policy.optimizer.chained_optimizers:
         own: list[bool] = []
@@ -124,7 +123,7 @@ def rounded(folder: Path, layout: str, rule: str) -> dict:
 
     own = {"learner": {"rounding": rule}, "algorithm": {"learning_rate": 1e-5}}
     config = changed(f"{layout}@bfloat16", folder, **own)
-    policy, step = opened(config)
+    policy, step = opened_step(config)
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     metrics = step.run(batches(config)[0]).metrics
@@ -160,7 +159,7 @@ def critic(folder: Path, dtype: str) -> dict:
     """The metrics of a step with a critic."""
     own = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}}
     config = changed(f"one@{dtype}", folder, **own)
-    policy, step = opened(config)
+    policy, step = opened_step(config)
     metrics = step.run(batches(config)[0]).metrics
     policy.ranks.close()
     return metrics

@@ -5,12 +5,13 @@ A job is MODEL.LAYOUT.LENGTH.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
+
+from support.ranks.rank_program import kept, likelier, opened, score, weights_of
 
 LAYOUTS: dict[str, tuple[int, dict]] = {
     "one": (1, {}),
@@ -98,39 +99,15 @@ def config_of(folder: Path, layout: str, length: int):
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.algorithms.loss import TokenLoss
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-    from slipstream.learner.trainer.model.schedule import forward_backward, sequence_logprobs
-    from slipstream.learner.trainer.model.shares import rank_micro_batches
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.export import hf_tensors
 
     model, layout, length = job.split(".")
     config = config_of(folder / model, layout, int(length))
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     max_tokens = config.learner.micro_batch_tokens
     token_ids = sequences_of(int(length))
     sequences = [TrainingSequence.of_tokens(one) for one in token_ids]
-    score = functools.partial(sequence_logprobs, policy, token_ids, max_tokens=max_tokens)
-
-    def loss(_place, micro_batch, logprobs, _entropy) -> TokenLoss:
-        mask = micro_batch.loss_mask
-        total = -(logprobs * mask).sum()
-        return TokenLoss(total, mask.sum(), None, logprobs.detach())
-
-    before = np.concatenate(score())
-    batches = rank_micro_batches(policy, sequences, range(len(sequences)), max_tokens=max_tokens)
-
-    def backward() -> None:
-        policy.zero_grad()
-        forward_backward(policy, batches, loss, temperature=1.0)
-
-    backward()
-    norm = policy.optimizer_step(LEARNING_RATE, backward)
-    after = np.concatenate(score())
-    weights = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
-    if policy.ranks.is_main:
-        found = {"before": torch.from_numpy(before), "after": torch.from_numpy(after)}
-        torch.save(found | {"norm": torch.tensor(norm), "weights": weights}, folder / f"{job}.pt")
-    policy.ranks.close()
+    found = {"before": score(policy, token_ids, max_tokens=max_tokens)}
+    found["norm"] = torch.tensor(likelier(policy, sequences, LEARNING_RATE, max_tokens=max_tokens))
+    found["after"] = score(policy, token_ids, max_tokens=max_tokens)
+    kept(policy, found | {"weights": weights_of(policy)}, folder / f"{job}.pt")

@@ -6,12 +6,10 @@ FOLDER/lora-JOB-adapters are what it exported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
@@ -19,7 +17,8 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
-from support.ranks.parity_layouts import SETTINGS, STEPS, batches, probe
+from support.ranks.parity_layouts import batches, probe
+from support.ranks.rank_program import STEPS, kept, opened, score, settings_of, weights_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -80,7 +79,7 @@ DROPOUT: dict[str, tuple[int, str, dict]] = {
     "dropout-tp2-sp": (2, "llama", {"parallel": SP}),
 }
 # Without ratios and weights a loss has no other log-probabilities than those of its own pass.
-REINFORCE = {"loss": "reinforce", "weight": "none"}
+REINFORCE = {"loss": "reinforce", "weight": "none", "weight_args": {}}
 # Jobs that also load the checkpoint of another layout.
 OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
 ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
@@ -92,15 +91,13 @@ def jobs_of(world_size: int) -> list[str]:
 
 def config_of(name: str, folder: Path) -> Config:
     world_size, model, learner = ALL[name]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / model), "dtype": "float32"}
-    table["learner"] |= learner | {"world_size": world_size}
-    table["lora"] = {"rank": RANK, "alpha": ALPHA}
+    lora: dict = {"rank": RANK, "alpha": ALPHA}
     if name in DROPOUT:
-        table["lora"]["dropout"] = 0.25
+        lora["dropout"] = 0.25
     if name in MIXTURES:
-        table["lora"]["target_modules"] = ["linear_qkv", "linear_proj"]
-    return parse_config(table, source=name)
+        lora["target_modules"] = ["linear_qkv", "linear_proj"]
+    own = {"learner": learner | {"world_size": world_size}, "lora": lora}
+    return settings_of(folder / model, own)
 
 
 def run_rank(folder: Path, job: str) -> None:
@@ -109,22 +106,19 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import offload
-    from slipstream.learner.trainer.model.schedule import sequence_logprobs
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.reference import without_adapters
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import hf_tensors, save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 
     config = config_of(job, folder)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     step = TrainingStep(policy, config)
     metrics, logprobs = [], []
-    before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    before = weights_of(policy)
     # Adapters of experts are not sent apart.
     published = None if job in EXPERTS | DROPOUT else see_published(policy, config)
     first_identity = b"" if published is None else published.digests().identity
-    base = sequence_logprobs(policy, probe(config), max_tokens=64)
+    base = score(policy, probe(config))
     save_adapters(policy, config, folder / f"lora-{job}-first")
     disk = DiskWork(folder, policy.ranks)
     stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
@@ -132,24 +126,23 @@ def run_rank(folder: Path, job: str) -> None:
         if batch.step == STEPS - 1:
             save(stored, folder / f"lora-{job}-checkpoint", disk)
         metrics.append(step.run(batch).metrics)
-        found = sequence_logprobs(policy, probe(config), max_tokens=64)
-        logprobs.append(torch.from_numpy(np.concatenate(found)))
+        logprobs.append(score(policy, probe(config)))
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
     with without_adapters(policy.chunks):
-        switched_off = sequence_logprobs(policy, probe(config), max_tokens=64)
-    weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+        switched_off = score(policy, probe(config))
+    weights = weights_of(policy)
     if published is not None:
         note_sent(published, policy, job, folder, first_identity)
     if job in OTHERS_CHECKPOINT:
         load_models(stored, folder / f"lora-{OTHERS_CHECKPOINT[job]}-checkpoint", disk)
-        others = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+        others = weights_of(policy)
     else:
         others = {}
     load_models(stored, folder / f"lora-{job}-checkpoint", disk)
-    loaded = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    loaded = weights_of(policy)
     step.run(batches(config)[-1])
-    retrained = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    retrained = weights_of(policy)
     slopes = slopes_of(policy, config, batches(config)[0]) if job in DROPOUT else ()
     state = offload.optimizer_state(policy.optimizer, policy.chunks)
     trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
@@ -157,8 +150,8 @@ def run_rank(folder: Path, job: str) -> None:
         "metrics": metrics,
         "logprobs": logprobs,
         "before": before,
-        "base": torch.from_numpy(np.concatenate(base)),
-        "switched_off": torch.from_numpy(np.concatenate(switched_off)),
+        "base": base,
+        "switched_off": switched_off,
         "weights": weights,
         "loaded": loaded,
         "others": others,
@@ -167,9 +160,7 @@ def run_rank(folder: Path, job: str) -> None:
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),
     }
-    if policy.ranks.is_main:
-        torch.save(result, folder / f"lora-{job}.pt")
-    policy.ranks.close()
+    kept(policy, result, folder / f"lora-{job}.pt")
 
 
 def slopes_of(
@@ -213,7 +204,7 @@ def note_sent(
     sent = {
         "first_identity": first_identity.hex(),
         "identity": published.digests().identity.hex(),
-        "senders": list(published.senders),
+        "senders": list(published.weights.senders),
         "kinds": [
             type(s._filling).__name__ for s in (published._weights, *published._adapters.values())
         ],
@@ -242,12 +233,12 @@ def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> di
     def send(place: int, bucket: Bucket, data: torch.Tensor) -> Callable[[], None]:
         assert bucket == expected[place]
         places.append(place)
-        if published.senders[bucket.root] == policy.ranks.rank:
+        if published.weights.senders[bucket.root] == policy.ranks.rank:
             tensors.update({name: tensor.clone() for name, tensor in cut(data, bucket)})
         return lambda: None
 
     digests = published.run(send, adapters_alone=adapters_alone)
-    assert places == (list(range(len(expected))) if published.sender is not None else [])
+    assert places == (list(range(len(expected))) if published.weights.sender is not None else [])
     assert len(digests.buckets) == len(expected)
     num_bytes = published.num_bytes(adapters_alone=adapters_alone)
     assert num_bytes == sum(bucket.num_bytes for bucket in expected)

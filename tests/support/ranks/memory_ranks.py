@@ -5,17 +5,15 @@ What a job saw lies in FOLDER/memory-JOB.pt afterwards, on rank 0; `parity_ranks
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 
-from support.ranks.parity_layouts import SETTINGS, batches, probe
+from support.ranks.parity_layouts import batches, probe
+from support.ranks.rank_program import kept, opened, score, settings_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -59,12 +57,7 @@ def jobs_of(world_size: int) -> list[str]:
 
 def config_of(name: str, folder: Path) -> Config:
     world_size, changes = (JOBS | GPU_JOBS | DETERMINISTIC_JOBS)[name]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
-    for section, values in changes.items():
-        table[section] |= values
-    table["learner"]["world_size"] = world_size
-    return parse_config(table, source=name)
+    return settings_of(folder / "llama", changes, {"learner": {"world_size": world_size}})
 
 
 def run_rank(folder: Path, job: str) -> None:
@@ -73,14 +66,11 @@ def run_rank(folder: Path, job: str) -> None:
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
     from slipstream.learner.trainer.model.offload import Part
-    from slipstream.learner.trainer.model.schedule import sequence_logprobs
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     step = TrainingStep(policy, config)
     stream = open_stream(policy, config)
     metrics, digests, between = [], [], []
@@ -89,21 +79,19 @@ def run_rank(folder: Path, job: str) -> None:
         between.append(num_bytes(policy))
         digests.append(stream.run().identity)
         assert num_bytes(policy) == between[-1]
-    logprobs = sequence_logprobs(policy, probe(config), max_tokens=64)
+    logprobs = score(policy, probe(config))
     with policy.memory.resident(*Part):
         inside = num_bytes(policy)
         dtypes = {part.value: dtypes_of(policy, part) for part in Part}
     result = {
         "metrics": metrics,
         "digests": digests,
-        "logprobs": torch.from_numpy(np.concatenate(logprobs)),
+        "logprobs": logprobs,
         "between": between,
         "inside": inside,
         "dtypes": dtypes,
     }
-    if policy.ranks.is_main:
-        torch.save(result, folder / f"memory-{job}.pt")
-    policy.ranks.close()
+    kept(policy, result, folder / f"memory-{job}.pt")
 
 
 def see_fp8(config: Config) -> dict:

@@ -7,18 +7,17 @@ What a job saw lies in FOLDER/named-JOB.pt afterwards, on rank 0. A job is a lay
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 
 from support.ranks.lora_ranks import SP, save, slopes_of
-from support.ranks.parity_layouts import OVERLAP, SETTINGS, batches
+from support.ranks.parity_layouts import OVERLAP, batches
+from support.ranks.rank_program import kept, opened, settings_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -79,17 +78,14 @@ def jobs_of(layouts: Iterable[str], world_size: int) -> list[str]:
 def config_of(job: str, folder: Path) -> Config:
     layout, chosen = job.split()
     world_size, model, changes = LAYOUTS[layout]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / model), "dtype": "float32"}
-    table["learner"] |= {"world_size": world_size, "grad_clip": 0.05}
-    # Two groups for each adapter, of which one has unequal rewards.
-    table["algorithm"]["groups_per_step"] = 4
-    table["lora"] = {"rank": 4, "alpha": 8.0}
-    for section, values in changes.items():
-        table[section] |= values
-    if chosen == ALL:
-        table["lora"] |= {"adapters": list(NAMES), "publish": "adapters"}
-    return parse_config(table, source=job)
+    own = {
+        "learner": {"world_size": world_size, "grad_clip": 0.05},
+        # Two groups for each adapter, of which one has unequal rewards.
+        "algorithm": {"groups_per_step": 4},
+        "lora": {"rank": 4, "alpha": 8.0},
+    }
+    named = {"adapters": list(NAMES), "publish": "adapters"} if chosen == ALL else {}
+    return settings_of(folder / model, own, changes, {"lora": named})
 
 
 def named_batches(config: Config) -> list[Batch]:
@@ -141,12 +137,10 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.model.offload import Part
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     policy.memory.settle()
     step = TrainingStep(policy, config)
     stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
@@ -175,6 +169,4 @@ def run_rank(folder: Path, job: str) -> None:
     if config.lora.dropout and config.lora.adapters:
         part = dict(planned[0].by_adapter(NAMES))["math"]
         result["slopes"] = slopes_of(policy, config, part, "math")
-    if policy.ranks.is_main:
-        torch.save(result, folder / f"named-{job}.pt")
-    policy.ranks.close()
+    kept(policy, result, folder / f"named-{job}.pt")

@@ -6,12 +6,10 @@ A name says the sizes of a layout, what else differs, and the model where it is 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
@@ -21,28 +19,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_batch, with_branches
 from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
 from support.ranks.rank_pool import each_job
-
-STEPS = 3
-SETTINGS = {
-    "run": {"name": "parity", "steps": STEPS},
-    "algorithm": {
-        "group_size": 4,
-        "groups_per_step": 2,
-        "max_staleness": 1,
-        "learning_rate": 1e-3,
-        "warmup_steps": 2,
-        "weight_args": {"cap": 1.2},
-    },
-    "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40, "temperature": 0.8},
-    # A small eps would turn the rounding of gradients near 0 into steps of the learning rate.
-    "learner": {
-        "micro_batch_tokens": 96,
-        "shared_prefix_tokens": 0,
-        "weight_decay": 0.01,
-        "adam_eps": 1e-3,
-        "timeout_s": 300.0,
-    },
-}
+from support.ranks.rank_program import STEPS, settings_of
 
 
 @dataclass(frozen=True)
@@ -405,17 +382,13 @@ def config_of(job: str, folder: Path) -> Config:
     """The settings of a layout; `LAYOUT@bfloat16` in another precision."""
     name, _, dtype = job.partition("@")
     layout = (LAYOUTS | EXTRAORDINARY)[name]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / layout.model), "dtype": dtype or "float32"}
-    table["algorithm"] |= layout.algorithm
-    table["learner"] |= layout.learner
-    table["sampling"] |= layout.sampling
+    tables = {"algorithm": layout.algorithm, "learner": layout.learner, "sampling": layout.sampling}
     if "kl" in layout.algorithm:
         server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
-        table["reference"] = {"server": server, "top_k": TOP_K}
-        table["sampling"]["temperature"] = 1.0
-    table["learner"] |= {"world_size": layout.world_size, "parallel": layout.parallel}
-    return parse_config(table, source=job)
+        tables["reference"] = {"server": server, "top_k": TOP_K}
+        tables["sampling"] = layout.sampling | {"temperature": 1.0}
+    sizes = {"world_size": layout.world_size, "parallel": layout.parallel}
+    return settings_of(folder / layout.model, tables, {"learner": sizes}, dtype=dtype or "float32")
 
 
 def batches(config: Config) -> list[Batch]:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import LAYOUTS, batches, config_of, probe
+from support.ranks.rank_program import kept, opened, score, weights_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -37,16 +37,13 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.model.schedule import sequence_logprobs
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import hf_tensors, save_hf_folder
+    from slipstream.learner.trainer.weights.export import save_hf_folder
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     step = TrainingStep(policy, config, open_roles(config, policy))
     extraordinary = {
         "overflow": overflow,
@@ -54,43 +51,37 @@ def train(folder: Path, job: str) -> None:
         "disturbed-routers": disturbed_routers,
     }
     if job in extraordinary:
-        torch.save(extraordinary[job](policy, step, config), folder / f"{job}.pt")
-        policy.ranks.close()
+        kept(policy, extraordinary[job](policy, step, config), folder / f"{job}.pt")
         return
     # `describe` compares Megatron's groups with the arithmetic of the dry run.
     policy.ranks.describe(has_experts=True)
     finalized = count_finalizations(policy)
     stream = open_stream(policy, config)
     digest = stream.run().identity
-    before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-
-    def score() -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(sequence_logprobs(policy, sequences, max_tokens=64)))
+    before = weights_of(policy)
 
     sequences, metrics = probe(config), []
-    logprobs = [score()]
+    logprobs = [score(policy, sequences)]
     for batch in batches(config):
         with recorded_inputs(policy) as inputs:
             metrics.append(step.run(batch).metrics)
         if batch.step == 0:
             torch.save(inputs, folder / f"{job}-rank-{policy.ranks.rank}.pt")
     # The weights are read at once: they must be complete without a forward pass.
-    weights = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
-    logprobs.append(score())
+    weights = weights_of(policy)
+    logprobs.append(score(policy, sequences))
     if policy.ranks.world_size == 1:
         save_hf_folder(policy, config.model.path, folder / f"{job}-final")
-    if policy.ranks.is_main:
-        result = {
-            "metrics": metrics,
-            "logprobs": logprobs,
-            "digest": digest.hex(),
-            "senders": list(stream.senders),
-            "before": before,
-            "weights": weights,
-            "finalizations": len(finalized),
-        }
-        torch.save(result, folder / f"{job}.pt")
-    policy.ranks.close()
+    result = {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "digest": digest.hex(),
+        "senders": list(stream.senders),
+        "before": before,
+        "weights": weights,
+        "finalizations": len(finalized),
+    }
+    kept(policy, result, folder / f"{job}.pt")
 
 
 @contextmanager
@@ -170,7 +161,7 @@ def overflow(policy: Policy, step: TrainingStep, config: Config) -> dict:
 
     first, second = batches(config)[:2]
     step.run(first)
-    before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
+    before = weights_of(policy)
     try:
         step.run(second)
     except RunFailed as error:

@@ -25,6 +25,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_trajectory
 from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import SP
+from support.ranks.rank_program import kept, opened, weights_of
 
 Table = dict[str, JsonValue]
 
@@ -253,18 +254,14 @@ class RandomStep:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a step does."""
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors
 
     step = RandomStep(int(job), folder)
-    policy = open_policy(step.config, Launch.from_environment())
+    policy = opened(step.config)
     training = TrainingStep(policy, step.config, open_roles(step.config, policy))
-    before = {n: t.clone() for n, t in hf_tensors(policy, torch.float32)}
+    before = weights_of(policy)
     metrics = training.run(step.batch).metrics
     moves = {n: t.double() - before[n].double() for n, t in hf_tensors(policy, torch.float32)}
-    if policy.ranks.is_main:
-        torch.save({"metrics": metrics, "moves": moves}, folder / f"step-{job}.pt")
-    policy.ranks.close()
+    kept(policy, {"metrics": metrics, "moves": moves}, folder / f"step-{job}.pt")

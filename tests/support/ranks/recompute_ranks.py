@@ -6,15 +6,13 @@ What a job saw lies in FOLDER/recompute-JOB.pt afterwards.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 
-from support.ranks.parity_layouts import SETTINGS, SP, batches
+from support.ranks.parity_layouts import SP, batches
+from support.ranks.rank_program import kept, opened, settings_of
 from support.ranks.role_ranks import judged
 
 LAYOUTS: dict[str, tuple[int, dict]] = {
@@ -52,26 +50,20 @@ class Memory:
 def config_of(folder: Path, job: str) -> Config:
     layout, _ = JOBS[job]
     world_size, learner = LAYOUTS[layout]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / "llama"), "dtype": "float32"}
-    table["learner"] |= learner | {"world_size": world_size}
-    if layout == "critic":
-        table["algorithm"] |= {"advantage": "gae"}
-        table["critic"] = {"learning_rate": 1e-3}
-    return parse_config(table, source=job)
+    critic = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}}
+    own = {"learner": learner | {"world_size": world_size}}
+    return settings_of(folder / "llama", own, critic if layout == "critic" else {})
 
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.recompute import Recompute
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(folder, job)
-    policy: Any = open_policy(config, Launch.from_environment())
+    policy: Any = opened(config)
     critic = open_roles(config, policy).critic
     model = policy if critic is None else critic.model
     assert model.recompute is None
@@ -93,8 +85,6 @@ def run_rank(folder: Path, job: str) -> None:
             metrics.append(critic.train(judged(batch, values), batch.mini_batches(1)))
         recomputed.append(model.recompute.num_layers if model.recompute is not None else 0)
     layers = len(model.chunks[0].module.decoder.layers)
-    if policy.ranks.is_main:
-        weights = [p.detach().clone() for p in model.chunks[0].parameters()]
-        found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
-        torch.save(found, folder / f"recompute-{job}.pt")
-    policy.ranks.close()
+    weights = [p.detach().clone() for p in model.chunks[0].parameters()]
+    found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
+    kept(policy, found, folder / f"recompute-{job}.pt")

@@ -28,7 +28,8 @@ from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 from support.fakes.parity_models import VOCAB
-from support.ranks.parity_layouts import OVERLAP, SETTINGS, SP, TREES, VPP, batches, probe
+from support.ranks.parity_layouts import OVERLAP, SP, TREES, VPP, batches, probe
+from support.ranks.rank_program import SETTINGS, opened, settings_of, weights_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -154,23 +155,17 @@ def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
     from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.offload import Part
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
-    from slipstream.learner.trainer.weights.export import hf_tensors
 
     config = config_of(job, folder)
-    policy = open_policy(config, Launch.from_environment())
-    opened = open_roles(config, policy)
-    reference, critic = opened.reference, opened.critic
+    policy = opened(config)
+    own = open_roles(config, policy)
+    reference, critic = own.reference, own.critic
     assert reference is not None
     assert critic is not None
 
-    def weights() -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
-
     first = batches(config)[0]
-    before = weights()
+    before = weights_of(policy)
     found: dict = {
         "reference": _joined(_sampled(reference.logprobs(first))),
         "likely": _likely(reference.logprobs(first)),
@@ -187,7 +182,7 @@ def roles(folder: Path, job: str) -> None:
         found["values"].append(_joined(values))
         found["critic"].append(critic.train(judged(batch, values), batch.mini_batches(2)))
     found["values"].append(_joined(critic.values(first)))
-    found |= train(policy, opened, config)
+    found |= train(policy, own, config)
     found["is_policy_same"] = [
         all(torch.equal(after[name], before[name]) for name in before)
         for after in found.pop("weights")
@@ -204,7 +199,6 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
     """Three steps: the critic alone, then both until the reference is refreshed, then again."""
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import hf_tensors
 
     reference = opened.reference
     assert reference is not None
@@ -213,7 +207,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
     for batch in batches(config):
         found["metrics"].append(step.run(batch).metrics)
         found["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
-        found["weights"].append({n: t.clone() for n, t in hf_tensors(policy, torch.float32)})
+        found["weights"].append(weights_of(policy))
         if batch.step + 1 == REFRESH_STEPS:
             found["policy"] = _joined(sequence_logprobs(policy, probe(config), max_tokens=64))
             with reference.model.ranks.in_force():
@@ -225,23 +219,19 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 def refresh(folder: Path, model: str, other: str) -> None:
     """Moves each weight of the policy by itself, and refreshes a reference from another folder."""
     from slipstream.learner.trainer.model.model import unwrapped
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.roles.roles import open_roles
 
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / model), "dtype": "float32"}
-    table["algorithm"]["kl"] = {"coefficient": 0.1}
-    table["reference"] = {"path": str(folder / other), "refresh_every_steps": 1}
-    config = parse_config(table, source=model)
-    policy = open_policy(config, Launch.from_environment())
-    opened = open_roles(config, policy)
+    reference = {"path": str(folder / other), "refresh_every_steps": 1}
+    tables = {"algorithm": {"kl": {"coefficient": 0.1}}, "reference": reference}
+    config = settings_of(folder / model, tables)
+    policy = opened(config)
+    own = open_roles(config, policy)
     ours = dict(unwrapped(policy.chunks[0]).named_parameters())
     with torch.no_grad():
         for place, weight in enumerate(ours.values()):
             weight.add_(0.5 + 0.01 * place)
-    opened.follow(policy, 1)
-    (reference,) = opened.stored_models()
+    own.follow(policy, 1)
+    (reference,) = own.stored_models()
     theirs = dict(unwrapped(reference.chunks[0]).named_parameters())
     stale = [name for name, weight in theirs.items() if not torch.equal(weight, ours[name])]
     torch.save({"stale": stale, "names": list(theirs)}, folder / f"refresh:{model}:{other}.pt")
@@ -307,13 +297,11 @@ class _Run:
     def __init__(self, config: Config) -> None:
         from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
         from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-        from slipstream.learner.trainer.opening import open_policy
-        from slipstream.learner.trainer.ranks.parallel import Launch
         from slipstream.learner.trainer.roles.roles import open_roles
         from slipstream.learner.trainer.step import TrainingStep
 
         self.config = config
-        self.policy = open_policy(config, Launch.from_environment())
+        self.policy = opened(config)
         self.roles = open_roles(config, self.policy)
         self.step = TrainingStep(self.policy, config, self.roles)
         policy = StoredModel(POLICY, self.policy.chunks, self.policy.optimizer)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from support.ranks.parity_layouts import batches, config_of
+from support.ranks.rank_program import opened
 from support.references import plain_deltas
 
 # Smaller than a layer.
@@ -24,8 +25,6 @@ WRONG_PLAN = "wrong-plan"
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a layout does."""
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.bucket_fill import (
         BridgeFilling,
@@ -41,7 +40,7 @@ def run_rank(folder: Path, job: str) -> None:
         see_wrong_plan(folder)
         return
     config = config_of(job, folder)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     whole = open_stream(policy, config)
     assert isinstance(whole._filling, PlannedFilling)
     filling = open_filling(policy, config.model.dtype)
@@ -108,13 +107,11 @@ def run_rank(folder: Path, job: str) -> None:
 
 def see_wrong_plan(folder: Path) -> None:
     """On one of two ranks, two matrices of the plan have changed places."""
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights import bucket_fill
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of("tp2", folder)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     right = open_stream(policy, config)
     plan_merged = bucket_fill.plan_merged
 

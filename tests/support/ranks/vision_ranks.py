@@ -20,6 +20,7 @@ from slipstream.core.types import ImagePlace, PolicyVersion, Trajectory, Version
 from slipstream.environments.colours import COLOURS, square_png
 
 from support.fakes.fake_controller import make_trajectory
+from support.ranks.rank_program import kept, likelier, opened, weights_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
@@ -121,20 +122,17 @@ def config_of(folder: Path, layout: str):
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.algorithms.loss import TokenLoss
     from slipstream.learner.trainer.batches.images import SequenceImage
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-    from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
-    from slipstream.learner.trainer.model.shares import masked_outputs, rank_micro_batches
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.model.schedule import forward_logprobs
+    from slipstream.learner.trainer.model.shares import masked_outputs
 
     family, layout = job.split(".")
     if layout in (SAVED, BLIND):
         see_lost_tower(folder, family, layout)
         return
     config = config_of(folder / family, layout)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     if config.critic is not None:
         see_critic(policy, config, folder, job)
         return
@@ -156,11 +154,6 @@ def run_rank(folder: Path, job: str) -> None:
     forward = functools.partial(forward_logprobs, policy, temperature=1.0)
     outputs = functools.partial(masked_outputs, policy, sequences, forward, max_tokens=MAX_TOKENS)
 
-    def loss(_place, micro_batch, logprobs, _entropy) -> TokenLoss:
-        mask = micro_batch.loss_mask
-        total = -(logprobs * mask).sum()
-        return TokenLoss(total, mask.sum(), None, logprobs.detach())
-
     first: dict = {}
     if config.lora.rank:
         from slipstream.learner.trainer.weights.export import save_adapters
@@ -168,14 +161,7 @@ def run_rank(folder: Path, job: str) -> None:
         first["weights"] = weights_of(policy)
         save_adapters(policy, config, folder / f"{job}-first")
     before = np.concatenate(outputs())
-    batches = rank_micro_batches(policy, sequences, range(len(sequences)), max_tokens=MAX_TOKENS)
-
-    def backward() -> None:
-        policy.zero_grad()
-        forward_backward(policy, batches, loss, temperature=1.0)
-
-    backward()
-    norm = policy.optimizer_step(LEARNING_RATE, backward)
+    norm = likelier(policy, sequences, LEARNING_RATE, max_tokens=MAX_TOKENS)
     after = np.concatenate(outputs())
     found = {
         "before": torch.from_numpy(before),
@@ -195,23 +181,20 @@ def run_rank(folder: Path, job: str) -> None:
         from slipstream.learner.trainer.weights.export import save_hf_folder
 
         save_hf_folder(policy, folder / family, folder / f"{family}-final")
-    if policy.ranks.is_main:
-        torch.save(found, folder / f"{job}.pt")
-    policy.ranks.close()
+    kept(policy, found, folder / f"{job}.pt")
 
 
 def see_lost_tower(folder: Path, family: str, layout: str) -> None:
     """Saves a checkpoint, or notes why a run without images does not start from it."""
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.opening import load_frozen, open_policy
-    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.opening import load_frozen
 
     table = config_of(folder / family, "one").model_dump(mode="json", exclude_none=True)
     table["run"]["dir"] = str(folder / "runs")
     table["sampling"]["max_images"] = 2 if layout == SAVED else 0
     config = parse_config(table, source=layout)
-    policy = open_policy(config, Launch.from_environment())
+    policy = opened(config)
     if layout == SAVED:
         models = stored_policy(policy, with_optimizer=False)
         checkpointer = Checkpointer(config, policy.ranks, models)
@@ -242,13 +225,11 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     sequences = training_sequences(batch, config, estimates)
     metrics = critic.train(sequences, [range(len(sequences))])
     after = critic.values(batch)
-    if policy.ranks.is_main:
-        returns = [each.returns[each.loss_mask] for each in sequences]
-        found = {"before": before, "after": after, "returns": returns}
-        joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in found.items()}
-        norm = torch.tensor(metrics["critic_grad_norm"])
-        torch.save(joined | {"norm": norm}, folder / f"{job}.pt")
-    policy.ranks.close()
+    returns = [each.returns[each.loss_mask] for each in sequences]
+    found = {"before": before, "after": after, "returns": returns}
+    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in found.items()}
+    norm = torch.tensor(metrics["critic_grad_norm"])
+    kept(policy, joined | {"norm": norm}, folder / f"{job}.pt")
 
 
 def trajectories(config: Config) -> tuple[Trajectory, ...]:
@@ -271,13 +252,6 @@ def trajectories(config: Config) -> tuple[Trajectory, ...]:
             )
         )
     return tuple(found)
-
-
-def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
-    """Every weight by its name in the files, adapters merged."""
-    from slipstream.learner.trainer.weights.export import hf_tensors
-
-    return {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
 
 
 def sent_apart(policy: Policy, config: Config) -> dict[str, torch.Tensor]:

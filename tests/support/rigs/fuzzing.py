@@ -65,11 +65,6 @@ def methods() -> list[MethodDescriptor]:
     ]
 
 
-def message_types() -> list[Descriptor]:
-    """All messages of the protocol."""
-    return [kind for file in FILES for kind in file.DESCRIPTOR.message_types_by_name.values()]
-
-
 def new(kind: Descriptor) -> Message:
     """An empty message of a type."""
     return message_factory.GetMessageClass(kind)()

@@ -5,8 +5,6 @@ Waits for: the next call, the next part of a reply, a reader of that part. Unblo
 client that hangs up, or `end`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The settings that a run writes into its folder begin with a line that tells whet
 a file that was cut may be TOML still, and what it lost would be defaults.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

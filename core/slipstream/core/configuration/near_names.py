@@ -1,7 +1,5 @@
 """Suggestions for an unknown name of a setting: pure functions."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The models besides the policy, each with settings as if it were the policy of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

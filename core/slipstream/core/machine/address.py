@@ -1,7 +1,5 @@
 """The form of a network address."""
 
-from __future__ import annotations
-
 import re
 import socket
 

@@ -4,8 +4,6 @@ The kernel may give a pid to another process at any moment. So a process is iden
 and start time, and is signalled through a handle that is opened before both are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -6,8 +6,6 @@ vLLM ("Error in memory profiling", 0.32.0). So an engine starts alone on its GPU
 load at the same time as each other, but never while an engine starts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -9,8 +9,6 @@ Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. After th
 keeper kills every process below it, and ends like PROGRAM: same code, same signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -46,7 +44,7 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of PROGRAM and its descendants; 0: no limit. The cause names the settings."""
 
     memory_bytes: int = 0
@@ -77,7 +75,7 @@ class Limits:
 class Keeper:
     """Runs one program; `run` returns its wait status when none of its processes is left."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ProgramLimits) -> None:
         self._limits = limits
         self._parent = os.getppid()
         self._status: int | None = None
@@ -170,7 +168,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if sys.platform != "linux":
         os.execvp(options.command[0], options.command)
     keeper = Keeper(
-        Limits(
+        ProgramLimits(
             options.memory_bytes,
             options.memory_setting,
             options.processes,

@@ -1,7 +1,5 @@
 """Reads files that programs nobody trusts have left."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

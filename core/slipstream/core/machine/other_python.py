@@ -7,8 +7,6 @@ Everything else comes from the other interpreter, which needs the packages of `N
 are checked, this file runs as a script that imports the standard library alone.
 """
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

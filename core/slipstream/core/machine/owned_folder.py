@@ -4,8 +4,6 @@ A process holds a lock on each folder that it has made. A process that is killed
 folders, but the kernel frees its locks: so a folder that anybody can lock has lost its owner.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

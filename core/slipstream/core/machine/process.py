@@ -4,8 +4,6 @@
 will end with its parent, the process PARENT. `below_this` returns the words before PROGRAM.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -5,8 +5,6 @@ records, and none of them names a class. What a record leaves out is that of a p
 attention with rotary positions, a gated MLP, a norm before each.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -88,7 +86,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision:
+class VisionFacts:
     """A vision tower of a family whose positions have three axes."""
 
     # The token that stands for features of an image, unless config.json says another.
@@ -117,7 +115,7 @@ class Nested:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineFacts:
     """Settings of vLLM that a family needs."""
 
     # Module of ours below `rollout_server.vllm` that has its class; "" if vLLM's own is taken.
@@ -167,14 +165,14 @@ class Family:
     linear: Linear = ""
     has_joined_inputs: bool = False
     experts: Experts | None = None
-    vision: Vision | None = None
+    vision: VisionFacts | None = None
     nested: Nested | None = None
     # Name and shape of each tensor, where layers are not of one form.
     tensors: Callable[[Table, bool], dict[str, Shape]] | None = None
     # Number of layers that have a cache of keys and values; None if all have.
     cached_layers: Callable[[Table], int] | None = None
 
-    engine: Engine = Engine()
+    engine: EngineFacts = EngineFacts()
     # Setting -> why it must be off. `FEATURES` has all such settings.
     cannot: Mapping[str, str] = field(default_factory=dict)
 

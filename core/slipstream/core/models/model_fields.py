@@ -4,8 +4,6 @@ Three programs read the file: transformers, Megatron-Bridge for the trainer and 
 servers. If one of them reads a field that another ignores, they compute different models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any

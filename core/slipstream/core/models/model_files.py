@@ -1,7 +1,5 @@
 """Checks that a Hugging Face folder has all files that a run loads, without loading them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Megatron-Bridge 0.3.1 does not name a missing tensor: "Unknown parallelism type: None".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -220,14 +218,10 @@ def _feed_forward(sizes: ModelSizes, layer: int) -> dict[str, Shape]:
     if experts.shared == "several":
         found |= _gated(f"{prefix}shared_experts.", names, hidden, sizes.shared_expert_ffn)
     elif sizes.shared_expert_ffn:
-        found |= _gated_expert(sizes)
+        # Every token goes to this expert, which has a gate of its own.
+        found |= _gated("mlp.shared_expert.", _PROJECTIONS, hidden, sizes.shared_expert_ffn)
+        found["mlp.shared_expert_gate.weight"] = (1, hidden)
     return found
-
-
-def _gated_expert(sizes: ModelSizes) -> dict[str, Shape]:
-    """Returns the tensors of an expert that every token goes to, with a gate of its own."""
-    found = _gated("mlp.shared_expert.", _PROJECTIONS, sizes.hidden, sizes.shared_expert_ffn)
-    return found | {"mlp.shared_expert_gate.weight": (1, sizes.hidden)}
 
 
 def _fused_experts(sizes: ModelSizes, experts: Experts) -> dict[str, Shape]:

@@ -3,8 +3,6 @@
 The programs treat such a folder as its text class under other names of tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

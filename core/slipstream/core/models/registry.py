@@ -1,7 +1,5 @@
 """All known families, found in the modules of `families`."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The rotary embedding in a model's config.json: which settings all programs compute alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules for models that see images: pure functions that yield one line for each broken rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slipstream.core.models.family import refusals

@@ -7,9 +7,10 @@ A name with a colon is `module:function`, a function of the user's own. The lear
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 from slipstream.core.settings.section import REFERENCE_FORM, Positive, Section
 
 FunctionKind: TypeAlias = Literal["loss", "advantage", "weight", "reward", "filter"]
@@ -135,6 +136,14 @@ def check_name(kind: FunctionKind, name: str) -> str:
     return name
 
 
+# Names of functions; their checks hold for the tables of environments, too.
+Advantage = Annotated[str, AfterValidator(partial(check_name, "advantage"))]
+Loss = Annotated[str, AfterValidator(partial(check_name, "loss"))]
+Weight = Annotated[str, AfterValidator(partial(check_name, "weight"))]
+Reward = Annotated[str, AfterValidator(partial(check_name, "reward"))]
+Filter = Annotated[str, AfterValidator(partial(check_name, "filter"))]
+
+
 def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Arguments:
     """Returns the arguments of a built-in function with their defaults, but none that is None.
 
@@ -162,6 +171,7 @@ def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str)
             case "missing":
                 raise ValueError(f"{what} needs the argument {name!r}") from None
             case "value_error":
-                raise ValueError(worst["msg"].removeprefix("Value error, ")) from None
+                rule, where = worst["msg"].removeprefix("Value error, "), f"{name} of {what}: "
+                raise ValueError(where * bool(name) + rule) from None
         rule = worst["msg"][0].lower() + worst["msg"][1:]
         raise ValueError(f"{name} of {what}: {rule}, got {worst['input']!r}") from None

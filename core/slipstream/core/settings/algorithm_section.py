@@ -8,9 +8,13 @@ from typing import Literal, TypeAlias, cast
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 from slipstream.core.settings.algorithm_functions import (
     FUNCTIONS,
+    Advantage,
     Arguments,
+    Filter,
     FunctionKind,
-    check_name,
+    Loss,
+    Reward,
+    Weight,
     checked_arguments,
     is_own,
 )
@@ -81,26 +85,26 @@ class AlgorithmSection(Section):
     epochs: Positive = 1
     # Estimator of the advantage of a sampled token, from the rewards. This and the four functions
     # below may be functions of one's own.
-    advantage: str = _function("advantage", "grpo")
+    advantage: Advantage = _function("advantage", "grpo")
     # Arguments of the function; those of the built-in ones are below.
     advantage_args: Arguments = Field({}, validate_default=True)
     # Objective of a token, from the ratio of the policies and the advantage.
-    loss: str = _function("loss", "ppo")
+    loss: Loss = _function("loss", "ppo")
     # Arguments of the function.
     loss_args: Arguments = Field({}, validate_default=True)
     # Factor of a token in the loss, which corrects for tokens that another policy sampled: older
     # weights, other kernels. With the importance ratio of the learner's policy to the behavior
     # policy, token: its own ratio; sequence: the product of the ratios of its sequence; none: 1.
-    weight: str = _function("weight", "token")
+    weight: Weight = _function("weight", "token")
     # Arguments of the function.
     weight_args: Arguments = Field({}, validate_default=True)
     # Change of the rewards of a group. overlong: long replies pay a penalty; none: no change.
-    reward: str = _function("reward", "none")
+    reward: Reward = _function("reward", "none")
     # Arguments of the function.
     reward_args: Arguments = Field({}, validate_default=True)
     # Groups that are trained; others are leased in place of the rest. unequal_rewards: those with
     # two different rewards, penalties included; none: all.
-    filter: str = _function("filter", "none")
+    filter: Filter = _function("filter", "none")
     # Arguments of the function.
     filter_args: Arguments = Field({}, validate_default=True)
     # Truncated episodes leave the loss and the statistics of their group.
@@ -124,11 +128,6 @@ class AlgorithmSection(Section):
     # token,
     # and the policy sends the token to the same experts; off: the policy's routers choose.
     router_replay: Literal["off", "rollout"] = "off"
-
-    @field_validator(*KINDS)
-    @classmethod
-    def _check_name(cls, name: str, info: ValidationInfo) -> str:
-        return check_name(cast(FunctionKind, info.field_name), name)
 
     @field_validator(*(f"{kind}_args" for kind in KINDS))
     @classmethod

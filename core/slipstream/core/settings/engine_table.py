@@ -3,8 +3,6 @@
 This module neither imports nor reads vLLM, so that these rules hold on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue

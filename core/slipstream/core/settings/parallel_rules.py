@@ -8,8 +8,6 @@ This module does not import Megatron, so that the rules hold on every machine; a
 fields of the tested version.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue

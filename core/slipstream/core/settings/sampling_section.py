@@ -1,7 +1,5 @@
 """How replies are sampled, and the limits of an episode's length."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

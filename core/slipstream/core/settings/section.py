@@ -1,7 +1,5 @@
 """The base of all sections of a run's settings, and the types of their fields."""
 
-from __future__ import annotations
-
 import os
 import re
 import types

@@ -3,8 +3,6 @@
 Each function yields one line for each broken rule, with the values and the rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

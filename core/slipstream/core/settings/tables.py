@@ -1,7 +1,5 @@
 """The tables of a run's settings, each of them valid by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

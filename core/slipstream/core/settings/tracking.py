@@ -1,7 +1,5 @@
 """The packages that a run's trackers need, checked before the run starts."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 

@@ -1,7 +1,5 @@
 """The section `weights`: how new weights travel, and how often they are probed."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 

@@ -10,8 +10,6 @@ An episode is one evaluation of `samples_per_episode` samples, by Inspect's own 
 one of Inspect's, which `inspect view` shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Waits for: the port to answer. Unblocked by: it, the end of the process, or the limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """Finds what a framework needs: its package, a function of the user's, a name among many."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable
 from types import ModuleType

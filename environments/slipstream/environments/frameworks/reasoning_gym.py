@@ -1,7 +1,5 @@
 """Tasks of reasoning-gym: more than a hundred generators of questions with an exact check."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

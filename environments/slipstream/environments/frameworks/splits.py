@@ -1,7 +1,5 @@
 """The split of tasks into train and held out by a hash of each, and random numbers of a task."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

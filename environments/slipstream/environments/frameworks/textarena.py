@@ -1,7 +1,5 @@
 """Games of textarena: by one player, against an opponent, or with the model on every side."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

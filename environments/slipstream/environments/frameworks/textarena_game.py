@@ -1,7 +1,5 @@
 """One game of textarena with its own chance, kept off the network."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

@@ -9,8 +9,6 @@
 Each episode is an episode of verifiers, whose agents call the model through the episode's endpoint.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -4,8 +4,6 @@ They are imported when they are first named: the launcher, which starts with eac
 none of them.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all o
 process behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -5,8 +5,6 @@ as its program ends: same code, same signal. Waits for: the program. Unblocked b
 limit of time or of the folder, at which the launcher kills itself; the keeper then ends the rest.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -7,8 +7,6 @@ that belongs to no process, and the kernel's interfaces for whole machines. The 
 It holds for bubblewrap too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

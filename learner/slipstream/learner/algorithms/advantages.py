@@ -5,8 +5,6 @@ sampled token. Only sampled tokens are steps: the context between the replies of
 skipped. A branch is a sequence of steps of its own, which ends with the episode's reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

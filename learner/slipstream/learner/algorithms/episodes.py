@@ -8,8 +8,6 @@ All are pure functions. What stands behind the star are arguments from the confi
 their annotations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The built-in choices of groups that are trained: pure functions."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

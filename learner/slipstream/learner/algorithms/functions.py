@@ -3,8 +3,6 @@
 Both are called alike. A fault of a function is one line that names it, its kind and where it was.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

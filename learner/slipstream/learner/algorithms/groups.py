@@ -1,7 +1,5 @@
 """Groups of trajectories as the functions of an algorithm see them: pure functions."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

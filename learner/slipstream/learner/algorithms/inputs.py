@@ -7,8 +7,6 @@ Both are pure functions. What stands behind the star are arguments from the conf
 by their annotations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Estimates of the divergence of two policies at sampled tokens, and log ratios."""
 
-from __future__ import annotations
-
 import torch
 from slipstream.core.settings.algorithm_section import KlEstimator
 from torch import Tensor

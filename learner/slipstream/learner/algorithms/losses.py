@@ -4,8 +4,6 @@ A ratio is that of the policy to its anchor, the policy before the step or the b
 ratios are limited to 20 before exp.
 """
 
-from __future__ import annotations
-
 import torch
 from slipstream.core.settings.algorithm_functions import Anchor
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms
@@ -32,11 +30,7 @@ def ppo(
 
 
 def gspo(
-    tokens: LossInputs,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio: Anchor = "proximal",
+    tokens: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Anchor = "proximal"
 ) -> TokenTerms:
     """Returns PPO's loss with the geometric mean of the sequence's ratios at each of its tokens.
 
@@ -52,11 +46,7 @@ def gspo(
 
 
 def cispo(
-    tokens: LossInputs,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio: Anchor = "proximal",
+    tokens: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Anchor = "proximal"
 ) -> TokenTerms:
     """Returns -clip(ratio, 1 - clip_low, 1 + clip_high) * A * log policy.
 

@@ -1,7 +1,5 @@
 """The built-in changes of the rewards of a group: pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slipstream.learner.algorithms.episodes import RewardedEpisode

@@ -1,7 +1,5 @@
 """Calls of losses and weights, with checks of what they return and leave alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 
@@ -17,6 +15,14 @@ from slipstream.learner.algorithms.inputs import (
 from torch import Tensor
 
 _NAME = re.compile(r"[a-z][a-z0-9_/]*")
+# Metrics of every step, whose names no report may have.
+TAKEN = frozenset(
+    (
+        *("loss", "entropy", "kl", "kl_reference", "trained_tokens", "importance_weight_mean"),
+        *("effective_sample_size", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_tokens"),
+        *("grad_norm", "learning_rate", "num_micro_batches", "forward_backward_s", "optimizer_s"),
+    )
+)
 
 
 def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerms:
@@ -104,5 +110,7 @@ def _check(
             raise function.fault(f"the {name} is {shape}, not {list(wanted.shape)}", where)
         if name != "result" and _NAME.fullmatch(name.removeprefix("report ")) is None:
             raise function.fault(f"the {name} needs a name of a-z, 0-9, _ and /", where)
+        if name.removeprefix("report ") in TAKEN:
+            raise function.fault(f"the {name} has the name of another metric", where)
     if values.dtype != wanted.dtype:
         raise function.fault(f"the result is {values.dtype}, not {wanted.dtype}", where)

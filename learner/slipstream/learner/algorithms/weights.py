@@ -8,8 +8,6 @@ weights that lead to the present policy. Log ratios, and their sum over a sequen
 - `sequence_band`: 0 for a sequence whose geometric mean of the ratios is outside the band.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

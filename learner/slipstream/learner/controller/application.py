@@ -1,7 +1,5 @@
 """Assembles the parts of the controller and runs them from the first hello to the summary."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import logging

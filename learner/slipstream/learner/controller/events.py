@@ -1,7 +1,5 @@
 """An event log that clients can follow, and a signal that the state has changed."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

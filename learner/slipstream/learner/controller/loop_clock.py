@@ -1,7 +1,5 @@
 """The times of the controller: a clock without stalls of its event loop, and a stopwatch."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

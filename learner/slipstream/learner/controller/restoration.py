@@ -1,7 +1,5 @@
 """Takes over the run of an earlier controller, and journals what the next one needs."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Writes down what each step, each evaluation and the whole run came to."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import asdict

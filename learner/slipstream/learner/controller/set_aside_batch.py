@@ -4,8 +4,6 @@ One process: `python -m slipstream.learner.controller.set_aside_batch RUN STEP [
 prints one line.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Produces: cancelled leases, removed servers, warnings, the end of a run that can
 Waits for: a period. Unblocked by: the clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

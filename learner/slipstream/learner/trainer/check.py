@@ -4,8 +4,6 @@ It makes Megatron's settings objects like a rank does, but without ranks, weight
 model's config.json is read.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 

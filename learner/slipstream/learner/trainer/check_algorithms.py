@@ -39,8 +39,7 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.learner.algorithms.functions import Function, function_of
-from slipstream.learner.algorithms.sources import source_digest
+from slipstream.learner.algorithms.functions import Function, function_of, load_functions
 from slipstream.learner.trainer.tiny_model import make_model
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 
@@ -99,9 +98,8 @@ def main() -> int:
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     facts: list[str] = []
     try:
-        kinds = [(kind, one) for kind in KINDS for one in config.algorithms.distinct]
-        functions = list(dict.fromkeys(function_of(one, kind) for kind, one in kinds))
-        known = _known(config, functions)
+        load_functions(config)
+        known = _known(config)
         if arguments.cached and known.is_file():
             return 0
         faults = prove(config, facts)
@@ -118,10 +116,10 @@ def main() -> int:
     return 0
 
 
-def _known(config: Config, functions: Sequence[Function]) -> Path:
+def _known(config: Config) -> Path:
     """Returns the file that exists once all that `prove` depends on is proved."""
     proved = {
-        "sources": [source_digest(function) for function in functions],
+        "sources": config.sources,
         "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
         "roles": sorted(config.roles),
         "versions": [importlib.metadata.version(name) for name in ("slipstream-rl", "torch")],

@@ -1,7 +1,5 @@
 """The trainer's calls to the controller, each blocking with a deadline, and the orders it gets."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -192,7 +190,7 @@ class ControllerClient:
 
     def report_step(self, report: pb.StepReport) -> PolicyVersion:
         """Reports a step; returns the run's version of the new weights."""
-        receipt: pb.StepReceipt = self._call("ReportStep", self._stub.ReportStep, report)
+        receipt: pb.StepReceipt = self._call("ReportStep", report)
         if self._hello is not None:
             self._hello.version.CopyFrom(receipt.version)
             self._hello.weight_digest = report.weight_digest
@@ -201,9 +199,7 @@ class ControllerClient:
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
         """Announces a publish; returns when the receivers are about to join."""
         timeout = join_deadline_s + CALL_TIMEOUT_S
-        started: pb.PublishStarted = self._call(
-            "StartPublish", self._stub.StartPublish, start, timeout
-        )
+        started: pb.PublishStarted = self._call("StartPublish", start, timeout)
         return started
 
     def has_all_receivers(self, publish_id: str, count: int) -> bool:
@@ -224,18 +220,16 @@ class ControllerClient:
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
         """Reports digests and probe; returns when every receiver has loaded, failed or is late."""
-        receipt: pb.PublishReceipt = self._call(
-            "FinishPublish", self._stub.FinishPublish, result, self._long_timeout_s
-        )
+        receipt: pb.PublishReceipt = self._call("FinishPublish", result, self._long_timeout_s)
         return receipt
 
     def report_checkpoint(self, report: pb.CheckpointReport) -> None:
         """Reports that a checkpoint is complete."""
-        self._call("ReportCheckpoint", self._stub.ReportCheckpoint, report)
+        self._call("ReportCheckpoint", report)
 
     def report_stored(self, report: pb.StoredReport) -> pb.StoredReceipt:
         """Reports the end of a store order; may be called on any thread."""
-        receipt: pb.StoredReceipt = self._call("ReportStored", self._stub.ReportStored, report)
+        receipt: pb.StoredReceipt = self._call("ReportStored", report)
         return receipt
 
     def report_work(self, activity: Activity) -> None:
@@ -253,29 +247,23 @@ class ControllerClient:
 
     def set_batch_aside(self, failure: pb.TrainerFailure) -> bool:
         """Reports that the batch of `failure.data` cannot be trained; True if it was set aside."""
-        receipt: pb.TrainerFailureReceipt = self._call(
-            "ReportFailure", self._stub.ReportFailure, failure
-        )
+        receipt: pb.TrainerFailureReceipt = self._call("ReportFailure", failure)
         return receipt.set_aside
 
     def finish(self, goodbye: pb.TrainerGoodbye) -> None:
         """Reports that the trainer leaves in order."""
-        self._call("Finish", self._stub.Finish, goodbye)
+        self._call("Finish", goodbye)
 
     def close(self) -> None:
         """Closes the connection, which frees the trainer's place."""
         self._closed.set()
         self._channel.close()
 
-    def _call(
-        self,
-        name: str,
-        method: Callable[..., Answer],
-        request: object,
-        timeout: float = CALL_TIMEOUT_S,
-    ) -> Answer:
-        def call(request: object, *, timeout: float) -> Answer:
-            return method(request, timeout=timeout, metadata=self._metadata)
+    def _call(self, name: str, request: object, timeout: float = CALL_TIMEOUT_S) -> Any:  # noqa: ANN401
+        """Calls the method `name` of the service; its answer is of that method's type."""
+
+        def call(request: object, *, timeout: float) -> object:
+            return getattr(self._stub, name)(request, timeout=timeout, metadata=self._metadata)
 
         try:
             return self._retried(name, call, request, timeout)

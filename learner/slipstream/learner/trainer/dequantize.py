@@ -4,8 +4,6 @@ Run it once before training: `python -m slipstream.learner.trainer.dequantize SO
 new folder takes four times the disk of the old one; learner and rollout servers load it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It prints one line of JSON for each finding: area, verdict ("ok", "advice", "pro
 remedy.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

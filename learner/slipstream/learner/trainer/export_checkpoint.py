@@ -5,8 +5,6 @@ slipstream.learner.trainer.export_checkpoint --config RUN/config.toml --step N -
 digest proves that the weights are those of the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The arithmetic of training a model: pure functions of the sizes in its config.json."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ is a plain loop over the recorded batches, without a controller or rollout serve
 version has the digest in the journal.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

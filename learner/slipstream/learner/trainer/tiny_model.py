@@ -1,7 +1,5 @@
 """Makes the model of the quickstart: a tiny random Llama with a tokenizer of 28 words."""
 
-from __future__ import annotations
-
 import argparse
 import string
 from pathlib import Path

@@ -3,8 +3,6 @@
 Only rank 0 calls the controller. It broadcasts the orders, so that all ranks take the same branch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -236,8 +234,8 @@ class Trainer:
                     layout_description=layout,
                     version=version_to_pb(version),
                     weight_digest=self._digest,
-                    num_parameters=self._published.num_parameters,
-                    num_senders=len(self._published.senders),
+                    num_parameters=self._published.weights.num_parameters,
+                    num_senders=len(self._published.weights.senders),
                     places=places,
                     process=f"host {socket.gethostname()}, process {os.getpid()}",
                 )
@@ -275,7 +273,7 @@ class Trainer:
                 self._version,
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
-                delta=self._published.offer,
+                delta=self._published.weights.offer,
                 can_store=self._writer is not None and self._writer.is_idle,
             )
         if self._ranks.world_size > 1:

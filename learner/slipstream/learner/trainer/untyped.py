@@ -1,7 +1,5 @@
 """The one type for objects of Megatron and Bridge, which come without types."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 # An object of Megatron or transformers, which are untyped.

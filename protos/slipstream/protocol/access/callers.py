@@ -10,7 +10,6 @@ import selectors
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 HELLO_LIMIT_S = 5.0
@@ -51,12 +50,7 @@ class Callers:
         self._selector.register(self._listener, selectors.EVENT_READ)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for connection in list(self._silent):
             self._leave(connection)
         self._selector.close()

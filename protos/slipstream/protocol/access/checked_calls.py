@@ -114,30 +114,30 @@ def _checked(handler: Handler, method: str) -> Handler:
         except ProtocolError as error:
             return _Refused(error)
 
-    if handler.request_streaming:
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-        inner: Any = handler.stream_stream if handler.response_streaming else handler.stream_unary
-        behavior = _guarded(_with_checked_stream(inner), method)
-    else:
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        behavior = _guarded(_with_checked_request(inner), method)
-
+    check = _with_checked_stream if handler.request_streaming else _with_checked_request
+    behavior = _guarded(check(getattr(handler, shape_of(handler))), method)
     encode: Any = handler.response_serializer
 
     def serialize(response: Message | bytes) -> bytes:
         data: bytes = response if isinstance(response, bytes) else encode(response)
         return data
 
-    return make(behavior, deserialize, serialize)
+    return handler_like(handler, behavior, deserialize, serialize)
+
+
+def shape_of(handler: Handler) -> str:
+    """Returns the field of `handler` that holds its behavior, such as unary_stream."""
+    streams = handler.request_streaming, handler.response_streaming
+    return "_".join("stream" if is_stream else "unary" for is_stream in streams)
+
+
+def handler_like(
+    handler: Handler, behavior: Callable[..., Any], *converters: Callable[[Any], Any] | None
+) -> Handler:
+    """Returns a handler of this shape, with its own deserializer and serializer as `converters`."""
+    make = getattr(grpc, f"{shape_of(handler)}_rpc_method_handler")
+    made: Handler = make(behavior, *converters)
+    return made
 
 
 def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:

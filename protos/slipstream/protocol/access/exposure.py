@@ -4,8 +4,6 @@ They listen on one interface only: that of the address by which the other proces
 address that is not private is refused unless a setting allows it.
 """
 
-from __future__ import annotations
-
 import array
 import fcntl
 import hashlib

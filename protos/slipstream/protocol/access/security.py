@@ -17,7 +17,7 @@ from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.queue_section import QueueEnd
-from slipstream.protocol.access.checked_calls import CheckingInterceptor
+from slipstream.protocol.access.checked_calls import CheckingInterceptor, handler_like
 from slipstream.protocol.rich_errors import Reason, abort
 
 # grpc's classes are generic in their type stubs only.
@@ -257,22 +257,9 @@ def _refusal(handler: Handler) -> Handler:
         await refuse(request, context)
         yield
 
-    if handler.request_streaming:
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-    else:
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-    return make(
-        refuse_stream if handler.response_streaming else refuse,
-        handler.request_deserializer,
-        handler.response_serializer,
+    behavior = refuse_stream if handler.response_streaming else refuse
+    return handler_like(
+        handler, behavior, handler.request_deserializer, handler.response_serializer
     )
 
 

@@ -5,11 +5,8 @@ controller, each at least once. A sender waits while the queue holds too many un
 An acknowledgement, which the controller sends after it has written its journal, unblocks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self
 
 from slipstream.core.types import TrajectoryId
@@ -29,12 +26,7 @@ class AsyncClosing:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

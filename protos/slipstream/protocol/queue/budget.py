@@ -1,7 +1,5 @@
 """A limit in bytes; callers wait for room in the order of their calls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 

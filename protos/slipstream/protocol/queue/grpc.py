@@ -13,8 +13,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterable, Iterable
 from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -74,14 +73,9 @@ class GrpcSender:
         self._running = group.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
         await self.aclose()
-        await self._stack.__aexit__(kind, error, trace)
+        await self._stack.__aexit__(*raised)
 
     @property
     def queued_bytes(self) -> int:

@@ -16,7 +16,7 @@ import secrets
 from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
+from typing import Any
 
 from redis.exceptions import WatchError
 from redis.typing import EncodableT, FieldT
@@ -93,15 +93,10 @@ class RedisSender:
         self._closed = False
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
         await self.aclose()
         try:
-            await self._stack.__aexit__(kind, error, trace)
+            await self._stack.__aexit__(*raised)
         finally:
             await self._connection.client.aclose()
 

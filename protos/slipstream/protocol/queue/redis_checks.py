@@ -5,8 +5,6 @@ their bytes; the controller reads them, deletes them, and makes the stream. Righ
 need selectors: Redis 7 or Valkey.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass

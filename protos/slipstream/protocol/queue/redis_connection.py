@@ -4,8 +4,6 @@ The client library retries nothing: a repeated XADD would make a second entry. R
 here, and the receiver recognises repeated entries.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -15,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from redis.exceptions import RedisError, ResponseError
 from slipstream.core.errors import ConfigError, QueueError
@@ -100,15 +99,10 @@ class RedisReceiver:
         self._tasks = [group.create_task(self._read()), group.create_task(self._forget())]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
         await self.aclose()
         try:
-            await self._stack.__aexit__(kind, error, trace)
+            await self._stack.__aexit__(*raised)
             if self._to_forget:
                 await self._connection.persistently(self._delete)
         finally:

@@ -5,8 +5,6 @@ welcome. A server seals its deliveries; no other process can seal for that epoch
 stores nothing for an epoch, so it also recognises deliveries that waited while it was away.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import hmac

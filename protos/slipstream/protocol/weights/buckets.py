@@ -3,8 +3,6 @@
 Sender and receivers derive the same plan from the layout.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

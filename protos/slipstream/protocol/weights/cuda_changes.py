@@ -4,8 +4,6 @@ Each kernel works on whole blocks of 256 elements: a warp marks or writes one, a
 They need cupy, which compiles them at their first use and keeps them on disk, but no torch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

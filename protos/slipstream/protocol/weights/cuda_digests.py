@@ -3,8 +3,6 @@
 It needs cupy, which compiles the kernel at its first launch and keeps it on disk, but no torch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

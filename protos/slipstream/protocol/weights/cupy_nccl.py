@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.nccl_group import Mark, Room
 
 # Bytes of a warm-up broadcast.
 _WARM_UP_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Room:
+    """Some memory and a separate stream."""
+
+    pointer: int
+    num_bytes: int
+    stream: int
 
 
 def make_unique_id() -> bytes:
@@ -19,20 +28,20 @@ def make_unique_id() -> bytes:
 
 
 class CupyNccl:
-    """See `NcclBackend`; `device` is the CUDA device's number in this process."""
+    """One device and the library; `device` is the CUDA device's number in this process."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._kept: tuple[Any, Any] | None = None
 
     def use(self) -> None:
-        """See `NcclBackend`."""
+        """Makes this device the calling thread's current device."""
         import cupy
 
         cupy.cuda.Device(self._device).use()
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> CupyCommunicator:
-        """See `NcclBackend`."""
+        """Waits for all members without a limit. Raises WeightSyncError when NCCL fails."""
         from cupy.cuda import nccl
 
         self.use()
@@ -42,7 +51,7 @@ class CupyNccl:
             raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
 
     def warm_up_room(self) -> Room:
-        """See `NcclBackend`."""
+        """Returns room for a first broadcast, which opens the members' connections."""
         import cupy
 
         if self._kept is None:
@@ -51,7 +60,7 @@ class CupyNccl:
         return Room(memory.ptr, _WARM_UP_BYTES, stream.ptr)
 
     def mark(self, stream: int) -> CudaMark:
-        """See `NcclBackend`."""
+        """Marks the end of the work enqueued on `stream` so far."""
         import cupy
 
         event = cupy.cuda.Event()
@@ -60,13 +69,13 @@ class CupyNccl:
 
 
 class CupyCommunicator:
-    """See `Communicator`."""
+    """The methods of cupy's NcclCommunicator in use; the calling thread has `use`d the device."""
 
     def __init__(self, communicator: Any) -> None:  # noqa: ANN401 - cupy has no types
         self._communicator = communicator
 
     def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """See `Communicator`."""
+        """Enqueues a broadcast. Raises WeightSyncError when NCCL refuses."""
         from cupy.cuda import nccl
 
         try:
@@ -75,7 +84,7 @@ class CupyCommunicator:
             raise WeightSyncError(f"the broadcast of {num_bytes} bytes: {error}") from error
 
     def abort(self) -> None:
-        """See `Communicator`."""
+        """Releases this process's waits; no other method may be called afterwards."""
         from cupy.cuda import nccl
 
         try:
@@ -85,18 +94,17 @@ class CupyCommunicator:
 
 
 class CudaMark:
-    """See `Mark`."""
+    """A place in a stream."""
 
     def __init__(self, event: Any) -> None:  # noqa: ANN401 - cupy has no types
         self._event = event
 
     def is_done(self) -> bool:
-        """See `Mark`."""
+        """Whether the stream has reached this place; does not wait."""
         return bool(self._event.done)
 
-    def seconds_since(self, before: Mark) -> float:
-        """See `Mark`."""
+    def seconds_since(self, before: CudaMark) -> float:
+        """Returns the device time between two marks that are done."""
         import cupy
 
-        assert isinstance(before, CudaMark)
         return float(cupy.cuda.get_elapsed_time(before._event, self._event)) / 1e3

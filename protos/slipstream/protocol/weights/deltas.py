@@ -14,8 +14,6 @@ half of the bucket travels whole. Sender and receivers derive this from the numb
 elements, which travels with the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

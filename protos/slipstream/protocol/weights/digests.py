@@ -14,8 +14,6 @@ The sums are of integers, so every order of addition, and so every device, gives
 `HostDigests` computes them on the CPU, `cuda_digests.CudaDigests` on a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

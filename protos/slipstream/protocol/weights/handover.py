@@ -8,8 +8,6 @@ be read, the receiver's that it was read. A buffer is filled again when all rece
 When a connection ends, the communicator ends, so that no process waits for a dead one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Settings of NCCL that must be equal in all members of a communicator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 
 # Without cuMem, NCCL can register buffers of any allocator, and vLLM's communicators have the same

@@ -17,9 +17,9 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from slipstream.core.errors import WeightSyncError
+from slipstream.protocol.weights.cupy_nccl import CudaMark, CupyCommunicator, CupyNccl
 from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 
 logger = logging.getLogger(__name__)
@@ -31,51 +31,6 @@ _WAIT_PERIOD_S = 0.0001
 _ENTER_LIMIT_S = 0.2
 # Seconds that `abort` waits for the watchdog's abort.
 ABORT_LIMIT_S = 5.0
-
-
-class Communicator(Protocol):
-    """The methods of cupy's NcclCommunicator in use; the calling thread has `use`d the device."""
-
-    def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """Enqueues a broadcast. Raises WeightSyncError when NCCL refuses."""
-
-    def abort(self) -> None:
-        """Releases this process's waits; no other method may be called afterwards."""
-
-
-class Mark(Protocol):
-    """A place in a stream."""
-
-    def is_done(self) -> bool:
-        """Whether the stream has reached this place; does not wait."""
-
-    def seconds_since(self, before: Mark) -> float:
-        """Returns the device time between two marks that are done."""
-
-
-class NcclBackend(Protocol):
-    """One device and the library."""
-
-    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> Communicator:
-        """Waits for all members without a limit. Raises WeightSyncError when NCCL fails."""
-
-    def warm_up_room(self) -> Room:
-        """Returns room for a first broadcast, which opens the members' connections."""
-
-    def mark(self, stream: int) -> Mark:
-        """Marks the end of the work enqueued on `stream` so far."""
-
-    def use(self) -> None:
-        """Makes this device the calling thread's current device."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """Some memory and a separate stream."""
-
-    pointer: int
-    num_bytes: int
-    stream: int
 
 
 @dataclass(frozen=True)
@@ -94,10 +49,10 @@ class Wire:
 class _Pending:
     what: str
     num_bytes: int
-    begin: Mark
+    begin: CudaMark
     deadline_s: float
     # None until NCCL has taken the broadcast; that call may wait too.
-    end: Mark | None = None
+    end: CudaMark | None = None
 
 
 class NcclGroup:
@@ -107,7 +62,7 @@ class NcclGroup:
     is the only end: destroying a communicator is a collective that would wait for a dead member.
     """
 
-    def __init__(self, backend: NcclBackend, communicator: Communicator) -> None:
+    def __init__(self, backend: CupyNccl, communicator: CupyCommunicator) -> None:
         self._backend, self._communicator = backend, communicator
         self._lock = threading.Lock()
         self._is_aborted = False
@@ -116,7 +71,7 @@ class NcclGroup:
         # Time at which the oldest pending collective became the oldest.
         self._since_s = 0.0
         # Start of the first completed broadcast, end of the last one, and bytes of all.
-        self._done: tuple[Mark, Mark, int] | None = None
+        self._done: tuple[CudaMark, CudaMark, int] | None = None
         # Start time of the call that is now inside NCCL.
         self._calling_since_s: float | None = None
         self._stopped, self._gone = threading.Event(), threading.Event()
@@ -126,7 +81,7 @@ class NcclGroup:
     @classmethod
     def join(
         cls,
-        backend: NcclBackend,
+        backend: CupyNccl,
         unique_id: bytes,
         *,
         rank: int,

@@ -1,7 +1,5 @@
 """The choice of the transport of weights, by the devices of both ends."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

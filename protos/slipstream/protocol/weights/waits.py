@@ -1,7 +1,5 @@
 """Waits that end with an answer, at a deadline, or because their publish is abandoned."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Consumes: a request. Produces: the parts of its answer. Waits for: the applicati
 its next message, or its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """One HTTP request of an agent while it is served, and the limits of its episode."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Sequence

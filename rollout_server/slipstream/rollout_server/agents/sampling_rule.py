@@ -5,8 +5,6 @@ reply (`max_tokens`, `stop`) and, where nothing is drafted, choose its `seed`. `
 keeps the responses that later requests of an episode name as `previous_response_id`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

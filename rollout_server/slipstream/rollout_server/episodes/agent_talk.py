@@ -5,8 +5,6 @@ agent to take a part. Unblocked by: these, the environment's limit while no call
 task's cancellation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -15,7 +13,7 @@ from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.episodes.calls import AgentEnd, EnvironmentSession
+from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ class AgentTalk:
 
     def __init__(
         self,
-        session: EnvironmentSession,
+        session: StreamSession,
         answering: Answering,
         recorder: Recorder,
         *,

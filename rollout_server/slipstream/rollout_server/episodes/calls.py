@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.tool_schemas import NEED_PARSER, read_tools
@@ -68,38 +68,11 @@ class AgentEnd:
     rewards: dict[str, float] = field(default_factory=dict)
 
 
-class EnvironmentSession(Protocol):
-    """One episode at its environment. `reset` and `step` raise EnvironmentFailed."""
-
-    async def reset(self, task_index: int, seed: int) -> Opening:
-        """Starts the task; returns what the model reads first."""
-
-    async def step(
-        self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
-    ) -> Judgement:
-        """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
-
-        `parsed` is None if no parser has read it.
-        """
-
-    async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
-        """Returns the next call of an agent or its result, whenever it comes."""
-
-    async def reply_part(self, call: int, part: HttpPart) -> None:
-        """Hands a part of the answer to an agent's call over.
-
-        Returns when the agent took it, and at once where it is the last part.
-        """
-
-    async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Returns the error of an agent that is `late`, with the place where it hangs."""
-
-    def close(self) -> None:
-        """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
-
-
 class StreamSession:
-    """An episode whose environment answers on a stream; see `EnvironmentSession`."""
+    """One episode at its environment, which answers on a stream.
+
+    `reset` and `step` raise EnvironmentFailed.
+    """
 
     def __init__(
         self,
@@ -122,7 +95,7 @@ class StreamSession:
         self._answers: Answers | None = None
 
     async def reset(self, task_index: int, seed: int) -> Opening:
-        """See `EnvironmentSession`."""
+        """Starts the task; returns what the model reads first."""
         command = environment_pb2.ResetCommand(
             episode_key=self._key, task_index=task_index, seed=seed
         )
@@ -139,7 +112,10 @@ class StreamSession:
     async def step(
         self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
     ) -> Judgement:
-        """See `EnvironmentSession`."""
+        """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
+
+        `parsed` is None if no parser has read it.
+        """
         command = environment_pb2.StepCommand(
             episode_key=self._key,
             reply=reply,
@@ -160,7 +136,7 @@ class StreamSession:
         )
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
-        """See `EnvironmentSession`."""
+        """Returns the next call of an agent or its result, whenever it comes."""
         if self._answers is None:
             command = environment_pb2.WorkerCommand(follow_agent={"episode_key": self._key})
             self._answers = self._table.follow(command)
@@ -177,7 +153,10 @@ class StreamSession:
         return AgentEnd(result.reward, *map(dict, named.values()))
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
-        """See `EnvironmentSession`."""
+        """Hands a part of the answer to an agent's call over.
+
+        Returns when the agent took it, and at once where it is the last part.
+        """
         command = environment_pb2.ReplyPart(
             episode_key=self._key,
             call=call,
@@ -195,11 +174,11 @@ class StreamSession:
             await self._table.call(message, timeout_s=self._timeout_s)
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
-        """See `EnvironmentSession`."""
+        """Returns the error of an agent that is `late`, with the place where it hangs."""
         return await self._on_timeout(late)
 
     def close(self) -> None:
-        """See `EnvironmentSession`."""
+        """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
         command = environment_pb2.CloseCommand(episode_key=self._key)
         self._on_close(self._was_judged)
         try:

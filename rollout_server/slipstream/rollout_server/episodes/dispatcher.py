@@ -5,8 +5,6 @@ Waits for: a free slot, the episode, a verdict on the weights, room in the queue
 episode's end, `WeightOrders`, an acknowledgement from the controller.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -18,9 +18,9 @@ from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.calls import (
-    EnvironmentSession,
     Judgement,
     Opening,
+    StreamSession,
     check_tools,
 )
 from slipstream.rollout_server.episodes.recording import Recording
@@ -57,7 +57,7 @@ class EnvironmentTalk:
 
     def __init__(
         self,
-        session: EnvironmentSession,
+        session: StreamSession,
         recording: Recording,
         sampling: Sampling,
         *,

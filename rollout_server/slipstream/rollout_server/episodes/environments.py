@@ -6,8 +6,6 @@ Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the
 Tasks that may end their worker run alone in a worker of their own (`LoneWorkers`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -18,7 +16,7 @@ import grpc
 import grpc.aio
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import CallTable, EnvironmentSession, StreamSession
+from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker, Suspects
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
@@ -86,7 +84,7 @@ class HostedEnvironment:
 
     async def open(
         self, episode_key: str, task_index: int, attempt: int, timeout_s: float
-    ) -> EnvironmentSession:
+    ) -> StreamSession:
         """Opens a session on the worker with the fewest.
 
         Raises EnvironmentFailed when no worker starts.
@@ -165,7 +163,7 @@ class ClientEnvironments:
         self._numbers = itertools.count(1)
         self._wanted = asyncio.Event()
 
-    def open(self, environment: str, episode_key: str, timeout_s: float) -> EnvironmentSession:
+    def open(self, environment: str, episode_key: str, timeout_s: float) -> StreamSession:
         """Opens a session with the client that serves `environment`."""
         table = self._tables.get(environment)
         if table is None:
@@ -256,7 +254,7 @@ class Environments:
 
     async def open(
         self, environment: str, episode_key: str, task_index: int, attempt: int, timeout_s: float
-    ) -> EnvironmentSession:
+    ) -> StreamSession:
         """Opens a session for one episode. Raises EnvironmentFailed when there is none."""
         hosted = self._hosted.get(environment)
         if hosted is None:

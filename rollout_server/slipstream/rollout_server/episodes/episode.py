@@ -5,8 +5,6 @@ Waits for: the environment and the engine in turn. Unblocked by: their answers, 
 limit, `cancel`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math
@@ -30,7 +28,7 @@ from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
 )
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
-from slipstream.rollout_server.episodes.calls import EnvironmentSession
+from slipstream.rollout_server.episodes.calls import StreamSession
 from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
@@ -86,7 +84,7 @@ class Episode:
         """
         ledger = self._services.ledger
         ledger.opened()
-        session: EnvironmentSession | None = None
+        session: StreamSession | None = None
         status, failure = Status.CANCELLED, None
         try:
             session = await self._ask(
@@ -134,7 +132,7 @@ class Episode:
         if self._generating:
             await self._services.engine.cancel(self._task.key)
 
-    async def _converse(self, session: EnvironmentSession) -> Status:
+    async def _converse(self, session: StreamSession) -> Status:
         lease, services = self._lease, self._services
         opening = await self._ask(session.reset(lease.task_index, lease.seed))
         self._recording.max_reply_tokens = opening.max_reply_tokens
@@ -152,7 +150,7 @@ class Episode:
         )
         return await talk.run(opening, TemplateInputs(opening.tools, lease.template_values))
 
-    async def _serve_agent(self, session: EnvironmentSession, max_reply_tokens: int) -> Status:
+    async def _serve_agent(self, session: StreamSession, max_reply_tokens: int) -> Status:
         """Answers the agent's calls until it returns; its conversations are recorded at the end."""
         task, lease, recording = self._task, self._lease, self._recording
         api = await self._ask(self._services.agents.api())

@@ -1,7 +1,5 @@
 """Counts the tokens of this server's episodes, open and ended, for its reports."""
 
-from __future__ import annotations
-
 import time
 
 from slipstream.rollout_server.engine_interface import EngineUse

@@ -1,7 +1,5 @@
 """The record of an episode while it runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A conversation is tokenised once: sampled tokens stay as they were sampled, and 
 appended to them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

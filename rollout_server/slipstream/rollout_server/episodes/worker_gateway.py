@@ -4,13 +4,10 @@ Consumes: the streams of workers. Produces: call tables of workers that have att
 hellos and answers. Unblocked by: a worker's message, or the end of its stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -84,12 +81,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._server.stop(grace=0)
         await asyncio.to_thread(self.logs.close)
         self._folder.close()

@@ -5,8 +5,6 @@ Waits for: output, on a thread, so that a worker that prints never waits for the
 Unblocked by: output, the ends of the pipes, `close`. `watch` raises when the thread has failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

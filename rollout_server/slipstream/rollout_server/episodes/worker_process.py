@@ -5,8 +5,6 @@ the keeper ends, all that the environment has started ends too, also when the se
 a killed keeper leaves falls to the server, a reaper too, which ends it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

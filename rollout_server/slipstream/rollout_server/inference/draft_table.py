@@ -12,8 +12,6 @@ begins differs by model and GPU, and how often drafts are accepted by task: `Dra
 ways.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reads the text of replies, all tokens that are new at once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,6 @@ with a prompt has more tokens. The engine's thread then starts each kernel of th
 limits a small model: `graph_values` raises that limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from slipstream.core.settings.sections import RolloutServerSection

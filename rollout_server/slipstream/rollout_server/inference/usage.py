@@ -1,7 +1,5 @@
 """The times at which an engine had work, and the watchdog for an engine that makes no step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

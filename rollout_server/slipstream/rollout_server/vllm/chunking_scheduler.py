@@ -10,8 +10,6 @@ A chunk never holds tokens of two versions: a pause hands out all held tokens, b
 pause complete. The held tokens of a cancelled request are dropped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ writes floating-point values into a copy and drops that, so that drafts are veri
 the memory held. Import this module on CPUs only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

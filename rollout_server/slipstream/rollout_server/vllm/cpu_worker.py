@@ -5,8 +5,6 @@ this worker feeds the same connector, so that scheduler, cached prefixes and out
 Import this module on CPUs only: its imports change torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

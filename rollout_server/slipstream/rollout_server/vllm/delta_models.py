@@ -3,8 +3,6 @@
 Its kernels ask for the GPU when they are imported, so only the engine's processes import this.
 """
 
-from __future__ import annotations
-
 # Stands in for torchvision.
 from slipstream.rollout_server.vllm import vision_models  # noqa: F401
 from vllm.model_executor.models.qwen3_5 import (

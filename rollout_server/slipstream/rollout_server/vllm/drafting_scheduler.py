@@ -6,8 +6,6 @@ are those of the model. All tokens of a step are sampled by that step's weights,
 made before an update is verified by the new ones.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ The scheduler plans a step before it knows the tokens of the step before. Drafts
 these tokens are leave that as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

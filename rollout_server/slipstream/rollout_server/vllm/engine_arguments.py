@@ -1,7 +1,5 @@
 """Builds vLLM's configuration from our own settings and from `rollout_server.engine`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ wait to be let in. Unblocked by: these, or the limit of an answer, after which t
 hung. A held request is unblocked by `resume`, `pause` or `release`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any

@@ -4,8 +4,6 @@ vLLM's modules name transformers' image processors, which need torchvision. Wher
 transformers' PIL modules take their places: pixels come from `slipstream.core.models.vision`.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Settings of `rollout_server` against the arguments and parsers of the vLLM that is installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

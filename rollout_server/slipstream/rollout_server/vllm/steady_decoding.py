@@ -8,8 +8,6 @@ keeps its state right, the requests are added to that plan, and their state chan
 change it. vLLM still handles the first and the last step of a reply, and all unusual steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -6,8 +6,6 @@ bits. vLLM imports this module by name wherever it looks at a model: see `vision
 not start CUDA: the server forks the engine.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """vLLM's settings for a model with a vision tower, whose classes are registered here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds vLLM's sampling parameters; converts its outputs to `Generation`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

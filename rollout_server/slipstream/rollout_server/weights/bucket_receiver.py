@@ -1,7 +1,5 @@
 """The receiving side of a transport: how buckets reach an engine worker."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from slipstream.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
-class Membership:
+class Seat:
     """The place of this worker in a communicator."""
 
     communicator: weights_pb2.Communicator

@@ -15,8 +15,6 @@ Consumes: calls to all workers, marks. Produces: their answers, from the way tha
 Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the end of the line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

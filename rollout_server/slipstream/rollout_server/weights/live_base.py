@@ -124,7 +124,9 @@ class LiveBase:
             room.copy_(payload)
         else:
             self._collect(place)
-            put_changes(payload.to(self._device), bucket, changed, self._elements(place))
+            size = num_blocks(bucket) * BLOCK_ELEMENTS * ELEMENT_BYTES
+            elements = self._memory()[:size].view(_ELEMENT)
+            put_changes(payload.to(self._device), bucket, changed, elements)
         self._replay.run(place, room)
         if not self._holds_all[place]:
             # Elements of other workers' shares were put there too.
@@ -158,10 +160,6 @@ class LiveBase:
 
     def _bucket(self, place: int) -> Tensor:
         return self._memory()[: self._buckets[place].num_bytes]
-
-    def _elements(self, place: int) -> Tensor:
-        size = num_blocks(self._buckets[place]) * BLOCK_ELEMENTS * ELEMENT_BYTES
-        return self._memory()[:size].view(_ELEMENT)
 
     def _memory(self) -> Tensor:
         if self._room is None:

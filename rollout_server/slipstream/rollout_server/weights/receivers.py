@@ -4,8 +4,6 @@ Buckets of the first two arrive in main memory. With ipc they are read straight 
 buffers: by CUDA IPC, also where learner and engine share one GPU, or in shared memory on CPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -20,7 +18,7 @@ from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.shared_buffers import open_buffers
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from torch._C import _distributed_c10d as c10d
 
 
@@ -65,7 +63,7 @@ class HostReceiver(BucketReceiver):
 class GlooReceiver(HostReceiver):
     """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
 
-    def __init__(self, membership: Membership, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         super().__init__()
         communicator = membership.communicator
@@ -120,7 +118,7 @@ class GlooReceiver(HostReceiver):
 class StorageReceiver(HostReceiver):
     """See `BucketReceiver`: every worker of the engine reads the same file."""
 
-    def __init__(self, membership: Membership, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         """Opens the file that the order names. Raises WeightSyncError when it is not there."""
         super().__init__()
         path = membership.communicator.path
@@ -158,7 +156,7 @@ _CLOSE_LIMIT_S = 5.0
 class IpcReceiver(BucketReceiver):
     """See `BucketReceiver`: bucket k of an update lies in buffer k modulo their number."""
 
-    def __init__(self, membership: Membership, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins and opens the buffers.
 
         Raises WeightSyncError when that fails or misses the deadline.

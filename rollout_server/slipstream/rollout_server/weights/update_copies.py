@@ -9,8 +9,6 @@ receiver, or staged ones. Produces: copies, one digest for each bucket. Waits fo
 for buckets unless the receiver enqueues. Unblocked by: the bytes, or the bucket's deadline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -4,8 +4,6 @@ Consumes: orders and layouts. Produces: one result of all workers. Waits for: th
 Unblocked by: the answers, or the sum of the update's own deadlines, after which they count as hung.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

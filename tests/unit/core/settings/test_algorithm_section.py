@@ -37,6 +37,10 @@ def section(**changes: JsonValue) -> AlgorithmSection:
             "got 'trpo'",
         ),
         (
+            {"loss_args": {"clip_low": True}},
+            "algorithm.loss_args: clip_low of loss ppo: input should be a number, got true",
+        ),
+        (
             {"loss": "sapo", "loss_args": {"clip_low": 0.1}},
             "algorithm.loss_args: loss sapo has no argument 'clip_low'; known: tau_positive, "
             "tau_negative, ratio",

@@ -107,6 +107,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("own", "run", "rule"),
     [
+        ({"loss": "trpo"}, {}, "environments.1.algorithm.loss: input should be ppo, gspo, "),
         ({"advantage": "none"}, {}, "it needs kl.coefficient > 0"),
         ({"advantage": "gae"}, {}, "'gae' in all environments or in none"),
         ({"advantage": "grpo"}, {"advantage": "gae"}, "'gae' in all environments or in none"),

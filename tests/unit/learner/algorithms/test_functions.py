@@ -10,17 +10,24 @@ import numpy as np
 import pytest
 import torch
 from pydantic import JsonValue
+from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
+from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.functions import (
     filtered,
     function_of,
+    load_functions,
     rewarded,
     token_advantages,
+    used_functions,
 )
 from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.trainer.replay import check_functions
 from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
+from support.fakes.small_configs import small_config
 
 OWN = """
 import math
@@ -57,6 +64,9 @@ def changes(tokens):
 
 def named(tokens):
     return TokenTerms(tokens.logprobs, {"Not A Name": tokens.logprobs})
+
+def taken(tokens):
+    return TokenTerms(tokens.logprobs, {"entropy": tokens.logprobs})
 
 def wide(tokens):
     return TokenTerms(tokens.logprobs, {"wide": tokens.logprobs.sum()})
@@ -166,6 +176,7 @@ def test_a_module_that_cannot_be_imported_is_refused_in_one_line(
         ("detached", "the losses have no gradient"),
         ("changes", "it changed its input advantages in place"),
         ("named", "the report Not A Name needs a name of a-z, 0-9, _ and /"),
+        ("taken", "the report entropy has the name of another metric"),
         ("wide", "the report wide is [], not [2]"),
     ],
 )
@@ -228,3 +239,34 @@ def test_a_faulty_reward_or_filter_is_named_in_one_line(
     assert str(caught.value).startswith(f"reward {module}:{function} at group g1: {what}")
     with pytest.raises(RunFailed, match=f"filter {module}:text at group g1: the result is neither"):
         filtered(algorithm(filter=f"{module}:text"), group, where="group g1")
+
+
+def with_sources(config: Config) -> Config:
+    return config.model_copy(update={"sources": source_digests(config.algorithms)})
+
+
+def test_functions_are_loaded_with_the_source_of_the_runs_start_only(
+    module: str, tmp_path: Path
+) -> None:
+    config = with_sources(small_config(algorithm={"reward": f"{module}:short"}))
+    load_functions(config)
+    (tmp_path / f"{module}.py").write_text(f"{OWN}\n# more\n")
+    with pytest.raises(ConfigError, match=f"the source of {module}:short is not that with which"):
+        load_functions(config)
+
+
+def test_a_replay_refuses_other_sources_and_arguments(module: str, tmp_path: Path) -> None:
+    name, folder = f"{module}:steep", tmp_path / "journal"
+    config = with_sources(small_config(algorithm={"loss": name, "loss_args": {"factor": 2.0}}))
+    with Journal(folder) as journal:
+        journal.append("start", format=1, run_id="run", functions={**used_functions(config)})
+    check_functions(config, folder)
+    other = small_config(algorithm={"loss": name, "loss_args": {"factor": 3.0}})
+    message = f"others than recorded: loss {name} {{'factor': 2.0}}, loss {name} {{'factor': 3.0}}"
+    with pytest.raises(ConfigError, match=message.replace("'", '"')):
+        check_functions(other, folder)
+    with pytest.raises(ConfigError, match="others than recorded: loss"):
+        check_functions(small_config(), folder)
+    (tmp_path / f"{module}.py").write_text(f"{OWN}\n# more\n")
+    with pytest.raises(ConfigError, match="others than recorded: loss"):
+        check_functions(config, folder)

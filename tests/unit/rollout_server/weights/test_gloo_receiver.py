@@ -8,7 +8,7 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.receivers import GlooReceiver
 from support.fakes.gloo_sender import GlooSender, layout_of
 
@@ -31,7 +31,7 @@ def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
 
     sending = threading.Thread(target=send)
     sending.start()
-    transport = GlooReceiver(Membership(sender.communicator, 1, LONG_S), torch.device("cpu"))
+    transport = GlooReceiver(Seat(sender.communicator, 1, LONG_S), torch.device("cpu"))
     buckets = transport.receive(INCOMING)
     assert torch.equal(next(buckets).view(torch.float32), WEIGHTS["a"])
     transport.close()

@@ -17,7 +17,7 @@ from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.ipc_sender import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender, Offer
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.receivers import IpcReceiver
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
@@ -76,7 +76,7 @@ def joined(learner: Learner, name: str, workers: int = 1) -> list[IpcReceiver]:
     found: dict[int, IpcReceiver] = {}
 
     def join(rank: int) -> None:
-        found[rank] = IpcReceiver(Membership(where, rank, LONG_S), torch.device("cpu"))
+        found[rank] = IpcReceiver(Seat(where, rank, LONG_S), torch.device("cpu"))
 
     threads = [threading.Thread(target=join, args=(1 + n,)) for n in range(workers)]
     for thread in threads:
@@ -267,7 +267,7 @@ def test_memory_of_a_learner_is_closed_again_when_joining_fails(
     with fake_cupy.installed() as cupy:
         # There is no GPU on which torch could see what was opened.
         with pytest.raises((AssertionError, RuntimeError)):
-            IpcReceiver(Membership(where, 1, LONG_S), torch.device("cuda", 0))
+            IpcReceiver(Seat(where, 1, LONG_S), torch.device("cuda", 0))
         # Before the others wait for it.
         assert cupy.seen == ["digest 0 spans", "open", "open"]
         assert not cupy.open_pointers

@@ -10,7 +10,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import NcclGroup
 from slipstream.rollout_server.vllm.weights import nccl_receiver
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy, fake_streams
 
@@ -52,7 +52,7 @@ def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
 def test_copies_of_a_bucket_run_while_the_next_one_arrives(
     consumer: fake_streams.Stream, own_buffers: bool
 ) -> None:
-    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
     transport = NcclReceiver(membership, torch.device("cuda", 0))
     incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=own_buffers)
     transport.prepare(incoming)
@@ -68,7 +68,7 @@ def test_copies_of_a_bucket_run_while_the_next_one_arrives(
 
 
 def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.Stream) -> None:
-    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
     transport = NcclReceiver(membership, torch.device("cuda", 0))
     incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=False)
     transport.prepare(incoming)
@@ -88,7 +88,7 @@ def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.S
 def test_broadcasts_come_before_copies_where_processors_are_scarce(
     consumer: fake_streams.Stream,
 ) -> None:
-    membership = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+    membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
     NcclReceiver(membership, torch.device("cuda", 0)).close()
     (stream,) = nccl_receiver._streams(torch.device("cuda", 0))
     assert stream.priority < consumer.priority

@@ -9,16 +9,16 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import weights_pb2
 from support.rigs.stored_versions import BUCKETS, digests_of, first_content
 
 CONTENT = first_content()
 
 
-def seat(path: Path | str) -> Membership:
+def seat(path: Path | str) -> Seat:
     where = weights_pb2.Communicator(transport="storage", path=str(path))
-    return Membership(where, rank=0, join_deadline_s=1.0)
+    return Seat(where, rank=0, join_deadline_s=1.0)
 
 
 def incoming(*, own_buffers: bool) -> Incoming:

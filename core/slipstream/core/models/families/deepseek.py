@@ -1,7 +1,5 @@
 """DeepSeek V2 and V3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from slipstream.core.models.family import OFF, Experts, Family, Rope, Table, Values

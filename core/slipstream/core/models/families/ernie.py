@@ -1,7 +1,5 @@
 """ERNIE 4.5, dense."""
 
-from __future__ import annotations
-
 from slipstream.core.models.family import DENSE, Family
 
 FAMILIES = (

@@ -1,7 +1,5 @@
 """Gemma 2 and 3."""
 
-from __future__ import annotations
-
 from slipstream.core.models.family import DENSE, FULL, SLIDING, Family, Nested, Rope, Values
 
 _GELU: Values = (None, "gelu_pytorch_tanh")

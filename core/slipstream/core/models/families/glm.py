@@ -1,7 +1,5 @@
 """GLM 4.5 and its successors with experts."""
 
-from __future__ import annotations
-
 from slipstream.core.models.families.deepseek import READ_OF_EXPERTS, SIGMOID
 from slipstream.core.models.family import ANY_BIAS, Experts, Family, Rope
 

@@ -1,10 +1,17 @@
 """gpt-oss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
-from slipstream.core.models.family import FULL, OFF, SLIDING, Engine, Experts, Family, Rope, Table
+from slipstream.core.models.family import (
+    FULL,
+    OFF,
+    SLIDING,
+    EngineFacts,
+    Experts,
+    Family,
+    Rope,
+    Table,
+)
 
 
 def _window_problems(values: Table) -> Iterator[str]:
@@ -45,7 +52,7 @@ FAMILIES = (
         has_sinks=True,
         has_windows=True,
         experts=Experts(router="router", fused="as multiplied", is_biased=True, is_normalized=True),
-        engine=Engine(is_harmony=True, copies_parameters=True),
+        engine=EngineFacts(is_harmony=True, copies_parameters=True),
         cannot={"learner.parallel.etp": "Megatron does not split experts with biases"},
     ),
 )

@@ -1,7 +1,5 @@
 """Mistral, Ministral 3, Mixtral, and the tower of Mistral 3."""
 
-from __future__ import annotations
-
 from slipstream.core.models.family import (
     DENSE,
     NONE,

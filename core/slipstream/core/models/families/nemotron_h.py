@@ -3,8 +3,6 @@
 Published files have a pattern, a letter for each layer; those of transformers 5 a list of kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from slipstream.core.models.family import DENSE, FULL, LINEAR, MAMBA, OFF, Family, Shape, Table
@@ -112,10 +110,6 @@ def _shapes(values: Table, kind: str) -> dict[str, Shape]:
     }
 
 
-def _cached_layers(values: Table) -> int:
-    return layer_kinds(values).count(FULL)
-
-
 FAMILIES = (
     Family(
         architecture=NAME,
@@ -149,7 +143,7 @@ FAMILIES = (
         usual=usual_fields,
         linear=MAMBA,
         tensors=hybrid_tensors,
-        cached_layers=_cached_layers,
+        cached_layers=lambda values: layer_kinds(values).count(FULL),
         cannot={
             "learner.parallel.cp": "its Mamba layers read the tokens of a sequence in turn",
             "lora.rank": (

@@ -1,7 +1,5 @@
 """OLMo 2 and OLMoE."""
 
-from __future__ import annotations
-
 from slipstream.core.models.family import DENSE, OFF, UNSHARED, Experts, Family
 
 FAMILIES = (

@@ -1,7 +1,5 @@
 """Qwen 2 to 3.5, dense and with experts, for text and with a vision tower."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,13 +12,13 @@ from slipstream.core.models.family import (
     LINEAR,
     UNSHARED,
     ZERO,
-    Engine,
+    EngineFacts,
     Experts,
     Family,
     Rope,
     Shape,
     Table,
-    Vision,
+    VisionFacts,
     blocks,
     linear,
     sizes_of_tower,
@@ -187,7 +185,7 @@ _QWEN35 = Family(
     rope=Rope(is_partial=True, optional=_AXES),
     query_norm="head",
     linear=DELTA_NETS,
-    engine=Engine(module="delta_models", starts_cuda=True),
+    engine=EngineFacts(module="delta_models", starts_cuda=True),
     cannot={
         "learner.parallel.cp": _IN_TURN,
         "rollout_server.drafts": _NO_DRAFTS,
@@ -198,7 +196,7 @@ _QWEN35_EXPERTS = Experts(is_normalized=True)
 _SEEING_QWEN35 = replace(
     _QWEN35,
     rope=replace(_SEEING_ROPE, is_partial=True, problems=_axes_problems),
-    vision=Vision(image_token=248056, tower=_third_tower, ties="same"),
+    vision=VisionFacts(image_token=248056, tower=_third_tower, ties="same"),
 )
 
 FAMILIES = (
@@ -255,8 +253,8 @@ FAMILIES = (
         has_head_dim=False,
         rope=_SEEING_ROPE,
         attention_bias=True,
-        vision=Vision(image_token=_IMAGE_TOKEN, tower=_second_tower, ties="either", prefix=""),
-        engine=Engine(module="vision_models"),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, tower=_second_tower, ties="either", prefix=""),
+        engine=EngineFacts(module="vision_models"),
     ),
     Family(
         architecture="Qwen3VLForConditionalGeneration",
@@ -264,8 +262,8 @@ FAMILIES = (
         values=DENSE,
         rope=_SEEING_ROPE,
         query_norm="head",
-        vision=Vision(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
-        engine=Engine(module="vision_models"),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
+        engine=EngineFacts(module="vision_models"),
     ),
     Family(
         architecture="Qwen3VLMoeForConditionalGeneration",
@@ -276,8 +274,8 @@ FAMILIES = (
         rope=_SEEING_ROPE,
         query_norm="head",
         experts=Experts(fused="as multiplied"),
-        vision=Vision(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
-        engine=Engine(module="vision_models"),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
+        engine=EngineFacts(module="vision_models"),
     ),
     replace(_SEEING_QWEN35, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
     replace(

@@ -3,8 +3,6 @@
 Both call transformers' PIL processor, on every host: torchvision would resize otherwise.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

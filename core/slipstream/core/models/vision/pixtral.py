@@ -3,8 +3,6 @@
 An image is one token for each merged patch, a break token after each row, and an end token.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

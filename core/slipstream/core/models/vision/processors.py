@@ -1,7 +1,5 @@
 """Loads the image processor of a model folder, whose family decides its class."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

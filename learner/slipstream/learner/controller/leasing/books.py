@@ -1,7 +1,5 @@
 """The accounts that several parts of the controller read and change."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slipstream.learner.controller.leasing.leases import LeaseBook

@@ -1,7 +1,5 @@
 """Leased groups and the servers that run them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

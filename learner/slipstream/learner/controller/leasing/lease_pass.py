@@ -4,8 +4,6 @@ A pass counts rooms and episodes once and updates these counts with each grant. 
 same as that of a scan of all servers and all groups before every single lease.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.core.staleness`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence

@@ -5,8 +5,6 @@ Waits for: the run's signal, the journal. Unblocked by: a server that serves, a 
 back, a new version; the disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

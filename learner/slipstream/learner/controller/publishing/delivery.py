@@ -4,8 +4,6 @@ Consumes: a server's reports. Produces: commits, verdicts on probes, aborts. Wai
 each receiver, with a deadline. Unblocked by: its report, its loss, or a failure of the publish.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

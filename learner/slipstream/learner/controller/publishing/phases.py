@@ -4,8 +4,6 @@ Waits for: the report of one server on one phase. Unblocked by: that report, a f
 server, or the limit of the wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import TypeAlias
 

@@ -6,8 +6,6 @@ Waits for: each phase of each receiver, with a deadline; the trainer waits at mo
 misses its deadline is stale: it serves nothing and is sent the weights again between later steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence
@@ -351,23 +349,16 @@ class Publisher:
     async def _follow_load(
         self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
     ) -> None:
-        problem = await self._load_problem(publish, session, digests)
-        if problem:
-            self.deliveries.fail(publish, session, problem)
-
-    async def _load_problem(
-        self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
-    ) -> str:
         if session.key in publish.failed:
-            return "it failed"
+            return
         report = await self._reports.wait(
             publish.publish_id, session.key, LOADED, self._settings.join_deadline_s
         )
         if report.phase == FAILED:
-            return report.message or "it failed"
-        if list(report.bucket_digests) != list(digests):
-            return "the digests of the loaded buckets are not those that were sent"
-        return ""
+            self.deliveries.fail(publish, session, report.message or "it failed")
+        elif list(report.bucket_digests) != list(digests):
+            problem = "the digests of the loaded buckets are not those that were sent"
+            self.deliveries.fail(publish, session, problem)
 
     def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
         """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""

@@ -7,8 +7,6 @@ fetch, for `weights.storage_deadline_s`. Unblocked by: the server's answer, its 
 No other server and no training step waits for any of this: each server has publishes of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Chooses the transport between the trainer and its servers, and the servers that it can join."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 

@@ -6,8 +6,6 @@ Unblocked by: the answer, the loss of the server, or `weights.join_deadline_s`, 
 server's stream is ended.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection
 

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
@@ -74,12 +73,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._executor.shutdown()
         try:
             self.sync()

@@ -3,8 +3,6 @@
 Engines count `generated`; the controller counts everything else. The two must agree.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """The fields of journal records and their types; records that break these rules are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, TypeAlias

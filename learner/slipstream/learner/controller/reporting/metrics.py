@@ -1,7 +1,5 @@
 """Writes the results of a run: metrics of each step, sampled trajectories and the summary."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Episodes in a form for people: one line of trajectories.jsonl each."""
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import itertools

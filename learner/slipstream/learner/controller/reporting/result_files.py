@@ -4,8 +4,6 @@ No decision depends on them, so that a fault is a warning and ends no run. metri
 line by line, as that of a long run does not fit into memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The facts of a run's summary: counts, sums, busy times and resources, and its end."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections import Counter, deque

@@ -4,8 +4,6 @@ A file is a sequence of records: length (uint64, little endian), masked CRC-32C 
 masked CRC-32C of the data. The data is a protobuf message Event of tensorboard/compat/proto.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -5,8 +5,6 @@ Waits for: the next numbers. Unblocked by: numbers, `close`. Only `close` waits 
 for a limited time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -4,8 +4,6 @@ Consumes: the servers' messages. Produces: orders to them.
 Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit of its wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Waits for: messages, and the future that a message must come after. Unblocked by
 that future.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator

@@ -7,8 +7,6 @@ all of them --lost--> DEAD
 all of them --left--> LEFT
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

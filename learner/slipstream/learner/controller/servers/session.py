@@ -1,7 +1,5 @@
 """One connected rollout server, and the orders on its stream."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

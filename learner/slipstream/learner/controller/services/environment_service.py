@@ -4,8 +4,6 @@ Waits for: a rollout server's report that it loaded a submitted environment. Unb
 report, or the limit.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Consumes: the server's messages. Produces: orders to it.
 Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -1,7 +1,5 @@
 """Answers questions of people and programs about the run, and about the health of its services."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import ModuleType

@@ -4,8 +4,6 @@ Consumes: complete groups, servers that need weights, the run's progress. Produc
 each question. Waits for: the disk that a batch is written to, engines that come to rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from slipstream.core.types import PolicyVersion

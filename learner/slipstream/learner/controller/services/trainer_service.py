@@ -5,8 +5,6 @@ Waits for: a batch, a server that needs weights, or the end. Unblocked by: the r
 limit of the call. A run has one place for a trainer, held by the stream of `KeepPlace`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

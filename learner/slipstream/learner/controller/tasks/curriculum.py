@@ -3,8 +3,6 @@
 Each choice is a function of the run's seed, the number of the choice and the results before it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from enum import Enum

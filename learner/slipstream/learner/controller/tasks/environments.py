@@ -3,8 +3,6 @@
 Weights govern leased and trained groups: the environment furthest behind its share is next.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field

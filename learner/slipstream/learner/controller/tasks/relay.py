@@ -7,8 +7,6 @@ calls. Calls to a client that does not read fail, and a rollout server that does
 stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable

@@ -3,8 +3,6 @@
 Only the controller computes them; the trainer reports only what training itself shows.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

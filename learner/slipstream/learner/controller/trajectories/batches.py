@@ -4,8 +4,6 @@ The journal holds the whole batch before the trainer gets it; then the batch's t
 acknowledged.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Consumes: ends. Produces: journal records, acknowledgements. Waits for: a noted 
 Unblocked by: `end`, `acknowledge`, the disk. Many ends are made durable at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from slipstream.core.types import Trajectory, TrajectoryId

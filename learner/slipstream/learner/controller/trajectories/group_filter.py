@@ -3,8 +3,6 @@
 Too many in a row mean that the task is solved, or that the run is stuck.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence

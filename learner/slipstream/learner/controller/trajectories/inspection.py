@@ -5,8 +5,6 @@ of quarantined deliveries. No delivery ends the controller. A server whose deliv
 quarantined is sent away; the run fails if there is no other server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Waits for: the next delivery. Unblocked by: the queue. A trajectory that no batc
 acknowledged as soon as the journal has its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import statistics

@@ -3,8 +3,6 @@
 Also counts the quarantined deliveries in a row of each server. Pure except for the files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

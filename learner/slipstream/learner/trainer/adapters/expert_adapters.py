@@ -5,8 +5,6 @@ ranks. Here every expert has its own. The module imports Megatron, so import it 
 `compat.install`.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 

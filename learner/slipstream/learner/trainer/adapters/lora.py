@@ -3,8 +3,6 @@
 Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ bundles, which hold common beginnings of sequences once. The target of a positio
 it predicts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

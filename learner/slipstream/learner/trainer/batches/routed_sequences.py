@@ -3,8 +3,6 @@
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -5,8 +5,6 @@ them walks the table: reading trajectories, padding, filler, joining, cutting fo
 and for context parallel ranks, and copies to a device. A new field is one line of `TokenFields`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ each rank does the work, and meanwhile the ranks exchange their states again and
 continue when all are done, and all fail when one of them has moved no byte for `learner.timeout_s`.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import socket

@@ -9,8 +9,6 @@ under a parameter's own name. They differ in the name of the float32 copy of the
 float32 weights have such a copy, and in the structure around the tensors.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import io

@@ -1,7 +1,5 @@
 """Files that count the bytes of each read and write: a slow disk moves some, a dead one none."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -5,8 +5,6 @@ This is the only module that may unpickle. It accepts only the plain records of
 checkpoint are read by `torch.load` with `weights_only`.
 """
 
-from __future__ import annotations
-
 import pickle
 from enum import Enum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starting weights of a run from distributed checkpoint files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model and its place in a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ TransformerEngine 2.11 has no kernel with sinks for packed sequences (`get_atten
 The class inherits from Megatron's, so import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 import math
 import types
 from typing import Any
@@ -24,8 +22,8 @@ from megatron.core.transformer.utils import (
 from slipstream.learner.trainer.layers.length_groups import (
     MOST_SCORES,
     LengthGroup,
+    LengthSplit,
     Masks,
-    Split,
     length_groups,
     path_groups,
     rows,
@@ -103,7 +101,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        split = Split(self.cp_group.rank(), size)
+        split = LengthSplit(self.cp_group.rank(), size)
         has_kernel = self.score_cap is None
         masks = Masks(self.window, has_kernel=has_kernel, most_scores=self.most_scores)
         groups, order = length_groups(bounds, split, masks, query.device)

@@ -21,7 +21,7 @@ MOST_SCORES = 1 << 25
 
 
 @dataclass(frozen=True)
-class Split:
+class LengthSplit:
     """This rank's place among the context parallel ranks."""
 
     rank: int
@@ -92,7 +92,7 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
     """
     assert packed is not None, "only packed sequences are laid out in rows"
     bounds = tuple(packed.cu_seqlens_q.tolist())
-    groups, order = length_groups(bounds, Split(0, 1), Masks(), tokens[0].device)
+    groups, order = length_groups(bounds, LengthSplit(0, 1), Masks(), tokens[0].device)
     parts = [
         mix(*(rows(each, group.queries) for each in tokens))[group.is_query] for group in groups
     ]
@@ -114,7 +114,7 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 # Layers with and without a window have groups of their own.
 @functools.lru_cache(maxsize=32)
 def length_groups(
-    bounds: tuple[int, ...], split: Split, masks: Masks, device: torch.device
+    bounds: tuple[int, ...], split: LengthSplit, masks: Masks, device: torch.device
 ) -> tuple[list[LengthGroup], Tensor]:
     """Groups sequences of similar length, so that few calls with little padding serve all.
 
@@ -152,7 +152,7 @@ def length_groups(
 def _blocks(
     member: tuple[int, int],
     bounds: tuple[int, ...],
-    split: Split,
+    split: LengthSplit,
     masks: Masks,
     device: torch.device,
 ) -> list[LengthGroup]:

@@ -3,8 +3,6 @@
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ Attention is then that of packed sequences with more keys than queries, aligned 
 every kernel for packed sequences knows. The gradient of a key is the sum over all paths with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum

@@ -8,8 +8,6 @@ stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for Mamb
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

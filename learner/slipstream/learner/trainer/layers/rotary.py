@@ -3,8 +3,6 @@
 transformers computes the frequencies, so that every scaling it knows is the one that is trained.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -7,8 +7,6 @@ still come from the trainer's router, so that the router is trained through them
 routing replay (R3), arXiv:2510.11370.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any

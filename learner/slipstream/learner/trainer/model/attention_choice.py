@@ -1,7 +1,5 @@
 """The attention that runs; TransformerEngine chooses it at the first call by shape and version."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

@@ -4,8 +4,6 @@ A training step, a pass of a publish or a save works on the adapter that is acti
 is trained exactly as if it were alone, in every layout: nothing of another adapter is there.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ Produces: nothing, or ConfigError. Waits for: the other ranks, which compute par
 sequences. Unblocked by: their parts, or the limit of their group.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -6,8 +6,6 @@ views. Replacing `tensor.data` would separate views from their buffer, and the o
 update a copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A run's settings pass through by name, and are checked against Megatron's real fields.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

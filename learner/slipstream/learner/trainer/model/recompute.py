@@ -6,14 +6,11 @@ From the second pass on, when the optimizer has its state, as many layers keep t
 memory for. All ranks recompute equally many, because a recomputed layer may communicate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from slipstream.core.settings.config import LearnerSection, ParallelSection
@@ -26,43 +23,27 @@ logger = logging.getLogger(__name__)
 _MARGIN = 0.05
 
 
-class Memory(Protocol):
-    """The memory of this rank's device, in bytes."""
-
-    def allocated(self) -> int:
-        """Returns what tensors take now."""
-
-    def peak(self) -> int:
-        """Returns the most that tensors took since `watch`."""
-
-    def watch(self) -> None:
-        """Begins to note the peak."""
-
-    def limit(self) -> int:
-        """Returns what tensors may take."""
-
-
 class GpuMemory:
-    """See `Memory`: torch's allocator, and what other processes leave of the GPU."""
+    """The memory of this rank's GPU, in bytes: torch's allocator, and what others leave."""
 
     def __init__(self, share: float | None) -> None:
         """`share`: `learner.gpu_memory_fraction`."""
         self._share = share
 
     def allocated(self) -> int:
-        """See `Memory`."""
+        """Returns what tensors take now."""
         return torch.cuda.memory_allocated()
 
     def peak(self) -> int:
-        """See `Memory`."""
+        """Returns the most that tensors took since `watch`."""
         return torch.cuda.max_memory_allocated()
 
     def watch(self) -> None:
-        """See `Memory`."""
+        """Begins to note the peak."""
         torch.cuda.reset_peak_memory_stats()
 
     def limit(self) -> int:
-        """See `Memory`."""
+        """Returns what tensors may take."""
         free, total = torch.cuda.mem_get_info()
         left = free + torch.cuda.memory_reserved()
         return min(left, int(total * self._share)) if self._share else left
@@ -97,7 +78,9 @@ def recomputed_layers(
 class Recompute:
     """The plan of one trained model: measures in the first pass, decides before the second."""
 
-    def __init__(self, models: Sequence[Megatron], learner: LearnerSection, memory: Memory) -> None:
+    def __init__(
+        self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
+    ) -> None:
         """Takes this rank's chunks without wrappers; at first one layer of each keeps its own.
 
         With Mamba layers it stays so: a layer of another kind would be measured.

@@ -1,7 +1,5 @@
 """Makes the 16-bit weights, which are trained and served, from the optimizer's float32 masters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

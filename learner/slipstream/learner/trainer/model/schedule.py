@@ -1,7 +1,5 @@
 """Micro batches run through the pipeline schedule, with or without the backward pass."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Each rank's share of a batch, and a model's outputs for it, gathered on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 

@@ -4,8 +4,6 @@
 CPUs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ are projected once. The vocabulary may be split over tensor-parallel ranks, and 
 so that it splits evenly.
 """
 
-from __future__ import annotations
-
 import types
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The cures hold for these versions only: the trainer refuses every other version by name.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.machinery
@@ -18,6 +16,7 @@ from pathlib import Path
 import torch
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.process import without_collections
+from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine
 from slipstream.learner.trainer.untyped import Megatron
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
@@ -35,8 +34,9 @@ _TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_en
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Whether TransformerEngine is installed, and a GPU is in sight that it works on."""
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    return is_installed and torch.cuda.is_available()
 
 
 def check_versions() -> None:
@@ -233,6 +233,7 @@ def _import_bridge() -> Megatron:
         # Code that looks for TransformerEngine later must not find the stubs.
         for name in _TE_STUBS:
             sys.modules.pop(name, None)
+        hide_transformer_engine()
     return auto_bridge.AutoBridge
 
 

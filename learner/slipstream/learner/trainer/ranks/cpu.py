@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -65,6 +67,7 @@ def install() -> None:
     if torch.cuda.is_available() or _installed:
         return
     _installed = True
+    hide_transformer_engine()
     _replace(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace_cuda()
     _replace_tensor_methods()
@@ -74,6 +77,12 @@ def install() -> None:
     # Deterministic sums over duplicate indices make the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
     _replace(torch.utils.deterministic, {"fill_uninitialized_memory": False})
+
+
+def hide_transformer_engine() -> None:
+    """Lets nobody import a TransformerEngine that is installed where no GPU is in sight."""
+    if not torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ torch itself would open the store on all addresses, count every client as a rank
 for a server that does not answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """The critic: its values for the tokens of a batch, and its training towards the returns."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

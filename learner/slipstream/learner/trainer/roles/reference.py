@@ -3,8 +3,6 @@
 It is a model of its own, or the policy without its adapters, which takes no memory.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

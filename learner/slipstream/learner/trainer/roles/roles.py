@@ -1,7 +1,5 @@
 """The reference model and the critic: their estimates for a batch, and their updates after it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

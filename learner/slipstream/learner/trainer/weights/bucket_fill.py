@@ -3,8 +3,6 @@
 Both ways are collective: every rank fills every bucket in turn, even one that it holds no part of.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence

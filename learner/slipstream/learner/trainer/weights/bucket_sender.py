@@ -5,8 +5,6 @@ The receivers' ranks follow. Every wait has a deadline. After an error the commu
 and the next publish builds a new one.
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar

@@ -5,8 +5,6 @@ Consumes: filled buckets. Produces: numbers of changed elements, and payloads wi
 `encode` and `finish` wait for the number of elements that they find; the other methods do not wait.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

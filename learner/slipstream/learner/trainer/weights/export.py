@@ -1,7 +1,5 @@
 """The policy's weights under the names of its Hugging Face checkpoint, as tensors or a folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator

@@ -5,8 +5,6 @@ stages. Bridge's mappings say where the rows of a tensor lie, and that does not 
 one record serves all publishes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Sends buckets over TCP from main memory: the trainer's side of a gloo communicator."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Writes a folder of the Hugging Face form, one file of bounded size after the other."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

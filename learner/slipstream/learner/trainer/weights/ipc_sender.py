@@ -5,8 +5,6 @@ cannot connect them. Without GPUs they are in shared memory. `protocol.weights.h
 side may touch a buffer at which time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

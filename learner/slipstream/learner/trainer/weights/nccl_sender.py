@@ -1,10 +1,8 @@
 """Sends buckets from GPU to GPU over NCCL."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from slipstream.core.settings.config import WeightsSection
@@ -12,25 +10,13 @@ from slipstream.learner.trainer.weights.bucket_sender import BucketSender, live
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
-from slipstream.protocol.weights.nccl_group import NcclBackend, NcclGroup, Wire
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 
-class SendingStream(Protocol):
-    """The stream on which broadcasts are enqueued."""
-
-    handle: int
-
-    def follow(self) -> None:
-        """Makes later work on this stream wait for the work enqueued on the current stream."""
-
-    def release(self) -> Release:
-        """Returns a function that makes the current stream wait for this stream's work so far."""
-
-
 class CudaStream:
-    """See `SendingStream`."""
+    """The stream on which broadcasts are enqueued."""
 
     def __init__(self, device: torch.device) -> None:
         # Broadcasts go before kernels that fill later buckets: while a broadcast waits for
@@ -39,11 +25,11 @@ class CudaStream:
         self.handle = self._stream.cuda_stream
 
     def follow(self) -> None:
-        """See `SendingStream`."""
+        """Makes later work on this stream wait for the work enqueued on the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
 
     def release(self) -> Release:
-        """See `SendingStream`."""
+        """Returns a function that makes the current stream wait for this stream's work so far."""
         sent = self._stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(sent)
 
@@ -56,8 +42,8 @@ class NcclSender(BucketSender):
     def __init__(
         self,
         weights: WeightsSection,
-        backend: NcclBackend,
-        stream: SendingStream,
+        backend: CupyNccl,
+        stream: CudaStream,
         *,
         make_unique_id: Callable[[], bytes],
     ) -> None:

@@ -4,8 +4,6 @@ All ranks learn of a problem on any rank before they continue: then all abort, a
 once. A rank that cannot send still helps to put buckets together: others wait for its parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -106,7 +104,7 @@ class WeightPublisher:
         Only rank 0's `probe` is sent.
         """
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
-        with self._published.resident():
+        with self._published.weights.resident():
             self._carry_out(order, probe)
 
     def abort(self) -> None:
@@ -146,7 +144,7 @@ class WeightPublisher:
         """
         published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
         # The share of the changes that are sent: the pass that sends them overwrites it.
-        changed_share, digests = published.changed_share, None
+        changed_share, digests = published.weights.changed_share, None
         problem = self._connect(order, announced, sender) if order.new_communicator else ""
         if not problem:
             problem, digests = self._deliver(order, result, sender)
@@ -182,7 +180,7 @@ class WeightPublisher:
         """Tells the controller on rank 0 and hears which servers take part; returns as `_agree`."""
         wanted = order.communicator.communicator_id
         communicator = order.communicator
-        num_senders = len(self._published.senders)
+        num_senders = len(self._published.weights.senders)
         if order.new_communicator:
             workers = sum(receiver.num_workers for receiver in order.receivers)
             try:
@@ -216,7 +214,7 @@ class WeightPublisher:
         sender: BucketSender,
     ) -> str:
         """Joins the new communicator; returns the first problem of any rank."""
-        place, problem = self._published.sender, ""
+        place, problem = self._published.weights.sender, ""
         if place is not None:
             try:
                 with self._listening(order) as abandoned:
@@ -266,7 +264,7 @@ class WeightPublisher:
         sender: BucketSender,
     ) -> tuple[str, WeightDigests | None]:
         """Sends all buckets; returns the first problem of any rank, and the digests."""
-        sends = _Sends(sender if self._published.sender is not None else None)
+        sends = _Sends(sender if self._published.weights.sender is not None else None)
         digests = self._published.run(
             sends, adapters_alone=order.adapters_alone, delta=_delta_of(order)
         )

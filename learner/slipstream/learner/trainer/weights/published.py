@@ -3,10 +3,8 @@
 Matrices under adapters never change: a server needs them once, and later only the adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from slipstream.core.errors import RunFailed
@@ -43,71 +41,39 @@ class Published:
 
         Servers multiply an adapter's product by `adapter_scale` before they add it.
         """
-        self._weights, self._adapters, self._held = weights, dict(adapters or {}), held
+        # All weights, or the matrices alone.
+        self.weights = weights
+        self._adapters, self._held = dict(adapters or {}), held
         self._adapter_scale = adapter_scale
         # Digests by name of the matrices, which never change; empty before the first pass.
         self._unchanged: dict[str, bytes] = {}
-
-    @property
-    def senders(self) -> tuple[int, ...]:
-        """The ranks that send, in the order of `TensorSpec.sender`."""
-        return self._weights.senders
-
-    @property
-    def sender(self) -> int | None:
-        """This rank's index in `senders`; None if it does not send."""
-        return self._weights.sender
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of the weights, without adapters that are sent apart."""
-        return self._weights.buckets
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the model without adapters; tied tensors count once."""
-        return self._weights.num_parameters
 
     @property
     def largest_bucket(self) -> int:
         """Bytes of the largest bucket."""
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
-    @property
-    def offer(self) -> weights_pb2.Delta | None:
-        """See `WeightStream`."""
-        return self._weights.offer
-
-    @property
-    def changed_share(self) -> float:
-        """See `WeightStream`."""
-        return self._weights.changed_share
-
     def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
         """Returns the bytes that travel to each receiver."""
         if delta is not None:
-            wires = on_the_wire(self._weights.buckets, delta.changed)
+            wires = on_the_wire(self.weights.buckets, delta.changed)
             return sum(bucket.num_bytes for bucket in wires)
         return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
         """Returns the layout, from which a receiver derives the same buckets."""
         return layout_to_pb(
-            () if adapters_alone else self._weights.tensors,
-            self._weights.bucket_bytes,
+            () if adapters_alone else self.weights.tensors,
+            self.weights.bucket_bytes,
             adapters=next((stream.tensors for stream in self._adapters.values()), ()),
             adapter_scale=self._adapter_scale,
             adapter_names=[name for name in self._adapters if name],
         )
 
-    def resident(self) -> AbstractContextManager[None]:
-        """Keeps the parameters on the device inside the context: a pass begins at once."""
-        return self._weights.resident()
-
     def fill_ahead(self) -> None:
         """See `WeightStream`; fills the first adapter's buckets if adapters are sent apart."""
         # Between two passes the first adapter is the active one.
-        next(iter(self._adapters.values()), self._weights).fill_ahead()
+        next(iter(self._adapters.values()), self.weights).fill_ahead()
 
     def run(
         self,
@@ -123,7 +89,7 @@ class Published:
         `WeightStream`; adapters apart are always published.
         """
         if not self._adapters:
-            return self._weights.run(send, delta=delta, is_publish=is_publish)
+            return self.weights.run(send, delta=delta, is_publish=is_publish)
         found: list[WeightDigests] = []
         first = 0
         for name, stream in self._parts(adapters_alone=adapters_alone):
@@ -160,7 +126,7 @@ class Published:
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
         """Returns the streams of a pass, each with its adapter, or None for the matrices."""
         assert self._adapters or not adapters_alone
-        matrices = [] if adapters_alone else [(None, self._weights)]
+        matrices = [] if adapters_alone else [(None, self.weights)]
         return [*matrices, *self._adapters.items()]
 
     def _check(self, matrices: WeightDigests) -> None:

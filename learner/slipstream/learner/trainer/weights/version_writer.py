@@ -8,8 +8,6 @@ A manifest is written after all objects that it names. The controller learns its
 then, and servers learn them from the controller: no server ever sees half of a version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import threading
@@ -216,10 +214,10 @@ class VersionWriter:
 
     def _opened_objects(self) -> RankObjects | None:
         """Returns the objects of this rank; None if it sends nothing."""
-        sender = self._published.sender
+        sender = self._published.weights.sender
         if self._objects is None and sender is not None:
             self._objects = RankObjects(
-                self._published.buckets,
+                self._published.weights.buckets,
                 sender,
                 self._storage,
                 object_bytes=self._weights.bucket_mib << 20,
@@ -251,7 +249,7 @@ class VersionWriter:
             )
             link.version.CopyFrom(report.version)
             if not self._ranks.is_main:
-                self._write_part(_part(report.folder, self._published.sender), link, until)
+                self._write_part(_part(report.folder, self._published.weights.sender), link, until)
                 return
             self._join(link, report.folder, until)
             if link.HasField("delta"):
@@ -271,7 +269,7 @@ class VersionWriter:
                 return
             if not self._ranks.is_main:
                 logger.warning("version %d: %s", report.version.step, cause)
-                self._ranks.flags.set(_failed(report.folder, self._published.sender))
+                self._ranks.flags.set(_failed(report.folder, self._published.weights.sender))
                 return
             report.error = cause
             # Its objects would fill a full disk.
@@ -282,7 +280,7 @@ class VersionWriter:
     def _join(self, link: weights_pb2.StoredLink, folder: str, until: Until) -> None:
         """Adds the objects and changes of the other senders to rank 0's own link."""
         changed = list(link.delta.changed)
-        for sender in range(1, len(self._published.senders)):
+        for sender in range(1, len(self._published.weights.senders)):
             part = self._part_of(folder, sender, until)
             link.objects.extend(part.objects)
             changed = [sum(both) for both in zip(changed, part.delta.changed, strict=True)]
@@ -298,7 +296,7 @@ class VersionWriter:
 
     def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
         """Returns another sender's link. Raises WeightSyncError if that sender failed."""
-        key, rank = _part(folder, sender), self._published.senders[sender]
+        key, rank = _part(folder, sender), self._published.weights.senders[sender]
         what = f"rank {rank} could not write version {folder}"
         # A folder shows a file before its last byte.
         while not self._ranks.flags.is_set(_stored(key)):

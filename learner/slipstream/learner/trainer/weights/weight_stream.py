@@ -4,8 +4,6 @@ Consumes: parameters. Produces: buckets on their senders, and the digest of ever
 all work is enqueued on a stream of its own: bucket k + 1 is filled while bucket k travels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

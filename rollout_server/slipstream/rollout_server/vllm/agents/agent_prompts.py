@@ -1,7 +1,5 @@
 """Prompts of agents' requests: exact tokens of a conversation that continues, and images."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

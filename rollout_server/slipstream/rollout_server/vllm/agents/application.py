@@ -4,8 +4,6 @@ It answers chat completions, responses, Anthropic's messages and the list of mod
 has more paths, a metrics registry and middlewares, all of which are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

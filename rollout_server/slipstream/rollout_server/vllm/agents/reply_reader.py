@@ -1,7 +1,5 @@
 """Reasoning and calls of tools in replies, read by the parsers of vLLM that agents' calls use."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

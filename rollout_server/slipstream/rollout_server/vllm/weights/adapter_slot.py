@@ -3,8 +3,6 @@
 Their tensors are handed over between two steps of the engine; requests name them by their ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import get_args
 

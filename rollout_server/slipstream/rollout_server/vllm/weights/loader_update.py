@@ -6,8 +6,6 @@ for: each bucket. Unblocked by: the bucket, or its deadline.
 Some layers of vLLM change their weights after loading, so that a copy is not enough.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator

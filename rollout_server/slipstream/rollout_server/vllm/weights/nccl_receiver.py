@@ -4,8 +4,6 @@ All broadcasts are enqueued ahead on a stream of their own. The communicator's w
 deadline of each bucket; the worker's thread waits once, in `digests`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +11,7 @@ import torch
 from slipstream.protocol.weights.cuda_digests import load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
@@ -25,7 +23,7 @@ class NcclReceiver(BucketReceiver):
 
     enqueues = True
 
-    def __init__(self, membership: Membership, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         # vLLM takes seconds to import, and code that only names the transports does not need it.
         from vllm.utils.nccl import unpinned_nccl_env

@@ -9,8 +9,6 @@ plan. A model that the plan does not cover goes through the loader every time. L
 arrive behind the weights that they are put on, or alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -27,7 +25,7 @@ from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
 from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.receivers import (
     GlooReceiver,
@@ -45,7 +43,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import reload
 
-TRANSPORTS: dict[str, Callable[[Membership, torch.device], BucketReceiver]] = {
+TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
     "gloo": GlooReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
@@ -58,7 +56,7 @@ BACKEND = "slipstream"
 class Joining:
     """Joins a communicator on a thread: the engine computes meanwhile."""
 
-    def __init__(self, membership: Membership, device: torch.device) -> None:
+    def __init__(self, membership: Seat, device: torch.device) -> None:
         self.communicator_id = membership.communicator.communicator_id
         self._lock = threading.Lock()
         self._closed = False
@@ -87,7 +85,7 @@ class Joining:
         if receiver is not None:
             receiver.close()
 
-    def _join(self, membership: Membership, device: torch.device) -> None:
+    def _join(self, membership: Seat, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
@@ -159,7 +157,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         order = weights_pb2.PublishOrder.FromString(init_info.order)
         if order.communicator.transport not in TRANSPORTS:
             raise WeightSyncError(f"transport {order.communicator.transport!r} is not known here")
-        seat = Membership(
+        seat = Seat(
             communicator=order.communicator,
             rank=init_info.first_rank + self.parallel_config.rank,
             join_deadline_s=order.join_deadline_s,

@@ -4,8 +4,6 @@ vLLM imports this module in every worker (`worker_extension_cls`), and with it t
 engine, which registers itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import os

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.algorithms.token_functions import TAKEN, report_names
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, LossSum, StepStatistics
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
@@ -427,3 +427,4 @@ def test_step_without_a_trained_token_has_finite_metrics() -> None:
     loss = loss_of(torch.zeros(1), nothing)
     assert step.add([loss.statistics], OneRank()) == 0
     assert all(math.isfinite(value) for value in step.metrics().values())
+    assert {*step.metrics()} - {*NAMES} < TAKEN

@@ -7,14 +7,21 @@ import itertools
 import pytest
 import torch
 from slipstream.learner.trainer.batches.micro_batch import zigzag
-from slipstream.learner.trainer.layers.length_groups import LengthGroup, Masks, Split, length_groups
+from slipstream.learner.trainer.layers.length_groups import (
+    LengthGroup,
+    LengthSplit,
+    Masks,
+    length_groups,
+)
 
 CPU = torch.device("cpu")
 # Packed sequences of several lengths; the first two have a length class of their own.
 BOUNDS = (0, 48, 92, 100, 104)
 
 
-def seen(groups: list[LengthGroup], bounds: tuple[int, ...], split: Split) -> dict[int, set[int]]:
+def seen(
+    groups: list[LengthGroup], bounds: tuple[int, ...], split: LengthSplit
+) -> dict[int, set[int]]:
     """The places of the keys that each token of a rank sees, all in the whole micro batch."""
     own = zigzag(bounds, split.rank, split.size).tolist()
     gathered = torch.cat([zigzag(bounds, rank, split.size) for rank in range(split.size)]).tolist()
@@ -48,7 +55,7 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
         masks = Masks(window, has_kernel=has_kernel, most_scores=most)
         found: dict[int, set[int]] = {}
         for rank in range(size):
-            split = Split(rank, size)
+            split = LengthSplit(rank, size)
             groups, order = length_groups(BOUNDS, split, masks, CPU)
             assert order.sort()[0].tolist() == list(range(BOUNDS[-1] // size))
             found |= seen(groups, BOUNDS, split)
@@ -58,13 +65,13 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
 @pytest.mark.parametrize(
     ("split", "masks"),
     [
-        (Split(0, 2), Masks()),
-        (Split(1, 2), Masks(1024)),
-        (Split(0, 1), Masks(1024)),
-        (Split(0, 1), Masks(has_kernel=False)),
+        (LengthSplit(0, 2), Masks()),
+        (LengthSplit(1, 2), Masks(1024)),
+        (LengthSplit(0, 1), Masks(1024)),
+        (LengthSplit(0, 1), Masks(has_kernel=False)),
     ],
 )
-def test_a_long_sequence_holds_places_and_no_masks(split: Split, masks: Masks) -> None:
+def test_a_long_sequence_holds_places_and_no_masks(split: LengthSplit, masks: Masks) -> None:
     groups, order = length_groups((0, 32768), split, masks, CPU)
     tensors = [order, *(t for g in groups for t in vars(g).values() if torch.is_tensor(t))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -18,7 +18,7 @@ from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Membership
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
@@ -62,7 +62,7 @@ class Server:
         self._thread.start()
 
     def _receive(self) -> None:
-        seat, whole = Membership(self._where, self._rank, LIMIT_S), self._scene.buckets
+        seat, whole = Seat(self._where, self._rank, LIMIT_S), self._scene.buckets
         receiver = TRANSPORTS[self._where.transport](seat, torch.device("cpu"))
         for buckets in (whole, self._scene.payloads):
             incoming = Incoming(buckets, LIMIT_S, own_buffers=False, digested=buckets is whole)

@@ -10,12 +10,12 @@ import torch
 from slipstream.protocol.weights.nccl_environment import AGREED, agreed_settings
 from slipstream.rollout_server.vllm.weights import nccl_receiver
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
-from slipstream.rollout_server.weights.bucket_receiver import Membership
+from slipstream.rollout_server.weights.bucket_receiver import Seat
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
 from vllm.utils import nccl
 
-MEMBERSHIP = Membership(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
+MEMBERSHIP = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
 
 
 class Stream:
