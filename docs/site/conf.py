@@ -87,6 +87,7 @@ CONTENTS = {
         "docs/internals/limits",
         "docs/internals/weight_changes",
         "docs/internals/journal",
+        "docs/internals/proofs",
         "docs/internals/trainer",
         "docs/internals/proofs",
         "docs/internals/rollout_server",
