@@ -38,7 +38,7 @@ def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:
 
 
 def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
-    address = f"controller.address=127.0.0.1:{free_port()}"
+    address = f"controller.address=127.0.0.1:{free_port('127.0.0.1')}"
     result = run_command("quickstart", address, cwd=tmp_path, limit_s=600)
     assert (result.returncode, result.stderr) == (0, "")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny"}

@@ -209,7 +209,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     roles.add_argument(
         "--for",
         dest="target",
-        choices=("slurm", "compose"),
+        choices=("slurm", "compose", "ray"),
         help="write files of this scheduler, not JSON",
     )
     roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")

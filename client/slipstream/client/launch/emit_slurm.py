@@ -74,11 +74,12 @@ export HOST_ADDRESS=$SLURMD_NODENAME SERVER_ID=server-$SLURM_ARRAY_TASK_ID
 
 leave() {{ leaving=1; [ -z "$server" ] || kill -TERM "$server"; }}
 trap leave TERM
+answers() {{ timeout 3 bash -c "exec 3<> /dev/tcp/${{CONTROLLER_ADDRESS/://}}" 2> /dev/null; }}
 failures=0
 # As long as the learner's job is queued or runs. Between two of its starts this job waits.
 while [ -z "$leaving" ] && squeue --me --noheader --name={learner_job} | grep -q .; do
     CONTROLLER_ADDRESS=$(cat {address} 2> /dev/null)
-    if ! timeout 3 bash -c "exec 3<> /dev/tcp/${{CONTROLLER_ADDRESS/://}}" 2> /dev/null; then
+    if ! answers; then
         sleep {look} & wait $!
         continue
     fi
@@ -87,7 +88,8 @@ while [ -z "$leaving" ] && squeue --me --noheader --name={learner_job} | grep -q
     wait "$server"; code=$?
     while kill -0 "$server" 2> /dev/null; do wait "$server"; code=$?; done
     server=
-    [ "$code" -ne 2 ] || exit 2
+    # A server that is refused would be refused again; one whose controller has gone waits for it.
+    if [ "$code" -eq 2 ] && answers; then exit 2; fi
     [ "$code" -eq 0 ] || failures=$((failures + 1))
     [ "$failures" -le {restarts} ] || exit "$code"
 done

@@ -259,7 +259,7 @@ async def check_algorithms(config: Config) -> str | None:
 
 async def prove_algorithms(config: Config, *arguments: str) -> Ended:
     """Proves the functions of the algorithms; raises ConfigError if that takes too long."""
-    with _told_when_slow("the algorithm's functions are proved, which takes a minute"):
+    with _told_when_slow("the proof of the algorithm's functions takes a minute"):
         checked = await run_module(
             [ALGORITHMS_CHECK, *arguments],
             limit_s=PROOF_LIMIT_S,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.client.launch.emit_compose import compose_file
+from slipstream.client.launch.emit_ray import ray_program
 from slipstream.client.launch.emit_slurm import slurm_files
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.roles import Roles, Site, controller_port, master_port, roles_of
@@ -42,10 +43,14 @@ def print_roles(
         say(roles.model_dump_json(indent=2))
         return 0
     ports = {"controller_port": controller_port(config), "master_port": master_port(config)}
-    files = slurm_files(roles, str(out), **ports)
+    if target == "ray":
+        files = {"run.py": ray_program(roles, str(out / "run.py"), **ports)}
+    else:
+        files = slurm_files(roles, str(out), **ports)
     write_files(files, out)
+    start = "python" if target == "ray" else "sbatch"
     for name in files:
-        say(f"sbatch {shlex.quote(str(out / name))}")
+        say(f"{start} {shlex.quote(str(out / name))}")
     return 0
 
 

@@ -75,7 +75,7 @@ class Scene:
         size = len(self.mask)
         logprobs = -0.2 - chance.exponential(1.0, size)
         gaps = np.zeros((2, size)) if self.is_on_policy else chance.normal(0, 0.3, (2, size))
-        lags = chance.integers(0, 4, size)
+        lags = chance.integers(0, 4, size, dtype=np.int32)
         is_given = (self.ids == 3).numpy()
         proximal = logprobs - gaps[0]
         found = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from slipstream.client.cli import main, parse
+from slipstream.client.launch.emit_ray import ray_program
 from slipstream.client.launch.emit_slurm import shell_word, slurm_files
 from slipstream.client.launch.print_roles import write_files
 from slipstream.client.launch.roles import (
@@ -157,6 +159,24 @@ def test_the_shell_reads_a_word_as_it_was(word: str) -> None:
     read = subprocess.run(["bash", "-c", f"printf %s {shell_word(word)}"], capture_output=True)
     assert read.stdout.decode() == word
     assert read.returncode == 0
+
+
+def test_ray_gets_a_program_of_the_roles() -> None:
+    asked = ("learner.world_size=4", "learner.ranks_per_node=2", "rollout_server.count=3")
+    printed = roles(*asked, on_gpus=True)
+    text = ray_program(printed, "ray/run.py", controller_port=7070, master_port=29500)
+    values = {
+        target.id: statement.value
+        for statement in ast.parse(text).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    assert ast.literal_eval(values["LEARNER"]) == printed[LEARNER].command
+    assert ast.literal_eval(values["ROLLOUT_SERVER"]) == printed[ROLLOUT_SERVER].command
+    assert ast.literal_eval(values["LEARNER_NEEDS"]) == {"CPU": 3, "GPU": 2}
+    # Nodes of a gang lie on machines of their own.
+    assert 'strategy="STRICT_SPREAD"' in text
 
 
 def test_files_that_were_edited_are_kept(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def policy_loss(
             if unknown := one.reports.keys() - set(reports):
                 what = f"it reports {min(unknown)}, but did not of three tokens"
                 raise function.fault(what, where)
-            columns += columns_of(function, one, mine)
+            columns += columns_of(function, one, mine, chosen)
         found = factors.weights * terms.losses
         kl = algorithm.kl
         if kl.coefficient and kl.placement == "loss":

@@ -50,12 +50,17 @@ class Column:
     mask: Tensor
 
 
-def columns_of(function: Function, found: TokenTerms | TokenWeights, mask: Tensor) -> list[Column]:
-    """Returns what a function reports; one's own also where its values are not finite."""
+def columns_of(
+    function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
+) -> list[Column]:
+    """Returns what a function reports of the tokens in `mask`.
+
+    One's own function also has a column of the `trained` tokens whose values are not finite.
+    """
     columns = [Column(name, report, mask) for name, report in found.reports.items()]
     if function.is_own:
         values = found.losses if isinstance(found, TokenTerms) else found.weights
-        columns.append(Column(str(function), ~values.isfinite(), mask))
+        columns.append(Column(str(function), ~values.isfinite(), trained))
     return columns
 
 

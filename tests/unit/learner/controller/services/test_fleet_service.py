@@ -30,9 +30,7 @@ async def test_processes_that_are_turned_away_again_and_again_take_no_more_memor
     first = fleet_pb2.ServerHello(server_id="s", process=1, host="here")
     older = SimpleNamespace(name="s", hello=first)
     events: list[str] = []
-    run = SimpleNamespace(
-        progress=None, events=SimpleNamespace(add=lambda text, _: events.append(text))
-    )
+    run = SimpleNamespace(progress=None, events=SimpleNamespace(warn=events.append))
     fleet = SimpleNamespace(sessions={"s": older})
     servicer = FleetServicer(fleet, run, Relay(str, print, LoopClock()))  # type: ignore[arg-type]
     context: grpc.aio.ServicerContext = Context()  # type: ignore[assignment]

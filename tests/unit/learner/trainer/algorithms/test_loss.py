@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -428,3 +430,23 @@ def test_step_without_a_trained_token_has_finite_metrics() -> None:
     assert step.add([loss.statistics], OneRank()) == 0
     assert all(math.isfinite(value) for value in step.metrics().values())
     assert {*step.metrics()} - {*NAMES} < TAKEN
+
+
+def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a token that no policy sampled, too."""
+    source = "def {}(tokens):\n    return tokens.logprobs * (0 / tokens.advantages)\n"
+    for kind in ("loss", "weight"):
+        (tmp_path / f"own_nan_{kind}.py").write_text(source.format(kind))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    policy = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    # 0 / 0 at the second token, and at the third, which is context.
+    batch = micro_batch([-1.0, math.nan, -1.0], [1.0, 0.0, 0.0], [True, True, False])
+    for kind in ("loss", "weight"):
+        settings = algorithm(**{kind: f"own_nan_{kind}:{kind}"})
+        step = StepStatistics(reports=report_names([settings], has_reference=False))
+        step.add([loss_of(policy, batch, settings).statistics], OneRank())
+        named = f"{kind} own_nan_{kind}:{kind}"
+        assert step.fault == f"{named} gave 1 tokens a value that is not finite"

@@ -1,0 +1,93 @@
+"""The quickstart's task as a guest of Ray, by the program that `slipstream roles` writes.
+
+Real daemons of Ray: five nodes on this machine, of which one with a rollout server dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RIG = ROOT / "tests" / "support" / "rigs" / "ray_cluster.py"
+PYTHON = Path(os.environ.get("SLIPSTREAM_RAY", "none")) / "bin" / "python"
+STEPS, GROUPS_PER_STEP = 60, 16
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="SLIPSTREAM_RAY must name a virtual environment with ray",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared folder, after the run."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "models").mkdir()
+    (folder / "models" / "tiny").symlink_to(tiny_model)
+    (folder / "deploy").symlink_to(ROOT / "deploy")
+    # The address by which Ray calls the nodes of this machine.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        address = probe.getsockname()[0]
+    make = [ROOT / "deploy" / "make_certificates.sh", folder / "secrets", address]
+    subprocess.run(make, check=True, capture_output=True)
+    environ = os.environ | {
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        "RAY_raylet_start_wait_time_s": "240",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    settings = [f"run.steps={STEPS}", "rollout_server.count=2"]
+    roles = ["slipstream", "roles", "deploy/configs/quickstart.toml", *settings, "--for", "ray"]
+    subprocess.run(roles, cwd=folder, env=environ, check=True, capture_output=True)
+    command = [str(PYTHON), str(RIG), "ray/run.py", "log", "10"]
+    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
+    log = folder / "log"
+    said = log.read_text()[-6000:] if log.exists() else ""
+    assert ended.returncode == 0, f"{ended.stderr.decode()[-3000:]}\n{said}"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "runs/quickstart/summary.json").read_text())
+    return found
+
+
+def test_the_run_ends_with_its_last_step_and_has_learned(summary: dict[str, Any]) -> None:
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
+    assert summary["reward_heldout"] > 0.5 > summary["reward_heldout_first"]
+
+
+def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
+    ledger = summary["ledger"]
+    assert (ledger["difference"], ledger["queued"], ledger["in_flight"]) == (0, 0, 0)
+
+
+def test_nothing_is_trained_twice(folder: Path) -> None:
+    lines = (folder / "runs/quickstart/journal/journal.log").read_text().splitlines()
+    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS_PER_STEP
+
+
+def test_a_server_of_a_dead_node_starts_again(folder: Path) -> None:
+    joins = (folder / "log").read_text().count(" joins ")
+    assert joins >= 3
+
+
+def test_the_log_of_all_instances_is_one(folder: Path) -> None:
+    log = (folder / "log").read_text()
+    assert "rollout server server-0 joins" in log
+    assert re.search(rf"step +{STEPS}/{STEPS}", log)
