@@ -89,7 +89,6 @@ CONTENTS = {
         "docs/internals/journal",
         "docs/internals/proofs",
         "docs/internals/trainer",
-        "docs/internals/proofs",
         "docs/internals/rollout_server",
         "docs/adr/README",
     ],
