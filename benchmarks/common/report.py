@@ -29,7 +29,9 @@ def render(name: str, folder: Path) -> str:
         return f"{NOT_YET}\n"
     result = json.loads(path.read_text())
     lines = result["table"]
-    blocks = [list(block) for is_row, block in groupby(lines, lambda line: line[:1] == "|") if is_row]
+    blocks = [
+        list(block) for is_row, block in groupby(lines, lambda line: line[:1] == "|") if is_row
+    ]
     # A part that was not measured has only its titles.
     tables = ["\n".join(block) for block in blocks if len(block) > 2]
     notes = [line for line in lines if line and not line.startswith("|")]
