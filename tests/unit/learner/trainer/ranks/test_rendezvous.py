@@ -1,7 +1,5 @@
 """The ranks' meeting place: strangers are no ranks, and who does not come is named in time."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess
