@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Coroutine, Sequence
 
+from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import counted, plain, say
@@ -126,7 +127,12 @@ def status_lines(run: RunStatus) -> list[str]:
         )
         for server in run.servers
     ]
-    return [*lines, "", *_table(rows), "", *environment_lines(run.environments)]
+    times = [*time_lines(run.metrics), *advice_lines(run.metrics)]
+    return [
+        *lines,
+        *(["", *times] if times else []),
+        *("", *_table(rows), "", *environment_lines(run.environments)),
+    ]
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
