@@ -92,7 +92,8 @@ async def play(
 ) -> Played:
     """Runs `steps` steps under `setting`."""
     costs = Costs().slower(arguments.slower)
-    with tempfile.TemporaryDirectory() as name:
+    # A disk that others use would be measured too.
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         config = config_of(arguments, setting, Path(name), steps)
         controller = SteeredController(config)
         address = config.controller.address

@@ -99,7 +99,11 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
 
 
 def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Path) -> None:
-    always, sometimes = tables("A step in metrics.jsonl")
+    always, sometimes, times, advice = (
+        *tables("A step in metrics.jsonl"),
+        *tables("Why is it slow", "guides/watching.md"),
+    )
+    always, sometimes = always + times, sometimes + advice
     rows = [row for row in rows_of(run) if "step" in row]
     own = {name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")}
     assert {"echo/reward", "echo/right", "repeat/reward"} <= own

@@ -61,8 +61,8 @@ class Profile:
     # A step of the trainer: a fixed part, and a part for each token that replicas share.
     training_fixed_s: float
     training_token_s: float
-    # From the end of training to the new weights' serving, and from there to the next training
-    # when its batch is complete; generation is paused for `pause_s` of the first.
+    # Seconds from the end of training until the new weights serve, and from there to the next
+    # training when its batch is complete; generation is paused for `pause_s` of the first.
     publish_s: float
     order_s: float
     pause_s: float
