@@ -1,7 +1,5 @@
 """The facts of a run's summary: times, resources and the rate of generation."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path
