@@ -82,7 +82,9 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
         assert family.documentation
         assert not UNITS.search(family.name), family.name
         for sample in family.samples:
-            others = sample.labels.keys() - {"run", "server", "environment", "state", "fate"}
+            others = sample.labels.keys() - {
+                *("run", "server", "environment", "state", "fate", "cause", "change")
+            }
             assert not others
             assert sample.name.endswith("_total") == (family.type == "counter")
 
