@@ -63,6 +63,8 @@ CONTENTS = {
         "docs/guides/parallelism",
         "docs/guides/deployment",
         "docs/guides/cluster",
+        "docs/guides/kubernetes",
+        "docs/guides/skypilot",
         "docs/guides/gpus",
         "docs/guides/migration",
     ],

@@ -209,10 +209,16 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     roles.add_argument(
         "--for",
         dest="target",
-        choices=("slurm", "compose", "ray"),
+        choices=("slurm", "kubernetes", "skypilot", "ray", "compose"),
         help="write files of this scheduler, not JSON",
     )
     roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
+    roles.add_argument(
+        "--code", type=Path, metavar="FOLDER", help="your modules, which travel with the files"
+    )
+    roles.add_argument(
+        "--gpus", action="store_true", help="ask for GPUs, though these packages need none"
+    )
     roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
     roles.set_defaults(execute=_roles)
 
@@ -360,7 +366,12 @@ def _roles(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         raise ConfigError("roles needs a CONFIG.toml")
     return print_roles(
-        arguments.config, arguments.overrides, target=arguments.target, out=arguments.out
+        arguments.config,
+        arguments.overrides,
+        target=arguments.target,
+        out=arguments.out,
+        code=arguments.code,
+        on_gpus=arguments.gpus,
     )
 
 
