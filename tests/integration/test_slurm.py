@@ -4,8 +4,6 @@ Real daemons of Slurm on nodes made of namespaces. A rollout job is preempted, a
 learner's job is requeued; the run goes on to its end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
