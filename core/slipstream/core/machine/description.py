@@ -30,10 +30,11 @@ PACKAGES = (
 
 def describe_machine() -> dict[str, JsonValue]:
     """Returns processor, cores that this process may use, system and GPUs, by name."""
+    system = os.uname()
     return {
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
+        "system": f"{system.sysname} {system.release} {system.machine}",
         "gpus": [gpu.name for gpu in list_gpus()],
     }
 
@@ -58,4 +59,4 @@ def processor() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return os.uname().machine
