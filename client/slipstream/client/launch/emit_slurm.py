@@ -77,6 +77,7 @@ leave() {{ leaving=1; [ -z "$server" ] || kill -TERM "$server"; }}
 trap leave TERM
 # Once the learner's job is neither queued nor runs; not while Slurm itself gives no answer.
 is_over() {{ jobs=$(squeue --me --noheader --name={learner_job}) && [ -z "$jobs" ]; }}
+has_moved() {{ now=$(cat {address}) && [ "$now" != "$CONTROLLER_ADDRESS" ]; }}
 answers() {{ timeout 3 bash -c "exec 3<> /dev/tcp/${{CONTROLLER_ADDRESS/://}}" 2> /dev/null; }}
 failures=0
 # Between two starts of the learner's job this job waits.
@@ -88,8 +89,11 @@ while [ -z "$leaving" ] && ! is_over; do
     fi
     {command} &
     server=$!
-    # A server that has not joined yet hears from nobody that the run is over.
-    while sleep {watch}; do if is_over; then kill -TERM "$server"; break; fi; done &
+    # A server that has not joined yet hears from nobody that the run is over, and none hears that
+    # the learner's node died and the controller is elsewhere.
+    while sleep {watch}; do
+        if is_over || has_moved; then kill -TERM "$server"; break; fi
+    done &
     watch=$!
     wait "$server"; code=$?
     while kill -0 "$server" 2> /dev/null; do wait "$server"; code=$?; done

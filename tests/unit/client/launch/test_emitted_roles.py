@@ -173,7 +173,7 @@ def rollout_job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """
     programs = {
         "squeue": "echo >> calls; cat jobs",
-        "slipstream": "touch runs/started; exec sleep 600",
+        "slipstream": 'echo "$@" >> runs/started; exec sleep 600',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -221,6 +221,17 @@ def test_a_rollout_job_stays_while_slurm_does_not_answer(
     calls = tmp_path / "calls"
     asked = calls.stat().st_size
     until(lambda: calls.stat().st_size >= asked + 3)
+    assert rollout_job.poll() is None
+
+
+@pytest.mark.process
+def test_a_server_follows_the_learner_to_another_node(
+    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "runs" / "quickstart" / "controller.address").write_text(address)
+        until(lambda: f"--controller={address} " in (tmp_path / "runs" / "started").read_text())
     assert rollout_job.poll() is None
 
 
