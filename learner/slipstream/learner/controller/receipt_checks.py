@@ -39,6 +39,8 @@ from slipstream.learner.controller.trajectories.batch import FormedBatch, from_r
 from slipstream.protocol.bounds import one_line
 
 Record = Mapping[str, Any]
+# Characters of a line that is shown.
+MAX_LINE = 1000
 # Fates of tokens whose sum is that of all generated tokens.
 FATES = (
     *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
@@ -66,10 +68,9 @@ class Story:
     def read(cls, receipt: Receipt, folder: Path) -> Story:
         """Reads the unpacked files; raises SlipstreamError if one is damaged."""
         records = list(read_records(folder / JOURNAL))
-        try:
-            summary = json.loads((folder / SUMMARY).read_text())
-        except ValueError as error:
-            raise ProtocolError(f"{SUMMARY} is no JSON: {one_line(str(error), 200)}") from error
+        summary = json.loads((folder / SUMMARY).read_text())
+        if not isinstance(summary, dict):
+            raise ProtocolError(f"{SUMMARY} is no table")
         config = load_config(folder / CONFIG)
         return cls(receipt, folder, config, records, read_history(records), summary)
 
@@ -102,8 +103,9 @@ def check(path: Path) -> int:
             for name, told in CHECKS.items():
                 for line in told(story):
                     _say(name, line)
-        except (SlipstreamError, OSError) as error:
-            print(f"slipstream: {str(error).replace(f'{folder}/', '')}", file=sys.stderr)
+        except (SlipstreamError, OSError, ValueError, RecursionError) as error:
+            cause = one_line(str(error).replace(f"{folder}/", ""), MAX_LINE)
+            print(f"slipstream: {cause}", file=sys.stderr)
             return FAILED
     return DONE
 
@@ -200,16 +202,12 @@ def _curve(story: Story) -> Iterator[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            is_row = isinstance(row, dict) and ("step" in row) != ("evaluation_step" in row)
-        except ValueError:
-            is_row = False
-        if not is_row or ("step" in row and not isinstance(row.get("reward_mean"), float)):
+    rows: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows, start=1):
+        known = row if isinstance(row, dict) else {}
+        needed = ("step", "reward_mean") if "step" in known else ("evaluation_step",)
+        if not all(isinstance(known.get(name), int | float) for name in needed):
             raise ProtocolError(f"{METRICS}: line {number} is no row")
-        rows.append(row)
     return rows
 
 
@@ -247,7 +245,8 @@ def _shown(value: object) -> str:
 
 
 def _say(name: str, text: str) -> None:
-    print(f"{name:>10}  {text}", flush=True)
+    # Names in a receipt are those of strangers.
+    print(f"{name:>10}  {one_line(text, MAX_LINE)}", flush=True)
 
 
 # In this order: the versions are followed before what is counted on the way is compared.
