@@ -1,7 +1,5 @@
 """Rules on which package may import which, and on what no source may contain."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,7 +1,5 @@
 """`slipstream check` proves functions, alone and by training a tiny model in several layouts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a user types wrong is said in one line, at once."""
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import json

@@ -1,7 +1,5 @@
 """The controller over real gRPC, with servers and a trainer that compute nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The scheduler that plans ahead while workers draft, with a model that is a table of numbers."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass, field

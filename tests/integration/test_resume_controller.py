@@ -4,8 +4,6 @@ A crash is a copy of the run's folder, made in the middle of a run: what a contr
 at that moment leaves on the disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

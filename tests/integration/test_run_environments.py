@@ -1,7 +1,5 @@
 """Users' environments in a run with all parts: every way in, and every way to break."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One short run with all real parts, and everything that it leaves."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Real daemons of Slurm on nodes made of namespaces. A rollout job is preempted, t
 the learner's job is requeued, its node dies; the run goes on to its end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ Commands, environment, mounts and secrets are those that Docker Compose resolves
 namespaces stand in for hosts and containers, and this checkout for the image.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

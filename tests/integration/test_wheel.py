@@ -1,7 +1,5 @@
 """The package as a user installs it: one wheel, and a client without torch or vLLM."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import venv

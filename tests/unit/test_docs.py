@@ -1,7 +1,5 @@
 """What README.md and docs/ say about commands, settings and files is true."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import fnmatch

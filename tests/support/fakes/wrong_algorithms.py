@@ -1,7 +1,5 @@
 """Functions of algorithms that are wrong in one way each, and right ones that look wrong."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

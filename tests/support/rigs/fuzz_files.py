@@ -1,7 +1,5 @@
 """Readers of files that a run leaves, or that are given to it, to be fuzzed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gzip

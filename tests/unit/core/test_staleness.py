@@ -1,7 +1,5 @@
 """The staleness promise: never broken, never stuck, whatever the servers do."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence

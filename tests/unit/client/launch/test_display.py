@@ -1,7 +1,5 @@
 """What a run shows on the screen at its end."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

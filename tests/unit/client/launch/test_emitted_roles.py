@@ -1,7 +1,5 @@
 """The roles of a run, and the files of schedulers that are made of them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

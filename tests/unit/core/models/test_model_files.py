@@ -1,7 +1,5 @@
 """Folders of models that cannot be loaded are found before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Functions of an algorithm by name: the built-in ones, and modules of one's own."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from pathlib import Path

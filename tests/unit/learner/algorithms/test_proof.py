@@ -1,7 +1,5 @@
 """A wrong function is refused with its property, and no right one is."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The state of a run, rebuilt from its journal."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The facts of a run's summary: busy times, resources and the rate of generation."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path
