@@ -57,6 +57,7 @@ CONTENTS = {
         "docs/guides/judges",
         "docs/guides/watching",
         "docs/guides/checkpoints",
+        "docs/guides/receipts",
         "docs/guides/models",
         "docs/guides/images",
         "docs/guides/agreement",
