@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.run_folder import TARGETS
 from slipstream.learner.controller.reporting.run_collector import (
+    ADVICE_METRICS,
     FATES,
     SERVER_COUNTERS,
     STEP_METRICS,
@@ -87,8 +88,8 @@ def run(tmp_path_factory):
     report = live.trainer.report
 
     async def report_all(step):
-        """Adds the metrics that a trainer reports which computes something."""
-        for name in STEP_METRICS:
+        """Adds the metrics that a longer run and a trainer have which computes something."""
+        for name in (*STEP_METRICS, *ADVICE_METRICS, "gain/server_more"):
             step.metrics.setdefault(name, 0.5)
         return await report(step)
 
@@ -139,7 +140,9 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
         assert family.documentation
         assert not UNITS.search(family.name), family.name
         for sample in family.samples:
-            others = sample.labels.keys() - {"run", "server", "environment", "state", "fate"}
+            others = sample.labels.keys() - {
+                *("run", "server", "environment", "state", "fate", "cause", "change")
+            }
             assert not others
             assert sample.name.endswith("_total") == (family.type == "counter")
 
