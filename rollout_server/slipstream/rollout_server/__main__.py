@@ -4,6 +4,8 @@ Exit codes: 0 the server drained, 1 something broke (the cause is on stderr), 2 
 settings, or the controller refuses the server), 4 vLLM's engine did not start.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import logging

@@ -315,7 +315,7 @@ _FILES = "deploy/make_certificates.sh makes all files"
 
 CHECKS = (
     Check("model", Stage.SETTINGS, ANY, _model),
-    Check("security", Stage.SETTINGS, ANY, _security, _FILES),
+    Check("security", Stage.SETTINGS, WHOLE_RUN, _security, _FILES),
     Check("open sockets", Stage.SETTINGS, ANY, _exposure, "use a private network or a tunnel"),
     Check("queue", Stage.SETTINGS, WHOLE_RUN, _queue),
     Check("packages", Stage.SETTINGS, ANY, _packages),
