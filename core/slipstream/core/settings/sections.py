@@ -337,6 +337,8 @@ class SecuritySection(Section):
     # File with a secret of at least 32 characters that every caller sends: the run's, or that of
     # the host's role.
     token_file: Path | None = None
+    # File with another one, which Prometheus sends: it opens /metrics (tracking.prometheus) alone.
+    metrics_token_file: Path | None = None
     # Modules of the environments that clients may submit, each with all below it; any if None.
     # Such a class runs on every rollout host.
     submitted_modules: tuple[str, ...] | None = None

@@ -77,6 +77,8 @@ class Credentials:
     client_ca: bytes | None = None
     # Where they were read; files that change are read again. None: they were given.
     files: SecuritySection | None = None
+    # Opens /metrics alone.
+    metrics_token: str | None = None
 
     @property
     def has_tls(self) -> bool:
@@ -91,7 +93,8 @@ class Credentials:
             key=_read_optional(section.tls_key, "security.tls_key"),
             ca=_read_optional(section.tls_ca, "security.tls_ca"),
             client_ca=_read_optional(section.tls_client_ca, "security.tls_client_ca"),
-            token=None if section.token_file is None else read_tokens(section.token_file)[0],
+            token=_first_token(section.token_file, "security.token_file"),
+            metrics_token=_first_token(section.metrics_token_file, "security.metrics_token_file"),
             files=section,
         )
 
@@ -133,6 +136,21 @@ def check_address(address: str, credentials: Credentials, *, what: str) -> None:
         )
     if credentials.token is None:
         raise ConfigError(f"{what} {address} is not loopback: set security.token_file")
+
+
+def check_metrics_address(address: str, credentials: Credentials) -> None:
+    """Raises ConfigError unless /metrics at `address` is loopback, or has TLS and its own token."""
+    if is_loopback(address):
+        return
+    if not credentials.has_tls:
+        raise ConfigError(
+            f"tracking.prometheus {address} is not loopback: set security.tls_certificate and "
+            "tls_key"
+        )
+    if credentials.metrics_token is None:
+        raise ConfigError(
+            f"tracking.prometheus {address} is not loopback: set security.metrics_token_file"
+        )
 
 
 def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
@@ -361,6 +379,10 @@ def _read_text(path: Path, what: str) -> str:
         return _read(path, what).decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
+
+
+def _first_token(path: Path | None, what: str) -> str | None:
+    return None if path is None else read_tokens(path, what)[0]
 
 
 def _read_optional(path: Path | None, what: str) -> bytes | None:

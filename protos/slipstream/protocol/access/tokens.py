@@ -60,9 +60,8 @@ def may_call(role: str | None, method: str) -> bool:
     return method.removeprefix(_PREFIX).startswith((*_READS, *RIGHTS[role]))
 
 
-def read_tokens(path: Path) -> tuple[str, ...]:
-    """Returns the lines of a token file; raises ConfigError for an unfit one."""
-    what = "security.token_file"
+def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...]:
+    """Returns the lines of a file of tokens; raises ConfigError, with the setting `what`."""
     try:
         text = path.read_text("utf-8")
     except OSError as error:

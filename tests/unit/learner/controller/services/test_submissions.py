@@ -1,7 +1,5 @@
 """What a run asks of an environment that a client submits."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.v1 import environment_pb2, trajectory_pb2
