@@ -150,7 +150,7 @@ def test_files_of_security_are_tried_before_anything_starts(
     model = config.model.model_copy(update={"path": tmp_path})
     config = config.model_copy(update={"security": security, "model": model})
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        asyncio.run(require(Scene(config, frozenset({"replay"}), dry_run=True), Stage.SETTINGS))
+        asyncio.run(require(Scene(config, frozenset({"learner"}), dry_run=True), Stage.SETTINGS))
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,10 @@ def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, probl
     ],
 )
 def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem: str) -> None:
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
     run = run_of(security={"submitted_modules": ["ours"]})
     spec = environment_pb2.EnvironmentSpec(
-        name="e", reference=reference, weight=1.0, timeout_s=1.0, num_workers=1
+        name="e", reference=reference, weight=1.0, timeout_s=1.0, num_workers=1, purpose=purpose
     )
     servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]
     assert servicer._problem(spec) == problem
