@@ -1,7 +1,5 @@
 """The folder of a run, and which command writes it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
