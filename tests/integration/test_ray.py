@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RIG = ROOT / "tests" / "support" / "rigs" / "ray_cluster.py"
 PYTHON = Path(os.environ.get("SLIPSTREAM_RAY", "none")) / "bin" / "python"
-STEPS, GROUPS_PER_STEP = 60, 16
+STEPS, GROUPS_PER_STEP = 150, 16
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
@@ -47,10 +47,10 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "RAY_raylet_start_wait_time_s": "240",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    settings = [f"run.steps={STEPS}", "rollout_server.count=2"]
-    roles = ["slipstream", "roles", "deploy/configs/quickstart.toml", *settings, "--for", "ray"]
+    settings = ["deploy/configs/quickstart.toml", "rollout_server.count=2"]
+    roles = ["slipstream", "roles", *settings, "--for", "ray"]
     subprocess.run(roles, cwd=folder, env=environ, check=True, capture_output=True)
-    command = [str(PYTHON), str(RIG), "ray/run.py", ".", "10", "25"]
+    command = [str(PYTHON), str(RIG), "ray/run.py", ".", "10"]
     ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
     said = "\n".join(path.read_text()[-4000:] for path in sorted(folder.glob("*.tail")))
     assert ended.returncode == 0, f"{ended.stderr.decode()[-3000:]}\n{said}"
@@ -65,7 +65,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def test_the_run_ends_with_its_last_step_and_has_learned(summary: dict[str, Any]) -> None:
     assert (summary["state"], summary["steps"]) == ("finished", STEPS)
-    assert summary["reward_heldout"] > 0.5 > summary["reward_heldout_first"]
+    assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
 
 
 def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:

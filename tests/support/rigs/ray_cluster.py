@@ -1,9 +1,9 @@
 """Submits the program that `slipstream roles --for ray` writes to a Ray cluster of several nodes.
 
-`python ray_cluster.py PROGRAM FOLDER SERVER_STEP LEARNER_STEP`, by an interpreter that has Ray. At
-the first step a node with a rollout server dies, at the second one the learner's node; then the
-program is submitted again. What `ray job logs` shows of both jobs comes into FOLDER. Ends with 0 if
-the first job failed and the second one did not.
+`python ray_cluster.py PROGRAM FOLDER STEP`, by an interpreter that has Ray. At STEP a node with a
+rollout server dies, and once that server has started elsewhere the learner's node; then the program
+is submitted again. What `ray job logs` shows of both jobs comes into FOLDER. Ends with 0 if the
+first job failed and the second one did not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 
-NODES = 4
+NODES, SERVERS = 4, 2
 RAY = Path(sys.executable).with_name("ray")
 NODE_NEEDS = {"num_cpus": 2}
 
@@ -32,8 +32,7 @@ def main() -> int:
     )
     nodes = [cluster.add_node(**NODE_NEEDS) for _ in range(NODES)]
     address = f"--address=http://{cluster.head_node.webui_url}"
-    deaths = dict(zip(("rollout-server", "learner"), map(int, sys.argv[3:5]), strict=True))
-    codes = []
+    deaths, codes = ["rollout-server", "learner"], []
     for name in ("first", "second"):
         log = folder / f"{name}.tail"
         submit = [RAY, "job", "submit", address, f"--submission-id={name}"]
@@ -42,18 +41,22 @@ def main() -> int:
                 [*submit, "--", sys.executable, program], stdout=output, stderr=output
             )
         while job.poll() is None:
-            steps = [int(found) for found in re.findall(r"step +(\d+)/", log.read_text())]
-            role = next(iter(deaths), None)
-            if role is not None and max(steps, default=0) >= deaths[role]:
-                del deaths[role]
-                dead = next(node for node in nodes if processes(node, f"slipstream {role}"))
+            text = log.read_text()
+            steps = [int(found) for found in re.findall(r"step +(\d+)/", text)]
+            is_due = {
+                "rollout-server": max(steps, default=0) >= int(sys.argv[3]),
+                "learner": text.count(" joins ") > SERVERS,
+            }
+            if deaths and is_due[deaths[0]]:
+                words = f"slipstream {deaths.pop(0)}"
+                dead = next(node for node in nodes if processes(node, words))
                 nodes[nodes.index(dead)] = cluster.add_node(**NODE_NEEDS)
                 kill(cluster, dead)
             time.sleep(0.5)
         codes.append(job.returncode)
         with (folder / f"{name}.log").open("wb") as output:
             subprocess.run([RAY, "job", "logs", address, name], stdout=output, check=True)
-    return int(deaths != {} or codes[0] == 0 or codes[1] != 0)
+    return int(bool(deaths) or codes[0] == 0 or codes[1] != 0)
 
 
 def kill(cluster: Any, node: Any) -> None:
