@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -140,6 +139,28 @@ def test_a_queue_is_there_if_the_settings_have_one() -> None:
     assert "queue.yaml" not in pods('queue.kind="redis"', own).files("k")
 
 
+def test_only_the_first_pod_of_the_learner_answers_prometheus_from_elsewhere() -> None:
+    assert not any(name.startswith(("scaling", "monitor")) for name in pods().files("k"))
+    asked = (*GANG, 'tracking.prometheus="10.0.0.1:9400"')
+    files = pods(*asked).files("k")
+    at_home = 'tracking.prometheus="127.0.0.1:9400"'
+    elsewhere = 'tracking.prometheus="$(HOST_ADDRESS):9400"'
+    first, *others = pod_specs_of(files)
+    words = first["containers"][0]["command"]
+    assert words.index(at_home) < words.index(elsewhere)
+    assert {port["containerPort"] for port in first["containers"][0]["ports"]} == {9400, 9401}
+    for spec in others:
+        assert at_home in spec["containers"][0]["command"]
+        assert elsewhere not in spec["containers"][0]["command"]
+    secrets = yaml.safe_load(files["kustomization.yaml"])["secretGenerator"]
+    holders = [each["name"] for each in secrets if "secrets/metrics_token" in each["files"]]
+    assert holders == ["quickstart-learner"]
+    policy = yaml.safe_load(files["network.yaml"])
+    assert policy["spec"]["ingress"][1] == {"ports": [{"port": 9400, "endPort": 9401}]}
+    scaled = yaml.safe_load(files["scaling/scaledobject.yaml"])["spec"]
+    assert scaled["scaleTargetRef"]["name"] == "quickstart-rollout-server"
+
+
 @pytest.mark.parametrize("name", ["Upper", "under_score", "9first", "last-", "a.b", "a" * 32])
 def test_a_run_that_can_be_no_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name must be a name in Kubernetes: .*got '"):
@@ -248,7 +269,14 @@ def test_a_run_that_can_be_no_name_of_skypilot_is_refused() -> None:
         skypilot('run.name="a.b"')
 
 
-def test_a_folder_with_the_model_travels_with_skypilot(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    _, learner, _ = skypilot(f"model.path={json.dumps(str(tmp_path / 'tiny'))}")
-    assert learner["file_mounts"]["~/slipstream/tiny"] == str(tmp_path / "tiny")
+def test_models_travel_under_names_of_their_own() -> None:
+    reference = ('reference.path="other/frozen"', "algorithm.kl.coefficient=0.1")
+    _, learner, _ = skypilot(*reference)
+    assert learner["file_mounts"]["~/slipstream/models/tiny"] == "models/tiny"
+    assert learner["file_mounts"]["~/slipstream/models/frozen"] == "other/frozen"
+    assert '"reference.path=\\"${HOME}/slipstream/models/frozen\\""' in learner["run"]
+    (container,) = pod_specs(*reference)["learner"]["containers"]
+    assert 'reference.path="/models/frozen"' in container["command"]
+    for make in (pods, skypilot):
+        with pytest.raises(ConfigError, match=r"\.path must end with a name of its own, got"):
+            make('reference.path="other/tiny"', "algorithm.kl.coefficient=0.1")
