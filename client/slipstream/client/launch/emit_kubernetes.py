@@ -47,6 +47,7 @@ MOST_SERVERS = 64
 METRICS_TOKEN = "metrics_token"
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 LONGEST_NAME = 63
+_KEY = re.compile(r"[A-Za-z0-9_./-]+")
 _PLAIN = re.compile(r"(?=.*[a-z])[\w./$()@%+=-]+(:[\w./$()@%+=-]+)*")
 QUEUE_COMMAND = (
     *(
@@ -79,6 +80,7 @@ class Pods:
         self.run = config.run.name
         self.nodes, _ = learner_nodes(config)
         check_name(self.run, self.nodes)
+        check_keys(code)
         self.text = path.read_text()
         self.code = code
         self.on_gpus = on_gpus
@@ -193,7 +195,7 @@ class Pods:
             ports=self._metrics_ports() if has_metrics else "",
             unprivileged=UNPRIVILEGED,
             gpus=gpus if role.gpus else "",
-            probes=_probes(role, name),
+            probes=_leaving(role) if name == FURTHER_LEARNER else _probes(role, name),
             init="" if is_server else self._wait_for_name(),
             code=indent(self._code_volume(), "    "),
             models=models if self.models else "",
@@ -276,6 +278,16 @@ class Pods:
         )
 
 
+def check_keys(code: ShippedCode) -> None:
+    """Raises ConfigError for a file that no ConfigMap can hold under its name."""
+    for name in code.files:
+        if _KEY.fullmatch(name) is None:
+            raise ConfigError(
+                f"--code: a file in a ConfigMap has a name of letters, digits, '.', '_' and '-', "
+                f"got {name!r}"
+            )
+
+
 def check_name(run: str, nodes: int) -> None:
     """Raises ConfigError unless pods and services can have names that begin with the run's."""
     # Kubernetes adds five letters to the names of pods.
@@ -305,9 +317,7 @@ def _secret_places(config: Config, has_queue: bool) -> list[str]:
 
 def _probes(role: Role, name: str) -> str:
     """Returns the probes; a shell fills in the variables, which the kubelet does not."""
-    if name == FURTHER_LEARNER:
-        return ""
-    command = shell_command(["exec", *role.health.command], indent=0).replace(" \\\n", " ")
+    command = _shell(role.health.command)
     health = "exec: *health"
     start = math.ceil((PATIENCE_S + role.health.patience_s) / 10)
     lines = [
@@ -323,6 +333,18 @@ def _probes(role: Role, name: str) -> str:
         lines += ["livenessProbe:", f"  {health}", "  periodSeconds: 30", "  timeoutSeconds: 20"]
         lines += ["  failureThreshold: 10"]
     return indent("\n".join(lines) + "\n", "    ")
+
+
+def _leaving(role: Role) -> str:
+    """Returns what a further node does before it is told to end: all others end in order too."""
+    stop = ["slipstream", "stop", *role.health.command[2:], "--reason=a node of the learner leaves"]
+    hook = f"preStop: {{exec: {{command: [sh, -c, {json.dumps(_shell(stop))}]}}}}"
+    return f"    lifecycle:\n      {hook}\n"
+
+
+def _shell(command: Sequence[str]) -> str:
+    """Returns a command for `sh -c`."""
+    return shell_command(["exec", *command], indent=0).replace(" \\\n", " ")
 
 
 def _reference(word: str) -> str:

@@ -196,6 +196,12 @@ def test_code_goes_into_a_config_map_with_its_folders(tmp_path: Path) -> None:
         read_code(tmp_path / "none", tmp_path, most_bytes=None)
 
 
+@pytest.mark.parametrize("name", ["two words.py", "a=b.py", "ä.txt", "a:b"])
+def test_a_file_that_can_be_no_key_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"a file in a ConfigMap has a name of letters, .*got '"):
+        pods(code={name: ""})
+
+
 def test_code_that_lies_where_it_is_shipped_from_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "task.py").touch()
     assert read_code(tmp_path, tmp_path, most_bytes=None).copies == {}
