@@ -45,6 +45,8 @@ CONFIG_MAP_BYTES = 1 << 20
 SCALING_QUERY = 'max(slipstream_wanted_servers{run="%s"})'
 MOST_SERVERS = 64
 METRICS_TOKEN = "metrics_token"
+TOKENS = {FURTHER_LEARNER: "trainer_token", ROLLOUT_SERVER: "rollout_server_token"}
+QUEUE_SECRETS = ("ca.pem", "server.pem", "server.key", "redis.acl", "redis_controller_password")
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 LONGEST_NAME = 63
 _KEY = re.compile(r"[A-Za-z0-9_./-]+")
@@ -249,19 +251,18 @@ class Pods:
     def _kustomization(self, folder: str, roles: Mapping[str, Role]) -> str:
         resources = ["learner.yaml", "rollout-server.yaml", "network.yaml"]
         secrets = {
-            name: [Path(secret.file).name for secret in role.secrets]
+            name: [_secret(Path(secret.file).name, name) for secret in role.secrets]
             for name, role in roles.items()
         }
         if self.metrics_port:
-            secrets[LEARNER].append(METRICS_TOKEN)
+            secrets[LEARNER].append(_secret(METRICS_TOKEN))
         if self.has_queue:
             resources.append("queue.yaml")
-            secrets["queue"] = ["ca.pem", "server.pem", "server.key", "redis.acl"]
-            secrets["queue"].append("redis_controller_password")
+            secrets["queue"] = [_secret(name) for name in QUEUE_SECRETS]
         lines = []
         for name, files in secrets.items():
             lines.append(f"  - name: {self.run}-{name}\n    files:")
-            lines += [f"      - secrets/{file}" for file in files]
+            lines += [f"      - {file}" for file in files]
         code = ""
         if self.code.files:
             code = f"  - name: {self.run}-code\n    files:\n" + "".join(
@@ -355,6 +356,12 @@ def _reference(word: str) -> str:
 def _key(name: str) -> str:
     """Returns the key of a file in a ConfigMap, which has no folders."""
     return name.replace("/", "..")
+
+
+def _secret(name: str, role: str = "") -> str:
+    """Returns an entry of a Secret; another role than the controller's has a token of its own."""
+    token = TOKENS.get(role) if name == "token" else None
+    return f"token=secrets/{token}" if token else f"secrets/{name}"
 
 
 def _items(words: Sequence[str], spaces: int) -> str:

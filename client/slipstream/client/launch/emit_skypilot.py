@@ -113,7 +113,8 @@ def _mounts(role: Role, path: Path, models: set[Path]) -> str:
     for secret in role.secrets:
         name = secret.file.removeprefix(f"{PLACE}/secrets/")
         if name != secret.file:
-            files[f"{place}/secrets/{name}"] = f"secrets/{name}"
+            is_server = role.name == ROLLOUT_SERVER and name == "token"
+            files[f"{place}/secrets/{name}"] = f"secrets/{'rollout_server_' * is_server}{name}"
     files |= {f"{place}/models/{model.name}": str(model) for model in sorted(models)}
     lines = [f"  {there}: {json.dumps(here)}\n" for there, here in files.items()]
     return "file_mounts:\n" + "".join(lines)

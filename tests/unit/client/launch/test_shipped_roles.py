@@ -42,11 +42,11 @@ def pod_specs_of(files: dict[str, str]) -> list[dict[str, Any]]:
 def test_each_pod_gets_the_secrets_of_its_role_alone() -> None:
     table = yaml.safe_load(pods(*GANG).files("k")["kustomization.yaml"])
     secrets = {entry["name"]: entry["files"] for entry in table["secretGenerator"]}
-    both = ["secrets/ca.pem", "secrets/token"]
+    ca, own = "secrets/ca.pem", ["secrets/server.pem", "secrets/server.key"]
     assert secrets == {
-        "quickstart-learner": [*both, "secrets/server.pem", "secrets/server.key"],
-        "quickstart-learner-node": both,
-        "quickstart-rollout-server": both,
+        "quickstart-learner": [ca, "secrets/token", *own],
+        "quickstart-learner-node": [ca, "token=secrets/trainer_token"],
+        "quickstart-rollout-server": [ca, "token=secrets/rollout_server_token"],
     }
     for name, spec in pod_specs(*GANG).items():
         named = {volume["name"]: volume for volume in spec["volumes"]}
@@ -242,6 +242,8 @@ def test_skypilot_gets_a_task_for_the_learner_and_one_for_each_server() -> None:
         assert (each["num_nodes"], each["resources"]["use_spot"]) == (1, True)
         # The key of the controller's certificate stays with the learner.
         assert not any("server.key" in name for name in each["file_mounts"])
+        token = each["file_mounts"]["~/slipstream/secrets/token"]
+        assert token == "secrets/rollout_server_token"
         assert each["workdir"] == "mine"
 
 
