@@ -96,14 +96,21 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     assert summary["publishes_verified"] >= math.ceil(summary["publishes"] / 4)
     assert summary["probe_gap_max"] <= 1e-3
     assert summary["published_bytes"] > 0
-    assert set(summary["busy"]) == {"generation", "training", "both"}
-    assert all(0 < share <= 1 for share in summary["busy"].values())
+    trainer, servers = summary["time"]["trainer"], summary["time"]["servers"]
+    assert sum(trainer.values()) == pytest.approx(1, abs=0.05)
+    assert sum(servers.values()) == pytest.approx(1, abs=0.05)
+    assert trainer["training"] > 0
+    assert servers["sampling"] > 0
     assert summary["wall_s"] > 0
     assert len(summary["weight_digest"]) == 32
 
 
 def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Path) -> None:
-    always, sometimes = tables("A step in metrics.jsonl")
+    always, sometimes, times, advice = (
+        *tables("A step in metrics.jsonl"),
+        *tables("Why is it slow", "guides/watching.md"),
+    )
+    always, sometimes = always + times, sometimes + advice
     rows = [row for row in rows_of(run) if "step" in row]
     own = {name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")}
     assert {"echo/reward", "echo/right", "repeat/reward"} <= own
@@ -403,6 +410,13 @@ def test_no_secret_comes_into_a_receipt(
         assert key.encode() not in data
         assert b"the-password" not in data
     assert load_config(tmp_path / "files" / "config.toml").queue.redis_url == "rediss://far:1/0"
+
+    socket = (copy / "config.toml").read_text().replace(url, 'redis_url = "unix://a:b@/run/x"')
+    (copy / "config.toml").write_text(socket)
+    pack(copy, tmp_path / "local")
+    (tmp_path / "of-local").mkdir()
+    unpack(tmp_path / "local", tmp_path / "of-local")
+    assert load_config(tmp_path / "of-local/config.toml").queue.redis_url == "unix:///run/x"
 
     monkeypatch.setenv("MY_API_KEY", "echo-heldout")
     with pytest.raises(ConfigError, match=r"\$MY_API_KEY in it: no receipt is made of it"):
