@@ -156,9 +156,10 @@ class RunRecorder:
         elapsed = max(now - self._last_step_s, 1e-9)
         self._last_step_s = now
         row = {
+            # A function of the user's may report a name that the controller has, too.
+            **metrics,
             "step": float(batch.version),
             "wall_s": now - self._started_s,
-            **metrics,
             **batch_statistics(batch),
             **gauges,
             "step_s": elapsed,
