@@ -75,6 +75,12 @@ class Results:
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return False
+        self._run.traces.stepped(
+            batch.version,
+            [(g.group_id, g.environment, g.task_index) for g in batch.groups],
+            begin_s=now - report.wall_s,
+            end_s=now,
+        )
         snapshot = books.ledger.snapshot()
         row = self._recorder.step(
             batch,
