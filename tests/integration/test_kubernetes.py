@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.learner.controller.records.journal import read_records
 from support.rigs import namespaces
 from support.rigs.kubernetes_pods import Pod, Pods, wait_for
 from support.rigs.namespaces import Mount, Network
@@ -200,8 +201,7 @@ def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
 
 
 def test_nothing_is_trained_twice(story: Story) -> None:
-    lines = (story.run / "journal" / "journal.log").read_text().splitlines()
-    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    records = read_records(story.run / "journal")
     trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
     assert len(trained) == STEPS * GROUPS_PER_STEP
     assert len(trained) == len(set(trained))
