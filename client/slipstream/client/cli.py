@@ -153,13 +153,18 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     learner.add_argument(
         "--node-rank",
         type=int,
-        default=os.environ.get("NODE_RANK", "0"),
+        default=os.environ.get("NODE_RANK"),
         help="0: the node of the controller; default: NODE_RANK of the environment",
     )
     learner.add_argument(
         "--master",
         metavar="HOST:PORT",
         help="where the ranks of all nodes meet; default: MASTER_ADDR and MASTER_PORT",
+    )
+    learner.add_argument(
+        "--connect-timeout-s",
+        type=float,
+        help="how long to wait for the controller, and for a queue that another program starts",
     )
     learner.set_defaults(execute=_learner)
 
@@ -168,7 +173,10 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
     server.add_argument("--server-id", help="a name that stays the same after a restart")
     server.add_argument(
-        "--connect-timeout-s", type=float, default=20.0, help="how long to wait for the controller"
+        "--connect-timeout-s",
+        type=float,
+        default=20.0,
+        help="how long to wait for the controller, and for a queue that another program starts",
     )
     server.add_argument(
         "--final",
@@ -329,6 +337,7 @@ async def _learner(arguments: argparse.Namespace) -> int:
         arguments.overrides,
         node_rank=arguments.node_rank,
         master=arguments.master,
+        connect_timeout_s=arguments.connect_timeout_s,
         dry_run=arguments.dry_run,
     )
 

@@ -6,9 +6,18 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.client.doctor.fit import check_fit
-from slipstream.client.doctor.machine import check_build, check_gpus, check_machine, check_packages
-from slipstream.client.launch.checks import Finding, Scene, Verdict, find_all, problem
+from slipstream.client.launch.checks import Scene, find_all
+from slipstream.client.launch.findings import Finding, Verdict, problem
+from slipstream.client.launch.fit import check_fit
+from slipstream.client.launch.machine import (
+    check_build,
+    check_companions,
+    check_disk,
+    check_gpus,
+    check_limits,
+    check_machine,
+    check_packages,
+)
 from slipstream.client.launch.preflight import run_module
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
@@ -38,8 +47,10 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
 async def examine(config: Config | None) -> list[Finding]:
     """Returns the findings about this machine, and about a configuration on it."""
     gpus = list_gpus()
-    run_dir = config.run.dir if config is not None else Path("runs")
-    findings = [*check_machine(run_dir=run_dir, has_gpu=bool(gpus)), *check_packages()]
+    findings = [*check_machine(has_gpu=bool(gpus)), *check_packages()]
+    if config is None:
+        findings += [*check_limits(has_gpu=bool(gpus)), check_disk(Path("runs"))]
+        findings += check_companions()
     findings += [*check_gpus(gpus), *check_build(gpus, config)]
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)
@@ -48,7 +59,7 @@ async def examine(config: Config | None) -> list[Finding]:
         if config.queue.kind == "redis" and config.queue.redis_url is not None:
             if importlib.util.find_spec("redis") is None:
                 return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]
-            from slipstream.client.doctor.queue import check_queue
+            from slipstream.client.launch.queue_server import check_queue
 
             findings += await check_queue(config)
     return findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.queue_section import QueueEnd
@@ -22,6 +22,23 @@ async def check_queue(config: Config) -> list[Finding]:
     return [await _check_end(config, end) for end in ROLES]
 
 
+async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
+    """Returns which user of `end` may write; ConfigError if it may not, or nothing answers.
+
+    A server that is away has `patience_s` to come.
+    """
+    url = redis_url_of(config.queue, end)
+    connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
+    try:
+        async with contextlib.aclosing(connection.client):
+            await connection.probe(ROLES[end].probe)
+            if end == "controller":
+                await check_loading(connection)
+    except QueueError as error:
+        raise ConfigError(f"{error}; check queue.redis_url, the server and its log") from None
+    return f"redis at {connection.name} lets user {connection.user} write"
+
+
 async def _check_end(config: Config, end: QueueEnd) -> Finding:
     area, own = f"queue, {end.replace('_', ' ')}", config.queue.user_of(end)
     if own is not None and not own.password_file.exists():
@@ -32,14 +49,14 @@ async def _check_end(config: Config, end: QueueEnd) -> Finding:
             f"nothing, unless a {end.replace('_', ' ')} starts here",
         )
     try:
-        connection = RedisConnection(redis_url_of(config.queue, end), "probe")
-        async with contextlib.aclosing(connection.client), asyncio.timeout(LIMIT_S):
-            await connection.probe(ROLES[end].probe)
+        async with asyncio.timeout(LIMIT_S):
+            seen = await ask_queue(config, end, patience_s=0.0)
             if end == "controller":
-                await check_settings(connection)
-                await check_loading(connection)
+                connection = RedisConnection(redis_url_of(config.queue, end), "probe")
+                async with contextlib.aclosing(connection.client):
+                    await check_settings(connection)
     except TimeoutError:
         return problem(area, f"redis does not answer within {LIMIT_S:g} s", LINES)
     except (QueueError, ConfigError) as error:
-        return problem(area, str(error), f"check queue.redis_url and the server; {LINES}")
-    return ok(area, f"redis at {connection.name} lets user {connection.user} write")
+        return problem(area, str(error), LINES)
+    return ok(area, seen)

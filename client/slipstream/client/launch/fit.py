@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slipstream.client.doctor.machine import free_memory
-from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.client.launch.findings import Finding, advice, ok, problem
+from slipstream.client.launch.machine import check_disk, free_memory
 from slipstream.client.launch.placement import Placement, draft_problem, fit_here
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
@@ -118,6 +118,19 @@ def needs_of(config: Config) -> Needs | None:
         saved_bytes=parameters * saved_bytes,
         saved_expert_bytes=experts * saved_bytes,
     )
+
+
+def disk_for(config: Config) -> Finding:
+    """Checks that the disk of the run's folder holds its checkpoints, and the model of the end."""
+    needs = needs_of(config)
+    if needs is None:
+        return check_disk(config.run.dir)
+    model = needs.parameters * (2 if config.model.dtype != "float32" else 4)
+    once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
+    final = model * config.learner.export_final
+    # A new checkpoint is whole before an old one goes.
+    usual = (config.checkpoint.keep_last + 1) * once + final
+    return check_disk(config.run.dir, least_bytes=max(once, final), usual_bytes=usual)
 
 
 def expert_split(parallel: ParallelSection) -> int:
