@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client.launch import fit, machine
-from slipstream.client.launch import placement
+from slipstream.client.launch import fit, machine, placement
 from slipstream.client.launch.findings import Finding, Verdict
 from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus

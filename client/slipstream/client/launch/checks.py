@@ -23,6 +23,7 @@ from slipstream.client.launch.engine_checks import (
 from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
 from slipstream.client.launch.fit import disk_for
 from slipstream.client.launch.machine import check_companions, check_limits
+from slipstream.client.launch.network import check_interfaces
 from slipstream.client.launch.peers import compare
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
@@ -76,6 +77,10 @@ class Scene:
     # The parts that start on this machine; the doctor does not know them.
     parts: frozenset[Part] = frozenset()
     dry_run: bool = False
+    # The doctor looks, and makes no folder.
+    leaves_nothing: bool = False
+    # Number of the learner's node.
+    node_rank: int = 0
     # Seconds to wait for a controller, or a queue, that others start.
     connect_timeout_s: float = 0.0
 
@@ -265,7 +270,8 @@ async def _running_controller(scene: Scene) -> str | None:
     if "controller" in scene.parts:
         return None
     of_ranks = "learner" in scene.parts
-    asker = f"{'learner' if of_ranks else 'rollout server'} on {socket.gethostname()}"
+    asker = f"learner node {scene.node_rank}" if of_ranks else "rollout server"
+    asker += f" on {socket.gethostname()}"
     return await compare(scene.config, scene.connect_timeout_s, of_ranks=of_ranks, asker=asker)
 
 
@@ -279,6 +285,12 @@ async def _running_queue(scene: Scene) -> str | None:
 
     seen = [await ask_queue(scene.config, end, patience_s=scene.connect_timeout_s) for end in ends]
     return "; ".join(seen)
+
+
+async def _environments(scene: Scene) -> None:
+    """Checks the environments where the controller starts; servers only load theirs."""
+    play = "controller" in scene.parts
+    await check_environments(scene.config, play=play, keeps_log=not scene.leaves_nothing)
 
 
 _FILES = "deploy/make_certificates.sh makes all files"
@@ -304,6 +316,7 @@ CHECKS = (
         elsewhere="nothing, unless trainer rank 0 runs here",
     ),
     Check("packages", Stage.PLACE, SERVER, lambda _: [*check_companions()]),
+    Check("network", Stage.PLACE, LEARNER, lambda scene: check_interfaces(scene.config)),
     Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
     Check("disk", Stage.PLACE, CONTROLLER, lambda scene: [disk_for(scene.config)]),
     Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
@@ -325,6 +338,6 @@ CHECKS = (
         "environments",
         Stage.START,
         CONTROLLER | SERVER,
-        lambda scene: check_environments(scene.config),
+        _environments,
     ),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.client.launch.machine import check_disk, free_memory
 from slipstream.client.launch.placement import Placement, draft_problem, fit_here
+from slipstream.client.launch.roles import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
@@ -43,8 +44,11 @@ class Needs:
     saved_expert_bytes: float = 0.0
 
 
-def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Checks placement, transport and memory of `slipstream run` on this machine."""
+def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
+    """Checks placement, transport and memory of a share of the roles on this machine.
+
+    None: the share of `slipstream run`, which other machines may have.
+    """
     needs = needs_of(config)
     if needs is not None:
         others = " and ".join(["activations", *role_settings(config)])
@@ -54,10 +58,15 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
             f"without {others}",
         )
     ranks = config.learner.ranks_per_node or config.learner.world_size
+    servers = config.rollout_server.count
+    if share is not None:
+        ranks, servers = len(share.ranks), share.servers
     try:
-        servers = config.rollout_server.count
         config, placement, transport = fit_here(config, ranks=ranks, servers=servers)
     except ConfigError as error:
+        if share is not None:
+            yield problem("placement", str(error), "ask the scheduler for what the role needs")
+            return
         yield advice(
             "placement",
             f"`slipstream run` does not fit here: {error}",
@@ -65,7 +74,8 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         )
         return
     yield ok("placement", "; ".join(placement.describe()))
-    yield ok("transport", f"weights travel by {transport}")
+    if transport:
+        yield ok("transport", f"weights travel by {transport}")
     if undrafted := draft_problem(config, placement):
         remedy = 'lower rollout_server.max_episodes, or set rollout_server.drafts = "off"'
         yield advice("drafts", undrafted, remedy)

@@ -301,7 +301,13 @@ def scene_of(
     if connect_timeout_s is None:
         # Further nodes of the learner wait for the first one as long as their ranks would.
         connect_timeout_s = QUEUE_LIMIT_S if share.has_controller else config.learner.timeout_s
-    return Scene(config, parts, dry_run=dry_run, connect_timeout_s=connect_timeout_s)
+    return Scene(
+        config,
+        parts,
+        dry_run=dry_run,
+        node_rank=share.node_rank,
+        connect_timeout_s=connect_timeout_s,
+    )
 
 
 def learner_share(config: Config, node_rank: int | None) -> Share:

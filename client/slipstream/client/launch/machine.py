@@ -39,6 +39,8 @@ CGROUP = Path("/sys/fs/cgroup")
 TESTED_PYTHONS = ((3, 11), (3, 12))
 # Memory for vLLM's engine, the trainer ranks and torch together; with less, allocations fail.
 MIN_MEMORY_GIB = 6
+# The same for one of them.
+ROLE_MEMORY_GIB = 3
 MIN_SHARED_GIB = 1
 MIN_DISK_GIB = 5
 # Room for settings, logs and the first steps of the journal.
@@ -50,13 +52,13 @@ SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
 
 
-def check_machine(*, has_gpu: bool) -> Iterator[Finding]:
+def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator[Finding]:
     """Checks Python, processors and memory of this machine."""
     yield _python()
     yield _processors(has_gpu=has_gpu)
     free, seen = free_memory()
-    remedy = f"free {MIN_MEMORY_GIB} GiB: engine and trainer share them"
-    yield problem("memory", seen, remedy) if free < MIN_MEMORY_GIB else ok("memory", seen)
+    remedy = f"free {least_gib} GiB for what starts here"
+    yield problem("memory", seen, remedy) if free < least_gib else ok("memory", seen)
 
 
 def check_limits(*, has_gpu: bool) -> list[Finding]:
@@ -334,9 +336,9 @@ STACKS = {
 }
 
 
-def check_packages() -> Iterator[Finding]:
+def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
     """Yields findings for each role, and for their stack."""
-    for role in ROLES:
+    for role in roles:
         yield _check_role(role)
     yield from _check_stack()
 

@@ -59,14 +59,14 @@ async def compare(
 ) -> str:
     """Compares this host with the controller's; raises ConfigError for the first difference.
 
-    A node of the learner must have all that ranks share, the run's folder among it.
+    A node of the learner must have all that ranks share: for checkpoints, the run's folder too.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)
     answer = await ask_controller(address, credentials, limit_s, asker=asker)
     for difference in differences(answer, config, of_ranks=of_ranks):
         raise ConfigError(difference)
-    if of_ranks:
+    if of_ranks and config.checkpoint.every_steps:
         await _check_shared(config, answer.setup, show_s)
     return f"{address} answers: same versions and settings, clocks differ by {_near(answer)}"
 
@@ -84,7 +84,8 @@ async def _check_shared(config: Config, setup: status_pb2.Setup, limit_s: float)
     while not holds_mark(config, setup):
         if time.monotonic() > deadline_s:
             raise ConfigError(
-                f"run.dir must be a folder that all nodes of the learner share: {config.run.dir} "
-                f"of this host has no {setup.mark} of run {setup.run_id}"
+                f"run.dir must be a folder that all nodes of the learner share, but here "
+                f"{config.run.dir / setup.mark} is not that of run {setup.run_id}: mount it, or "
+                "save no checkpoints (checkpoint.every_steps = 0)"
             )
         await asyncio.sleep(RETRY_S)

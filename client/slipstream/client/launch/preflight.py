@@ -271,25 +271,33 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 
 
 async def check_environments(
-    config: Config, *, grace_s: float = WORKER_GRACE_S, at_once: int = CHECKS_AT_ONCE
+    config: Config,
+    *,
+    play: bool = True,
+    keeps_log: bool = True,
+    grace_s: float = WORKER_GRACE_S,
+    at_once: int = CHECKS_AT_ONCE,
 ) -> None:
-    """Loads every environment in its own process and resets its first task; raises ConfigError.
+    """Loads every environment in its own process and plays a first step; raises ConfigError.
 
-    `at_once` are loaded side by side. The first error in the order of the settings is raised.
+    Without `play` they are only loaded. `at_once` are loaded side by side. The first error in the
+    order of the settings is raised.
 
     An environment that names tools needs a tool_parser, one that shows images max_images; an agent
     that asks the model as the run started needs adapters of their own.
 
     A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
-    The run's preflight.log is written again, with the last lines that each environment printed. A
-    refusal makes no folder for this log, unless the environment has printed something.
+    The run's preflight.log is written again where they play, with the last lines that each has
+    printed, if `keeps_log`. A refusal makes no folder for this log, unless the environment has printed something.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     places = asyncio.Semaphore(at_once)
     printed: list[str] = []
     checks = [
-        asyncio.create_task(_check_environment(section, config, grace_s=grace_s, places=places))
+        asyncio.create_task(
+            _check_environment(section, config, play, grace_s=grace_s, places=places)
+        )
         for section in [*sections, *config.evaluations]
     ]
     try:
@@ -298,18 +306,21 @@ async def check_environments(
             printed += [f"environment {name}:", *lines]
             if cause:
                 # Only the cause is there where the environment printed nothing.
-                log = f" (log: {_keep_printed(config, printed)})" if len(lines) > 1 else ""
+                keeps = keeps_log and len(lines) > 1
+                log = f" (log: {_keep_printed(config, printed)})" if keeps else ""
                 raise ConfigError(f"environment {name}: {cause}{log}")
     finally:
         for check in checks:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-    _keep_printed(config, printed)
+    if play and keeps_log:
+        _keep_printed(config, printed)
 
 
 async def _check_environment(
     section: EnvironmentSection | EvaluationSection,
     config: Config,
+    play: bool,
     *,
     grace_s: float,
     places: asyncio.Semaphore,
@@ -325,6 +336,8 @@ async def _check_environment(
         arguments.append("--no-tools")
     if not config.lora.publishes_adapters:
         arguments.append("--no-start")
+    if not play:
+        arguments.append("--no-play")
     arguments += ["--max-turns", str(config.sampling.max_turns)]
     async with places:
         with _told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
