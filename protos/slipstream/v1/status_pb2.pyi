@@ -198,10 +198,12 @@ class DrainServerResponse(_message.Message):
     def __init__(self, warning: _Optional[str] = ...) -> None: ...
 
 class GetSetupRequest(_message.Message):
-    __slots__ = ("asker",)
+    __slots__ = ("asker", "has_compared")
     ASKER_FIELD_NUMBER: _ClassVar[int]
+    HAS_COMPARED_FIELD_NUMBER: _ClassVar[int]
     asker: str
-    def __init__(self, asker: _Optional[str] = ...) -> None: ...
+    has_compared: bool
+    def __init__(self, asker: _Optional[str] = ..., has_compared: bool = ...) -> None: ...
 
 class Setup(_message.Message):
     __slots__ = ("run_id", "protocol_version", "versions", "settings", "unix_time_s", "model_digest", "mark")

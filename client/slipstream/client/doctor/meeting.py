@@ -23,7 +23,7 @@ GRACE_S = 1.0
 
 
 class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
-    """Tells the other nodes this one's setup, and notes who asks."""
+    """Tells the other nodes this one's setup, and notes who has compared it."""
 
     def __init__(self, setup: status_pb2.Setup, others: int) -> None:
         """`others`: the number of nodes that are to ask."""
@@ -35,9 +35,10 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
         self, request: status_pb2.GetSetupRequest, context: object
     ) -> status_pb2.Setup:
         """Returns the setup with the time of this moment."""
-        self.askers.add(request.asker)
-        if len(self.askers) >= self._others:
-            self.all_asked.set()
+        if request.has_compared:
+            self.askers.add(request.asker)
+            if len(self.askers) >= self._others:
+                self.all_asked.set()
         setup = status_pb2.Setup(unix_time_s=time.time())
         setup.MergeFrom(self._setup)
         return setup

@@ -252,7 +252,9 @@ def _master(scene: Scene) -> str | None:
     try:
         return check_port(address)
     except ConfigError as error:
-        raise ConfigError(f"{address} is in use") from error
+        raise ConfigError(
+            f"learner.master: {address} is in use; choose another port, the same on all nodes"
+        ) from error
 
 
 def _is_ours(host: str) -> bool:
@@ -272,7 +274,13 @@ async def _running_controller(scene: Scene) -> str | None:
     of_ranks = "learner" in scene.parts
     asker = f"learner node {scene.node_rank}" if of_ranks else "rollout server"
     asker += f" on {socket.gethostname()}"
-    return await compare(scene.config, scene.connect_timeout_s, of_ranks=of_ranks, asker=asker)
+    return await compare(
+        scene.config,
+        scene.connect_timeout_s,
+        of_ranks=of_ranks,
+        asker=asker,
+        is_awaited=scene.leaves_nothing,
+    )
 
 
 async def _running_queue(scene: Scene) -> str | None:
@@ -326,18 +334,10 @@ CHECKS = (
         lambda scene: check_own_certificate(scene.config),
         _FILES,
     ),
-    Check(
-        *("learner.master", Stage.PLACE, frozenset[Part]()),
-        _master,
-        "choose another port, the same on all nodes",
-    ),
+    Check("learner.master", Stage.PLACE, CONTROLLER, _master),
     Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
     Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
     Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
-    Check(
-        "environments",
-        Stage.START,
-        CONTROLLER | SERVER,
-        _environments,
-    ),
+    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue),
+    Check("environments", Stage.START, CONTROLLER | SERVER, _environments),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import grpc
@@ -20,7 +21,8 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # Seconds in which a file of another host must show: network file systems remember for a while that
 # there was none.
-SHOW_LIMIT_S = 10.0
+SHOW_LIMIT_S = 5.0
+GOODBYE_S = 5.0
 
 
 async def ask_controller(
@@ -40,7 +42,7 @@ async def ask_controller(
                     metadata=call_metadata(credentials),
                 )
             except grpc.aio.AioRpcError as error:
-                cause = error.details() or error.code().name
+                cause = " ".join((error.details() or error.code().name).split())
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     cause = "what answers is no controller of this version"
                 if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
@@ -55,20 +57,40 @@ async def ask_controller(
 
 
 async def compare(
-    config: Config, limit_s: float, *, of_ranks: bool, asker: str = "", show_s: float = SHOW_LIMIT_S
+    config: Config,
+    limit_s: float,
+    *,
+    of_ranks: bool,
+    asker: str = "",
+    is_awaited: bool = False,
 ) -> str:
     """Compares this host with the controller's; raises ConfigError for the first difference.
 
     A node of the learner must have all that ranks share: for checkpoints, the run's folder too.
+    `is_awaited`: what answers waits until this host has compared everything.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)
     answer = await ask_controller(address, credentials, limit_s, asker=asker)
-    for difference in differences(answer, config, of_ranks=of_ranks):
-        raise ConfigError(difference)
-    if of_ranks and config.checkpoint.every_steps:
-        await _check_shared(config, answer.setup, show_s)
+    try:
+        for difference in differences(answer, config, of_ranks=of_ranks):
+            raise ConfigError(difference)
+        if of_ranks and config.checkpoint.every_steps:
+            await _check_shared(config, answer.setup)
+    finally:
+        if is_awaited:
+            await _tell_end(address, credentials, asker)
     return f"{address} answers: same versions and settings, clocks differ by {_near(answer)}"
+
+
+async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
+    """Says that nothing more is asked; whoever is gone by now need not know."""
+    request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async with open_channel(address, credentials) as channel:
+            await status_pb2_grpc.StatusServiceStub(channel).GetSetup(
+                request, timeout=GOODBYE_S, metadata=call_metadata(credentials)
+            )
 
 
 def _near(answer: Answer) -> str:
@@ -79,8 +101,8 @@ def _near(answer: Answer) -> str:
     return f"{max(abs(least), abs(most)):.2f} s at most"
 
 
-async def _check_shared(config: Config, setup: status_pb2.Setup, limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
+async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
+    deadline_s = time.monotonic() + SHOW_LIMIT_S
     while not holds_mark(config, setup):
         if time.monotonic() > deadline_s:
             raise ConfigError(

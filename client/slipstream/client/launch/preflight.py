@@ -289,7 +289,8 @@ async def check_environments(
     A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
     The run's preflight.log is written again where they play, with the last lines that each has
-    printed, if `keeps_log`. A refusal makes no folder for this log, unless the environment has printed something.
+    printed, if `keeps_log`. A refusal makes no folder for it, unless the environment has printed
+    something.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     places = asyncio.Semaphore(at_once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.core.errors import ConfigError, QueueError
@@ -13,6 +14,8 @@ from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis_checks import ROLES, check_loading, check_settings
 from slipstream.protocol.queue.redis_connection import RedisConnection
 
+# A check says itself what the connection would log.
+logging.getLogger("slipstream.protocol.queue.redis_connection").addHandler(logging.NullHandler())
 LIMIT_S = 3.0
 LINES = "docs/security.md has the ACL SETUSER line"
 
@@ -35,7 +38,7 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
             if end == "controller":
                 await check_loading(connection)
     except QueueError as error:
-        raise ConfigError(f"{error}; check queue.redis_url, the server and its log") from None
+        raise ConfigError(f"{error}; check queue.redis_url too") from None
     return f"redis at {connection.name} lets user {connection.user} write"
 
 
