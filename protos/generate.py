@@ -1,7 +1,5 @@
 """Generates the Python code of slipstream/v1/*.proto, or checks the committed code."""
 
-from __future__ import annotations
-
 import argparse
 import filecmp
 import importlib.resources

@@ -1,7 +1,5 @@
 """What holds for all tests: their process is as before afterwards; quick ones start no other."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -8,8 +8,6 @@ An honest client asks for the status meanwhile. It ends with a table, and 1 if a
 an answer that callers do not know, more than one line, a traceback, or an honest peer that ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

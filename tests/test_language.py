@@ -1,7 +1,5 @@
 """Rules on the language of code and pages: how a text begins, and which words must not return."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """What surrounds the code: workflows name what exists, and versions are said alike everywhere."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tomllib

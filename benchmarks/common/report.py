@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,14 @@ def render(name: str, folder: Path) -> str:
     if not path.exists():
         return f"{NOT_YET}\n"
     result = json.loads(path.read_text())
-    table = [line for line in result["table"] if line.startswith("|")]
-    notes = [line for line in result["table"] if line and not line.startswith("|")]
-    parts = [facts(result), f"```\n{result['command']}\n```", "\n".join(table), *notes]
+    lines = result["table"]
+    blocks = [
+        list(block) for is_row, block in groupby(lines, lambda line: line[:1] == "|") if is_row
+    ]
+    # A part that was not measured has only its titles.
+    tables = ["\n".join(block) for block in blocks if len(block) > 2]
+    notes = [line for line in lines if line and not line.startswith("|")]
+    parts = [facts(result), f"```\n{result['command']}\n```", *tables, *notes]
     if result.get("stages"):
         parts.append("\n".join(result["stages"]))
     return "\n" + "\n\n".join(parts) + "\n"

@@ -1,7 +1,5 @@
 """Whole runs on GPUs in which servers are sent the adapters alone."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention on this GPU has right gradients for heads of all sizes, or the learner refuses it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

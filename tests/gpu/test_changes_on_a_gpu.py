@@ -1,7 +1,5 @@
 """What the kernels of changes find, write and put on a GPU, beside what a CPU does."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """Checkpoints of ranks with a GPU each: copied to pinned memory, gathered from device to device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a step of AdamW changed, from GPU to GPU over NCCL, as the benchmark sends it."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

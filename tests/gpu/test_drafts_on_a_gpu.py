@@ -3,8 +3,6 @@
 The tests of tests/integration/test_drafts.py are of a CPU, where vLLM does not plan ahead.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

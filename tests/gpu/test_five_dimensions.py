@@ -1,7 +1,5 @@
 """Layouts of two and four GPUs: losses like one GPU's, and rollouts that follow their weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The kernels against a softmax in float64, of the same logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs

@@ -1,7 +1,5 @@
 """Buckets in GPU memory that travel by gloo."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights by CUDA IPC: a sender and receivers in processes of their own, on one GPU or on two."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A rollout server that dies in the middle of a broadcast over NCCL: three GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """What a trainer does with its memory, precision, adapters and other models, on one GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Digests on the GPU, and broadcasts between processes of which one is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Every layout trains like one rank with TransformerEngine and nccl, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM's experts on a GPU, replayed by TransformerEngine's learner on the same one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A whole run on one GPU in which engine and learner give each other their memory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights leave the trainer over NCCL, whole, and a receiver that is killed costs one deadline."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

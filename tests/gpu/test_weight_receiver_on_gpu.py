@@ -3,8 +3,6 @@
 Prints the time of each stage of each publish.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A real engine that is sent weights and adapters apart, against transformers with both merged."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

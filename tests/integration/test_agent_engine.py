@@ -1,7 +1,5 @@
 """Agents on the real engine: parts of a reply, what is recorded, cancels, stops, new weights."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator

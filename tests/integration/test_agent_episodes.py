@@ -1,7 +1,5 @@
 """Episodes of agents from lease to trajectory: real workers and SDKs, an engine with a script."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Images in the calls of agents, against vLLM's own application; the engine follows a script."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Agents with the real SDKs against vLLM's own application; the engine follows a script."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

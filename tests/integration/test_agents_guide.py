@@ -1,7 +1,5 @@
 """Every file and command of docs/guides/agents.md, and each of its environments."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

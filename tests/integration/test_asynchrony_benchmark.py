@@ -1,7 +1,5 @@
 """Windows of the asynchrony benchmark in whole runs of its controller, with fakes as fleets."""
 
-from __future__ import annotations
-
 import asyncio
 
 from support.fakes.fake_server import FakeServer

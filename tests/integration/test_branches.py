@@ -1,7 +1,5 @@
 """Episodes of several branches through a real controller, into its files and to its trainer."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """What make_certificates.sh hands out: certificates that TLS accepts, roles that Valkey keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import ssl

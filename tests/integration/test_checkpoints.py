@@ -1,7 +1,5 @@
 """Checkpoints of the trainer: saved in one layout, loaded in others, with all that a step needs."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -3,8 +3,6 @@
 The asynchronous one needs no GPU here: two steps are under way at one time, as in vLLM's engine.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import defaultdict, deque

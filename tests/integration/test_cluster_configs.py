@@ -1,7 +1,5 @@
 """All shipped configurations, checked against models made here or the sizes that were published."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

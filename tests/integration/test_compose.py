@@ -1,7 +1,5 @@
 """The compose files as Docker Compose reads them, and their commands as our command line does."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

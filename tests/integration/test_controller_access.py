@@ -1,7 +1,5 @@
 """Nothing that the controller serves answers without the token, and absurd callers are refused."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

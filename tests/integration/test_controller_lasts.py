@@ -1,7 +1,5 @@
 """A controller that runs long, or whose loop is blocked, loses no server and piles up nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import sys

@@ -1,7 +1,5 @@
 """Copy plans of real vLLM models against their own loader, bit for bit, alone and sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

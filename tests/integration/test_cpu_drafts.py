@@ -1,7 +1,5 @@
 """What vLLM does with drafts on CPUs, and what is mended."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A whole run with a curriculum: what is chosen follows from the journal, and saves episodes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Files of a run that are damaged, vanish or find no room while a controller writes them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The files and commands of docs/guides/demonstrations.md."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The real vLLM engine with drafts, beside one without and beside transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Dynamic sampling: groups with equal rewards are left out, and what becomes of the run then."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The table `rollout_server.engine` against vLLM's real arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What an engine is told around an update, and when it lets requests in; vLLM only notes it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

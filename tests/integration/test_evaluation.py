@@ -1,7 +1,5 @@
 """Held-out rounds in whole runs of the controller, with servers that compute nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """vLLM computes what transformers does for every family, as loaded and after a publish."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

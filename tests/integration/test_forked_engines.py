@@ -1,7 +1,5 @@
 """The server's process starts no CUDA before vLLM forks its engine, whatever the family."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace

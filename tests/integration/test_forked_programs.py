@@ -1,7 +1,5 @@
 """Programs that tests fork are processes as others are: their streams, folder, session and end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

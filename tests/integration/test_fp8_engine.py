@@ -1,7 +1,5 @@
 """A real engine with linear layers in FP8 that is sent new weights, on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Copy plans that quantise to FP8 against vLLM's own loader, bit for bit, alone and sharded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

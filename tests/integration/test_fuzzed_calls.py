@@ -4,8 +4,6 @@ Whatever comes, the answer is a status that callers know, in one line, and the r
 end. A case that once broke that stays as an example. `tests/fuzz.py` says a million of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 FUZZ=100 python -m pytest tests/integration/test_fuzzed_steps.py     # another thousand steps
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

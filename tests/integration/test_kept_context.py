@@ -1,7 +1,5 @@
 """Replies that go on with what older weights computed of them (`recompute_context = false`)."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator

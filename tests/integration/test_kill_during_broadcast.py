@@ -1,7 +1,5 @@
 """A rollout server that dies in the middle of a broadcast, with real engines over gloo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

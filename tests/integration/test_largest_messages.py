@@ -5,8 +5,6 @@ values of a message, which a thread parses without a break. A quarter of a milli
 million values, take a few hundredths of a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import zlib

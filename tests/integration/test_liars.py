@@ -4,8 +4,6 @@ Whoever sends them may hold the token. The run goes on to its last step without 
 honest servers, trainer and clients notice nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

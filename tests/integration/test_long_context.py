@@ -1,7 +1,5 @@
 """Sequences far beyond a model's original length: one rank, several and transformers agree."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

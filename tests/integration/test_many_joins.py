@@ -1,7 +1,5 @@
 """A controller that thousands of servers have joined and left holds no more than one of a few."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Every field of config.json that changes the function is computed with as transformers does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tensors that a folder must hold are those that transformers writes, for every family."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

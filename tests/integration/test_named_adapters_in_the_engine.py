@@ -1,7 +1,5 @@
 """A real engine serves several adapters at once, each as transformers computes it when merged."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator

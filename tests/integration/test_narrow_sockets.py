@@ -1,7 +1,5 @@
 """A trainer on one machine listens on loopback alone, whatever its host name stands for."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An attention with wrong gradients is refused before a model trains with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

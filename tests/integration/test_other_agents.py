@@ -9,8 +9,6 @@ They are no dependencies: a test without its agent is skipped. `SLIPSTREAM_AGENT
 Where npm runs no scripts of packages, run `node install.cjs` in the folder of claude-code too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

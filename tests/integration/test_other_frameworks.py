@@ -16,8 +16,6 @@ docs/guides/environment-runs.md.
         $(echo verifiers/lib/python3*/site-packages)/fixtures.pth
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

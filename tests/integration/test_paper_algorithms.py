@@ -1,7 +1,5 @@
 """The algorithms of deploy/algorithms train the quickstart as files beside its configuration."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups of which some members never finish are trained with the others, after a crash too."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

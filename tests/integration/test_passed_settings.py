@@ -1,7 +1,5 @@
 """Settings that are passed through arrive in Megatron's objects, or are refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A policy with adapters needs no second model as its reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

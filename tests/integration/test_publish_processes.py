@@ -1,7 +1,5 @@
 """The trainer's program sends to processes over gloo, from one rank and two stages, and by ipc."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Trajectories that can be none of this run, in whole runs of the controller."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

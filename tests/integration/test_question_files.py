@@ -1,7 +1,5 @@
 """Files of questions, as the command line sees them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

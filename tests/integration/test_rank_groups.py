@@ -1,7 +1,5 @@
 """The groups that a dry run prints are those that Megatron makes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

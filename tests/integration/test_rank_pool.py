@@ -1,7 +1,5 @@
 """The pool of ranks that other tests use: what it gives a rank, and how it ends when one fails."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import sys

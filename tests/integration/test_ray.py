@@ -3,8 +3,6 @@
 Real daemons of Ray: five nodes on this machine, of which one with a rollout server dies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A plan of recomputed layers changes no bit of what is trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The real vLLM engine with a tiny mixture of experts says where it sent each token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

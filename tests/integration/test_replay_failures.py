@@ -1,7 +1,5 @@
 """What a replay that cannot go on says, and that it is not taken for one that differs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

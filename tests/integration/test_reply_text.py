@@ -1,7 +1,5 @@
 """The text of a reply, read whole or in parts, is what vLLM reads token by token."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

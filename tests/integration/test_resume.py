@@ -3,8 +3,6 @@
 `python tests/integration/test_resume.py [KILLS]` kills a run so often and prints a table.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

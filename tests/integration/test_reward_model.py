@@ -1,7 +1,5 @@
 """A reward model behind a real vLLM server scores as transformers' model does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reference model and critic in layouts of their own, beside the policy in the same ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The real vLLM engine with a tiny model whose head is tied, against transformers; one engine."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The program as a launcher starts it: real engine, real environment worker, scripted fleet."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

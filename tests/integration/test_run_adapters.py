@@ -3,8 +3,6 @@
 Its continuation by the same command, with another trainer, sends them once more.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Agents in a run with all parts: hosted, any program, served from here, and broken ones."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import zlib

@@ -1,7 +1,5 @@
 """A whole run whose publishes send what a step changed, to an engine that copies its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

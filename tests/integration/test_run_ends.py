@@ -1,7 +1,5 @@
 """How a run ends: what it waits for, and as what it is shown."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes of a run are killed: it goes on, or ends at once with the cause; nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A whole run in float16: engine, changes on the wire, adapters, export and replay."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole run whose engine keeps its linear layers in FP8."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Environments of other frameworks train a tiny model for 20 steps each, with held-out tasks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small runs that go on: without a controller for a while, and with episodes that fail."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

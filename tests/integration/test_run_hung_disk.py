@@ -1,7 +1,5 @@
 """A whole run whose disk hangs when the model is to be exported."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole run learns what only images tell; its journal and its exported model are complete."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several trainer ranks in a real run: the weights that arrive are those of the whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quickstart learns, by other algorithms too, and with shuffled rewards it does not."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two environments train two adapters of one model, on opposite tasks with the same prompts."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

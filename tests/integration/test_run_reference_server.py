@@ -1,7 +1,5 @@
 """A whole run whose reference is behind a real vLLM server."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import sys

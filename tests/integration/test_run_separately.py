@@ -1,7 +1,5 @@
 """Learner and rollout server started by hand, as on two machines; plain and over TLS."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A whole run whose journal holds a batch that cannot be trained, as older versions took it."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The smallest configuration there is runs on this machine, on CPUs or on a GPU."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tomllib

@@ -1,7 +1,5 @@
 """Whole runs with vLLM whose rollout servers take weights from storage; a trainer is killed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

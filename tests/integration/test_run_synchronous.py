@@ -1,7 +1,5 @@
 """Without staleness the whole system is the plain synchronous loop, to the last bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Environments with tools in a run with all parts, hosted and served, and its replay."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs in which learner and engine compute in turn; they share the CPU in place of a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches that the trainer cannot train: set aside by the run, by the user, and after a crash."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """An engine process that is there and never answers, and what ended engines leave."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Whole runs of the real controller whose servers take weights from storage, near and far."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.core.types import PolicyVersion

@@ -4,8 +4,6 @@ Neither moto nor s3fs is a dependency: the tests run where `SLIPSTREAM_S3` names
 environment of the same Python that has both (`pip install s3fs 'moto[server,s3]'`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

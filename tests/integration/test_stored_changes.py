@@ -1,7 +1,5 @@
 """A real engine that takes changes from storage: on a CPU, whose matrices are kept plain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Strangers on open ports: what they send, or do not send, delays no member beyond a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

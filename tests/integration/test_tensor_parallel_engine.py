@@ -1,7 +1,5 @@
 """A rollout engine of two workers that share each matrix, against transformers."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

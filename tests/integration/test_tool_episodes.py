@@ -1,7 +1,5 @@
 """Environments with tools from lease to trajectory: real workers and parsers, a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Trackers in a whole run of the controller, with servers that compute nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

@@ -1,7 +1,5 @@
 """The trainer in 16 bits: as good as float32 but for rounding, and what follows from its range."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

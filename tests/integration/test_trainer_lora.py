@@ -1,7 +1,5 @@
 """Adapters train alike in every layout, and what is exported is what was trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Offloading changes where bytes lie and no number; precision and sharding are what they say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

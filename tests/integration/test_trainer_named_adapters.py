@@ -1,7 +1,5 @@
 """Several adapters in one run are trained as in runs of one each, and saved and loaded as such."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

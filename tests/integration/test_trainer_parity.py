@@ -1,7 +1,5 @@
 """Every parallel layout trains like one rank, and one rank like plain transformers and torch."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

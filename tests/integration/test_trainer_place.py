@@ -1,7 +1,5 @@
 """One trainer at a time: who has the place in a run, who waits for it, and who is fenced off."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """The trainer as a program, with a controller that follows a script and a plain receiver."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

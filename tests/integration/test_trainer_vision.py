@@ -1,7 +1,5 @@
 """Models that see images train like plain transformers, in every layout that they take."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

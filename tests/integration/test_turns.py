@@ -1,7 +1,5 @@
 """Learner and engines of one GPU in turn: whole runs of the controller with fakes."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every command and file of docs/tutorial.md, in its order, as a reader would go through it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

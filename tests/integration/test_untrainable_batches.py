@@ -1,7 +1,5 @@
 """The real trainer is given batches that it cannot train, on one rank and on two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

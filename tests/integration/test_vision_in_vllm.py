@@ -1,7 +1,5 @@
 """vLLM computes what transformers does behind images, as loaded and after a publish."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

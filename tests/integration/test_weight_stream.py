@@ -1,7 +1,5 @@
 """What the sending ranks put into buckets is what Bridge exports, bit for bit, in every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Both ends of the wire agree on every bit, over gloo, as the benchmark starts them."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

@@ -462,6 +462,7 @@ def test_shared_memory_that_is_too_small_for_gpus_is_named(
             asyncio.run(require(scene, Stage.PLACE))
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_same_name_that_is_not_shared_is_named(site: Site) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("mounting a folder needs root")
@@ -497,6 +498,7 @@ async def examine_both(site: Site, *second: str) -> tuple[tuple[int, str], tuple
         return (codes[0], one.out), (codes[1], other.out)
 
 
+@pytest.mark.slow
 async def test_the_doctors_of_two_nodes_meet(site: Site) -> None:
     before = site.contents()
     (_, first), (_, second) = await examine_both(site, "--connect-timeout-s=240")
@@ -508,6 +510,7 @@ async def test_the_doctors_of_two_nodes_meet(site: Site) -> None:
     assert left == set()
 
 
+@pytest.mark.slow
 async def test_the_doctor_names_a_node_that_differs(site: Site) -> None:
     _, (code, second) = await examine_both(
         site, "--connect-timeout-s=240", "algorithm.group_size=8"

@@ -1,7 +1,5 @@
 """The feature table names tests that exist and places that are there; its page is up to date."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

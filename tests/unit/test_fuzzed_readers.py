@@ -4,8 +4,6 @@ A reader raises its own errors, in one line, and takes no long time. What once b
 an example. `tests/fuzz.py` reads a million of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """`make install` with a Python and a pip that only talk, and with package indexes on loopback."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

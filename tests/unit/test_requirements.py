@@ -1,7 +1,5 @@
 """The pinned lists, installed without their dependencies, are complete on every Python."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The documentation site: its list of pages is whole, and its diagrams can be drawn."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

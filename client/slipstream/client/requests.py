@@ -3,8 +3,10 @@
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Coroutine, Sequence
 
+from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import counted, plain, say
@@ -42,6 +44,8 @@ async def submit(arguments: argparse.Namespace) -> int:
     tasks = counted(status.num_tasks, "task") if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
     say(plain(f"environment {status.name} is {status.state}: {detail}"))
+    module = arguments.reference.partition(":")[0]
+    say(plain(f"no code was sent: servers load {module} from {os.getcwd()} of their own machines"))
     return 0
 
 
@@ -126,7 +130,12 @@ def status_lines(run: RunStatus) -> list[str]:
         )
         for server in run.servers
     ]
-    return [*lines, "", *_table(rows), "", *environment_lines(run.environments)]
+    times = [*time_lines(run.metrics), *advice_lines(run.metrics)]
+    return [
+        *lines,
+        *(["", *times] if times else []),
+        *("", *_table(rows), "", *environment_lines(run.environments)),
+    ]
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:

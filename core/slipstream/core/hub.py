@@ -1,7 +1,5 @@
 """Brings files of the Hugging Face hub; one line says what is in the way."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys

@@ -14,12 +14,15 @@ JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
 # A row for each step and evaluation, sampled trajectories, and the facts of a run that has ended.
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
-# Causes of suspended environments.
-SUSPENDED = "suspended.json"
+# Causes of suspended environments; the newest advice and its profile; a trace of the newest sampled
+# step.
+SUSPENDED, ADVICE, TRACE = "suspended.json", "advice.json", "trace.json"
 # The folder of what rollout servers fetched from storage, in a folder for each.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.
 LOGS = "logs"
+# The folder beside those of the runs that tells Prometheus where their processes show metrics.
+TARGETS = ".prometheus"
 # The folder of the locks by which processes fill a GPU in turn.
 LOCKS = "locks"
 # Files that a run writes only after its first journal record.

@@ -1,7 +1,5 @@
 """The HTTP API of agents over a scripted engine, and clients of the SDKs for it; no network."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Agents that call the model, or do not."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """A tiny model whose tokenizer writes any text byte by byte, with ChatML, tools and reasoning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs that try to get out of a sandbox. Each prints `escaped` if it did what it tried."""
 
-from __future__ import annotations
-
 # What each program begins with. `given` names things outside; `there` says whether a call worked.
 # A program without `there` is judged by what it has done outside.
 BEGINNING = """

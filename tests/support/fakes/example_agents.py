@@ -1,7 +1,5 @@
 """Agents for tests: each is an environment that calls the model through a real SDK."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

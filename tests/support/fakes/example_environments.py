@@ -1,7 +1,5 @@
 """Environments as a user writes them, and some that break in every way there is."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Environments with tools, for a model that follows a script (`agent_rig.script`)."""
 
-from __future__ import annotations
-
 from slipstream.client import Environment, Reply, ResetResult, StepResult
 
 ADD = {

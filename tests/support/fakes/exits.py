@@ -1,7 +1,5 @@
 """A program that ends with the exit code of its start: the n-th of its arguments' codes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A thread of ours that fails where it cannot help it, as when there is no memory left."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """An inference engine without a model: its tokens say which version sampled them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field

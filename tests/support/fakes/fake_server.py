@@ -1,7 +1,5 @@
 """A rollout server without an engine: speaks the real protocol and makes up replies at once."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import random

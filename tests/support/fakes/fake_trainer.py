@@ -1,7 +1,5 @@
 """A trainer without a model: speaks the real protocol and makes the next version at once."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

@@ -1,7 +1,5 @@
 """Trajectories of every shape, for hypothesis."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 from slipstream.core.reference_logprobs import ReferenceLogprobs

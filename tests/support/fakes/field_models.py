@@ -1,7 +1,5 @@
 """Tiny models of every supported class whose config.json has no value that is anyone's default."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass, field

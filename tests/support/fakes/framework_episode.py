@@ -7,8 +7,6 @@ replies in a conversation; an object is a call of a tool, {"name": ..., "argumen
 a JSON list, an object for each episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The learner's side of a weight transfer in plain torch: rank 0 of a gloo group."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 

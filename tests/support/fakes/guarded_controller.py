@@ -1,7 +1,5 @@
 """A real controller that asks its callers for a token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """vLLM's worker with two more calls: a digest of the bits of all its parameters, and damage."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -6,8 +6,6 @@ The client asks for the status ten times a second and writes how long each answe
 The process ends when one of them does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

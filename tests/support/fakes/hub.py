@@ -1,7 +1,5 @@
 """A hub of models and data sets on loopback, as the clients of Hugging Face's see it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -4,8 +4,6 @@ For every field that may hold much, at any depth, one message in which it holds 
 many elements, or as long a text, as its bound and the size of the whole message allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor

@@ -1,7 +1,5 @@
 """Agents for whole runs with the tiny model, whose words are letters."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Callers that hold the token and say what no part of ours would say, beside a whole run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable

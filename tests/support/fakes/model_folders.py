@@ -1,7 +1,5 @@
 """Hugging Face folders that pass all checks of their files, and that nothing can load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A text model's folder as the decoder of one with a vision tower, as such are published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """GRPO by functions of one's own, written down again from the built-in ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Micro batches and settings of the algorithm, from lists."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

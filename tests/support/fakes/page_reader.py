@@ -1,7 +1,5 @@
 """A reader of a page: saves its files and carries out its commands, in their order."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny models of every family that is trained, as Hugging Face folders."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@
 lies on PYTHONPATH; see `plain_matrices` for what it changes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _HOOK = """

@@ -3,8 +3,6 @@
 Products of float8 are computed in float32 as well as they are by torch, a thousand times as fast.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny Qwen3.5 in the form of its published folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

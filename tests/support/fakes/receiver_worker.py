@@ -1,7 +1,5 @@
 """The receiver of weights in a vLLM worker without an engine: a real model that nothing runs."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

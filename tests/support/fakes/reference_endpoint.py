@@ -1,7 +1,5 @@
 """A server with the part of vLLM's API that answers for a reference model, in threads."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

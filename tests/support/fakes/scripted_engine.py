@@ -1,7 +1,5 @@
 """A fake engine that replies what a script says, and remembers everything that it sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence

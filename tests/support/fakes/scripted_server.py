@@ -1,7 +1,5 @@
 """A rollout server's half of an agent's episodes, with scripted replies in place of an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

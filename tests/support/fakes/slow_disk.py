@@ -1,7 +1,5 @@
 """A disk on which a sync ends when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

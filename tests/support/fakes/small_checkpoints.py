@@ -1,7 +1,5 @@
 """Checkpoints without a model: one file of seven bytes and a manifest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.protocol.checkpoints import (

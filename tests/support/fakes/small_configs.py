@@ -1,7 +1,5 @@
 """Settings of a run that is never started."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The C compiler that vLLM and Triton need makes a library that is preloaded into them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny random models as Hugging Face folders, with the tokenizer of tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from slipstream.learner.trainer.tiny_model import make_model, make_tokenizer

@@ -4,8 +4,6 @@ Takes the arguments of the real one. Consumes: TLS connections. Waits for: eithe
 Unblocked by: the end of one of them, or of Valkey.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -7,8 +7,6 @@ time of the loop's thread between two beats of the last seconds, and how many we
 Processor time, not the clock: others may take the machine meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -5,8 +5,6 @@ from each line of its input and prints one answer in JSON. Over NCCL and ipc it 
 that it sees. A command with `die_at` ends it by SIGKILL while that bucket travels.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

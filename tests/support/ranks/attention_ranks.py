@@ -7,8 +7,6 @@ a critic of this form beside a policy with other heads, where attention with its
 With "lost" two ranks share each sequence, and one's gradients of the other's keys are lost.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

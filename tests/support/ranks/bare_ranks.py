@@ -3,8 +3,6 @@
 What a job saw lies in FOLDER/bare-JOB.pt afterwards.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -5,8 +5,6 @@ checkpoint, until which version to train, and which versions to save. What came 
 FOLDER/JOB.pt afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

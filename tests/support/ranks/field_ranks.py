@@ -1,7 +1,5 @@
 """Program of one rank: the log-probabilities that the learner gives to the tokens of a probe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

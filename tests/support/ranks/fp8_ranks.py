@@ -1,7 +1,5 @@
 """Tensor-parallel ranks with vLLM models that quantise their linear layers to FP8, on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 `python ipc_learner.py [DEVICE [FACTOR]]`: its buckets are FACTOR times as large.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

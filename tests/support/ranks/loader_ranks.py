@@ -4,8 +4,6 @@ Each rank loads checkpoint A by the model's own loader, records a copy plan, rep
 checkpoint B and compares every parameter with a second model that loaded B.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import queue

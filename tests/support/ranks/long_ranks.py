@@ -3,8 +3,6 @@
 A job is MODEL.LAYOUT.LENGTH.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

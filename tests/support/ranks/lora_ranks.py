@@ -206,7 +206,7 @@ def note_sent(
         "identity": published.digests().identity.hex(),
         "senders": list(published.weights.senders),
         "kinds": [
-            type(s._filling).__name__ for s in (published._weights, *published._adapters.values())
+            type(s._filling).__name__ for s in (published.weights, *published._adapters.values())
         ],
         "whole": sent_by(published, policy, adapters_alone=False),
         "alone": sent_by(published, policy, adapters_alone=True),

@@ -4,8 +4,6 @@ Arguments: a folder where members meet, rank, world size, and what it does: "bro
 "victim", "leave" or "left".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ Reads commands from stdin, one JSON object a line, and answers each with one lin
 or null]}.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

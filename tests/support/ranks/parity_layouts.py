@@ -3,8 +3,6 @@
 A name says the sizes of a layout, what else differs, and the model where it is not the Llama.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path

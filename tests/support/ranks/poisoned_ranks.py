@@ -3,8 +3,6 @@
 What rank 0 told its controller lies in FOLDER/JOB.pt afterwards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A job is the seed of a step. FOLDER/step-SEED.pt has its metrics and the weights
 on rank 0.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

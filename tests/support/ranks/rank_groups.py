@@ -1,7 +1,5 @@
 """Program of one rank: the groups that Megatron's generator of ranks makes, as a JSON file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

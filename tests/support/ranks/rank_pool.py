@@ -8,8 +8,6 @@ ranks are processes of their own, one for each GPU: a forked process cannot use 
 `start` forks whole programs from the same process, such as a trainer that a test kills.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 What a job saw lies in FOLDER/recompute-JOB.pt afterwards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

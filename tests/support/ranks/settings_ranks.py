@@ -1,7 +1,5 @@
 """Program of one rank: what Megatron's objects hold after settings were passed through to them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

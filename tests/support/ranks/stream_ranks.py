@@ -6,8 +6,6 @@ pass sends only what changed if it can. FOLDER/stream-wrong-plan-RANK.pt: how ra
 on whose plan gives other weights than Bridge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks of a trainer as threads of one process, for what is collective over them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The names of metrics in docs/metrics.md, and of the fields of kept episodes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How far an engine's log-probabilities are from those that the learner would compute."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

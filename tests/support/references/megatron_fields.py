@@ -4,8 +4,6 @@ They say how fast, in which memory and with which rounding the same function is 
 loss beside the objective weighs, or how the ranks share the work.
 """
 
-from __future__ import annotations
-
 FREE = frozenset(
     [
         "account_for_embedding_in_pipeline_split",

@@ -3,8 +3,6 @@
 It shares no code with the learner. All numbers are float64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field

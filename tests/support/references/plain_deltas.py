@@ -1,7 +1,5 @@
 """The payload of a bucket's changes, written and read one element after the other."""
 
-from __future__ import annotations
-
 import struct
 
 

@@ -5,8 +5,6 @@ groups were leased, trains them one after the other, and prints a line of JSON f
 `--digest FOLDER` it only prints the digest of the weights in a Hugging Face folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The parity tests' algorithms on transformers and torch alone: one trajectory after the other."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

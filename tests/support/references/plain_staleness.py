@@ -1,7 +1,5 @@
 """The rule for interrupted groups in one function, which the scheduler applies step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from slipstream.core.staleness import LeasedGroup, due_groups, is_stranded

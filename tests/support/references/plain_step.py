@@ -1,7 +1,5 @@
 """A training step on transformers and torch alone, in float64: one conversation after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that see images, by transformers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

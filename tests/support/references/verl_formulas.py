@@ -4,8 +4,6 @@ verl's `__init__` wants ray and more; the formulas need torch and numpy alone. P
 as empty shells, and names that only annotations use as classes without content.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Runs that send servers the adapters alone, and what must be seen of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Docker Compose's own parser, without an engine: what a host with one env file would start."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

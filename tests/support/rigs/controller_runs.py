@@ -1,7 +1,5 @@
 """Whole runs of the real controller, with servers and a trainer that compute nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -4,8 +4,6 @@ A test of cost compares counts of two sizes, or a count with a limit. What C cod
 line counts as that line: its cost is told by the size of what it is given.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

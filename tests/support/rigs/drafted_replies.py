@@ -4,8 +4,6 @@
 answers in several ways; DIR/replies.json has the tokens, log-probabilities, versions and counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A rollout engine with two sets of weights for it, who sends them, and transformers beside it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A program whose OUTPUT gets an engine's log-probabilities before and after two publishes."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

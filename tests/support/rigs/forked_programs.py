@@ -5,8 +5,6 @@ and has no parent but the process that forked it. `Forks` is the side of the tes
 as a script, is the process that forks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import gc

@@ -1,7 +1,5 @@
 """A server that starts its engine up to the moment in which vLLM would fork it."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing.process
 import sys

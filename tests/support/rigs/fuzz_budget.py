@@ -4,8 +4,6 @@ FUZZ=20 python -m pytest -k fuzzed     # twenty times as many examples, other on
 FUZZ=0.2 python -m pytest tests/unit   # a fifth, the same ones each time: `make test-fast`
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A call may be opened first as an honest caller would: a server says hello, a cli
 are sealed, a trainer registers. What follows then reaches the parts behind the first checks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

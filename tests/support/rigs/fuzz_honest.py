@@ -1,7 +1,5 @@
 """What honest callers of the controller say, by method: the fuzzer changes some of it."""
 
-from __future__ import annotations
-
 import numpy as np
 from google.protobuf.message import Message
 from slipstream.protocol.codec import pack_logprobs, pack_tokens

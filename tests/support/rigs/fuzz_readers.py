@@ -3,8 +3,6 @@
 A reader raises the errors that it names, in one line, and nothing else; it takes no long time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import io

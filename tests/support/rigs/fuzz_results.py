@@ -1,7 +1,5 @@
 """Readers of the results that a run leaves, to be fuzzed: rows, episodes, trackers' ids."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

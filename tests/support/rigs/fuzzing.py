@@ -4,8 +4,6 @@
 state and likes their edges, `mutated` damages bytes. All are fast: a long run makes a million.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

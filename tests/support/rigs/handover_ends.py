@@ -3,8 +3,6 @@
 It is told what to do by lines on its standard input, and answers each with one line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 

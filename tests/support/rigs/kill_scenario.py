@@ -1,7 +1,5 @@
 """A rollout server is killed in the middle of a broadcast; what must follow, over any transport."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

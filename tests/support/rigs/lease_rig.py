@@ -1,7 +1,5 @@
 """A scheduler with everything that it looks at, and servers that only get orders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

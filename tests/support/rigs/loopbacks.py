@@ -1,7 +1,5 @@
 """The loopback addresses that this machine has."""
 
-from __future__ import annotations
-
 import random
 import socket
 

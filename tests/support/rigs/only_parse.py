@@ -5,8 +5,6 @@
 Prints one JSON line for each command: the complaint of its own parser, or "" when it takes all.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Virtual environments with and without what a worker needs."""
 
-from __future__ import annotations
-
 import sysconfig
 import venv
 from pathlib import Path

@@ -5,8 +5,6 @@ one GPU for each rank on nccl and TransformerEngine, without GPUs on gloo. Print
 layout; exit code 1 when one differs by more than the tolerance.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -4,8 +4,6 @@ Order of events: a publish that builds the communicator, some that keep it, one 
 receiver dies while a bucket travels, and one with a new communicator and a new receiver.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Run as a program, on a GPU or a CPU: it starts an engine, which forks, and ends with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

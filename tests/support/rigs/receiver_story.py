@@ -1,7 +1,5 @@
 """Runs `receiver_rig.py`, or a rig like it, and judges what the first saw."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

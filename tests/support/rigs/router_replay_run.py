@@ -8,8 +8,6 @@ Writes what it finds to DIR/result.json and prints it; exit code 1 when experts 
 widened the gap.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

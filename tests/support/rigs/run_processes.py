@@ -1,7 +1,5 @@
 """Starts commands as a user does, finds their processes, and reads what a run leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

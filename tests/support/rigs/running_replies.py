@@ -1,7 +1,5 @@
 """Waiting for an engine that generates, in a test."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

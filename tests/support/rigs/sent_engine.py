@@ -4,8 +4,6 @@ It runs as a program of its own, since an engine forks: `run_engine` starts the 
 main function awaits `seen_twice`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -4,8 +4,6 @@ Everything is a child of the test's process and ends with it. Needs root, and De
 slurm-wlm and munge.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

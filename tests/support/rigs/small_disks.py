@@ -1,7 +1,5 @@
 """A disk that is soon full, for tests of programs that write to it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

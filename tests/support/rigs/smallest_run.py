@@ -1,7 +1,5 @@
 """Whole runs of the smallest configuration, from their start to their end."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Run as a program, as `receiver_rig` is. The fetching is a server's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """Versions of small weights in storage, written as a trainer of one or two senders writes them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A vLLM server for one model on a CPU core, as a user starts it: `vllm serve FOLDER`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

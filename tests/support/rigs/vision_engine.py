@@ -4,8 +4,6 @@ OUTPUT gets the replies and their log-probabilities. From a mixture of experts i
 experts of each conversation's tokens, and how many of them were computed before.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

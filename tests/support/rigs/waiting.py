@@ -1,7 +1,5 @@
 """Waiting for what a test cannot await."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

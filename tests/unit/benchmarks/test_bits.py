@@ -1,7 +1,5 @@
 """Tests of the benchmark that compares learner and engine bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The model that recites, and the requests of benchmarks/rollout/drafts.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The times of an engine's steps, as benchmarks/rollout/engine_steps.py takes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which families are measured side by side, and how."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

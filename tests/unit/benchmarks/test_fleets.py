@@ -1,7 +1,5 @@
 """What the benchmarks of whole fleets compute from what they measure."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

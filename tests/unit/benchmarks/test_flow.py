@@ -1,7 +1,5 @@
 """The steady flow of benchmarks/rollout/flow.py: lengths, what is counted, and the table."""
 
-from __future__ import annotations
-
 import statistics
 
 from benchmarks.rollout.engines import Turn, reply_tokens

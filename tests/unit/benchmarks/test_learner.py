@@ -1,7 +1,5 @@
 """What the learner's benchmark trains, and how it sums up."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

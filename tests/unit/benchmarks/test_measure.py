@@ -1,7 +1,5 @@
 """What all benchmarks share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

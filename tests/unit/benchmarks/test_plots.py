@@ -1,7 +1,5 @@
 """The plots of the page on performance are those of the results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

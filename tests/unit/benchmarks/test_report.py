@@ -1,7 +1,5 @@
 """The page of figures is made from the results."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What counts in benchmarks/whole_systems/compare.py, and the work that all systems get."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import tomllib

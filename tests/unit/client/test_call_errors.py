@@ -1,7 +1,5 @@
 """What a user reads when a call of the controller ends with a status."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 from slipstream.client.client import CallErrors, NoController

@@ -1,7 +1,5 @@
 """Examples of all commands, and the completion of shells."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """What may change between the start of a run and its resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages with images, as environments write them."""
 
-from __future__ import annotations
-
 import base64
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of a run's folder that are damaged between two starts, as the command line reads them."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Callable

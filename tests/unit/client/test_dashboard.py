@@ -1,7 +1,5 @@
 """The dashboard answers requests of this machine alone, and only with what runs wrote."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

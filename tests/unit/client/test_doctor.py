@@ -1,7 +1,5 @@
 """`slipstream doctor`: what it sees, what it advises, and that it says so without a traceback."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

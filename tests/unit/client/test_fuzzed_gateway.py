@@ -1,7 +1,5 @@
 """Requests of any kind to an agent's endpoint get an answer, and only a good one is a call."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What strangers, and programs with a key, can make the gateway of agents hold."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

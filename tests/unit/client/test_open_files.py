@@ -1,7 +1,5 @@
 """The limit of open files under which services run."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

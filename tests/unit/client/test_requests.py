@@ -1,7 +1,5 @@
 """What `slipstream status` shows to people."""
 
-from __future__ import annotations
-
 from slipstream.client.requests import environment_lines, status_lines
 from slipstream.client.status import environment_from_pb, run_from_pb
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2

@@ -1,7 +1,5 @@
 """The folder of a run, and which command writes it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -166,7 +164,7 @@ def test_a_run_that_found_no_task_left_to_train_says_how_it_goes_on(tmp_path: Pa
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "checkpoints" / "final").mkdir(parents=True)
     algorithm = config.algorithm.model_copy(update={"filter": "unequal_rewards"})
-    message = "is finished after 3 steps: every task is solved; choose .*enabled = false to go on"
+    message = "is finished after 3 steps: every task is solved; choose .*filter = 'none' to go on"
     with pytest.raises(ConfigError, match=message):
         check_run_folder(config.model_copy(update={"algorithm": algorithm}))
     # Without a choice of groups the rest of the steps is trained.

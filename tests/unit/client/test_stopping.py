@@ -1,7 +1,5 @@
 """The signals that stop a command in order."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

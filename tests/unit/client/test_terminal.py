@@ -1,7 +1,5 @@
 """What models and environments write does not steer the terminal that shows it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import os

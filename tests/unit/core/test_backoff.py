@@ -1,7 +1,5 @@
 """How pauses between attempts grow."""
 
-from __future__ import annotations
-
 from slipstream.core.backoff import Backoff
 
 

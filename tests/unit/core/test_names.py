@@ -1,7 +1,5 @@
 """Names that become paths stay inside their folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What leases reserve: the queue never has to hold more than it can."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

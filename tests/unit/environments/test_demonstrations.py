@@ -1,7 +1,5 @@
 """Demonstrations from files, and what is wrong in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

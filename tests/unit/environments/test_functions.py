@@ -1,7 +1,5 @@
 """Functions that models write, examined by tests which the code cannot reach."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

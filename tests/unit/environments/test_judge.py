@@ -1,7 +1,5 @@
 """Judges: models behind an endpoint that score replies, and what happens when they do not."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

@@ -1,7 +1,5 @@
 """Reward models behind vLLM's endpoint, and what happens when they give no score."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

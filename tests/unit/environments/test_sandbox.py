@@ -1,7 +1,5 @@
 """The sandboxes as users call them: what programs see, what ends them, and what is refused."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import os

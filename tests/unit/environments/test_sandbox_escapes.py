@@ -1,7 +1,5 @@
 """Programs that try to get out of each sandbox, one way a test, and that would without one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """What docs/guides/sandbox.md and docs/guides/judges.md show, as a reader uses it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Which checkpoints are whole, which are kept, and what a damaged one says."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

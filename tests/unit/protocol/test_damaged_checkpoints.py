@@ -1,7 +1,5 @@
 """Folders that are no whole checkpoints: one line with what to do, and what is passed over."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 What is sealed arrives; everything else is removed, and the receiver goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator

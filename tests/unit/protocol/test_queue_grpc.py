@@ -1,7 +1,5 @@
 """What only the gRPC queue promises: senders keep everything, the receiver holds them back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What only the Redis queue promises: it outlives every process but notices a lost Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """A Redis that lost data is noticed, whatever lost them: during a run and at its next start."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

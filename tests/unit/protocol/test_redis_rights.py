@@ -1,7 +1,5 @@
 """The rights of each end of the queue: the same in code and documentation, and enough, no more."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

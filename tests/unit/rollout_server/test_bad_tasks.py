@@ -1,7 +1,5 @@
 """Groups of a bad task and of others beside it, in real workers of one server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A whole rollout server that takes its weights from storage, with an engine without a model."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Orders to fetch a version, carried out while the engine serves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

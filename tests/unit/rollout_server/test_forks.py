@@ -1,7 +1,5 @@
 """The server's processes start from a loop that forks, beside gRPC at work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

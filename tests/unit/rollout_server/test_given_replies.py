@@ -1,7 +1,5 @@
 """Replies that an environment gives: from its file to a trajectory, without the engine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The arguments of the rollout server's program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The server of a reference model: what episodes carry of it, and what its failures do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a server fetches from storage: the bytes that were written, or an error and no version."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

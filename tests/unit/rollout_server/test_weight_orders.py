@@ -1,7 +1,5 @@
 """Orders of the controller in whatever order they come, and what the engine then serves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

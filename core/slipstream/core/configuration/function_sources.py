@@ -1,7 +1,5 @@
 """The sources of a user's own functions: digests, found without an import of them."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -4,8 +4,6 @@ A name becomes the folder of a commit in the hub's cache. The run's folder keeps
 goes on or is replayed takes it from there, whatever the hub has become.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the controller: `python -m slipstream.learner.controller --config FILE`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """How the end of a process is told."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import signal

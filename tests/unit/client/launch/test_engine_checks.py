@@ -1,7 +1,5 @@
 """What is said of an engine before it starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

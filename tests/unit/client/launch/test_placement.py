@@ -1,7 +1,5 @@
 """Which process sees which GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks before anything starts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Which deaths of a program are followed by another start, and how soon."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.client.launch.children import MAX_PAUSE_S, RestartPolicy
 from slipstream.core.exit_codes import FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR

@@ -1,7 +1,5 @@
 """The processes of one command, with a controller that only listens."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How often the trainer ranks are started again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

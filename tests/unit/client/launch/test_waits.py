@@ -1,7 +1,5 @@
 """What is shown while a run is silent."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from pathlib import Path

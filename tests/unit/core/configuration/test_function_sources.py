@@ -1,7 +1,5 @@
 """Digests of the sources of one's own functions."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names on a hub of our own, which the official client asks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

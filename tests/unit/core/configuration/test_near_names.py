@@ -1,7 +1,5 @@
 """Names that an error suggests in the place of a name that does not exist."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.core.configuration.near_names import did_you_mean, near_names
 

@@ -1,7 +1,5 @@
 """The tables of reference and critic: what they need, what they refuse, what they stand for."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tomllib

@@ -1,7 +1,5 @@
 """Which processes may fill a GPU's memory at the same time."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

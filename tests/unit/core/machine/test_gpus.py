@@ -1,7 +1,5 @@
 """The GPUs of a machine as CUDA would number them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs under a keeper, as real processes: nothing of them is left, however they end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

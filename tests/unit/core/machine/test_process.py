@@ -1,7 +1,5 @@
 """Requests of a process to the system and to its interpreter."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Fields of config.json with which learner, vLLM and transformers would not compute alike."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors that are missing, or have another shape, are found in the headers of the files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

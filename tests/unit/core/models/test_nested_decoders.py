@@ -1,7 +1,5 @@
 """Models with a vision tower whose decoder is a text class of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

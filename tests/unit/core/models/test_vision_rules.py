@@ -1,7 +1,5 @@
 """Which settings a model that sees images excludes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

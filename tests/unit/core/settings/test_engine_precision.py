@@ -1,7 +1,5 @@
 """Settings of precision: engines in FP8, and how weights are rounded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

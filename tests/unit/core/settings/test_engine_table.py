@@ -1,7 +1,5 @@
 """The table `rollout_server.engine` before vLLM sees it."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import parse_config

@@ -1,7 +1,5 @@
 """Settings of the algorithm that one environment has in place of the run's."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import dump_config, load_config, parse_config

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 from slipstream.core.configuration.config_file import parse_config

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError

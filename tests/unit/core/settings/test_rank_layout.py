@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from slipstream.core.settings.config import ParallelSection
 from slipstream.core.settings.rank_layout import RankLayout

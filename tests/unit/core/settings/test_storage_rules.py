@@ -1,7 +1,5 @@
 """The settings of weights that travel through storage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

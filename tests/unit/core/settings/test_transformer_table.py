@@ -1,7 +1,5 @@
 """Settings of Megatron's with which the policy would not be the one that samples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

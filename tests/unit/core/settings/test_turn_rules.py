@@ -1,7 +1,5 @@
 """The settings with which learner and engines compute in turn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that no run can work with, in fields of every kind."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

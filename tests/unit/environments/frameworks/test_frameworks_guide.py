@@ -1,7 +1,5 @@
 """Every environment on the page of frameworks can be loaded and begins its first task."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The command of Inspect is a program of this test, which leaves a log as Inspect does."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

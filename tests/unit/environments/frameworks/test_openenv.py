@@ -1,7 +1,5 @@
 """OpenEnv's protocol against a server of this process that speaks it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """The algorithms of deploy/algorithms are those of their papers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantages, losses and corrections against verl's own code, on padded batches of its shape."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

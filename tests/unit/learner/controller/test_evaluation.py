@@ -1,7 +1,5 @@
 """Rounds of evaluation: the server that is pinned, and the statistics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The clock without stalls of the event loop, and the stopwatch."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The controller's log where the disk is full."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import subprocess

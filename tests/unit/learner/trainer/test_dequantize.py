@@ -1,7 +1,5 @@
 """A folder of gpt-oss with MXFP4 experts becomes one in bfloat16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

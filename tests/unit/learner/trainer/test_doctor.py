@@ -1,7 +1,5 @@
 """What the learner's part of `slipstream doctor` says, with and without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.learner.trainer import doctor
 

@@ -1,7 +1,5 @@
 """Which failures of a trainer rank would come again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

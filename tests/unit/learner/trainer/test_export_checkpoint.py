@@ -1,7 +1,5 @@
 """The settings with which one rank exports what many trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

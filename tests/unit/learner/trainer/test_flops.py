@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
 

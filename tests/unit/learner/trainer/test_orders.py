@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.learner.trainer.controller_client import (

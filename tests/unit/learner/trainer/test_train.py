@@ -1,7 +1,5 @@
 """The order in which the trainer's loop does things."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator

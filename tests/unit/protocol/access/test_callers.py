@@ -1,7 +1,5 @@
 """Which callers a listener hears, and which it drops."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

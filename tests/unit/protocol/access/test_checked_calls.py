@@ -1,7 +1,5 @@
 """Calls whose caller has gone, and large requests: what the interceptor makes of them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """What listens without TLS and token: on private addresses only, and on one interface."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

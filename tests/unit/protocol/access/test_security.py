@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Digests on a GPU, with a cupy that is not there."""
 
-from __future__ import annotations
-
 import struct
 from types import SimpleNamespace
 

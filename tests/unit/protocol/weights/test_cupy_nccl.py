@@ -1,7 +1,5 @@
 """NCCL through cupy, with a cupy that is not there."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.cupy_nccl import CupyNccl

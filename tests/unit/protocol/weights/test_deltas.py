@@ -1,7 +1,5 @@
 """How a bucket travels of which some elements changed."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

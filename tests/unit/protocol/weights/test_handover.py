@@ -1,7 +1,5 @@
 """The hand-over of shared buffers between processes: no half-filled read, no hang."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import queue

@@ -1,7 +1,5 @@
 """The watchdog around NCCL, with members in threads of this process."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -1,7 +1,5 @@
 """Buffers in shared memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

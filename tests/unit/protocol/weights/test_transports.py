@@ -1,7 +1,5 @@
 """Which transport joins which places."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import ParallelSection

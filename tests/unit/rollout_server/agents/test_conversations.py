@@ -1,7 +1,5 @@
 """Branches hold exactly what the model read and sampled, however calls of an agent interleave."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a call may use of its episode's limits, or the error that its client gets."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages as a client sends them back equal those that it was sent, and no others do."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.rollout_server.agents.conversations import message_key, reply_keys
 

@@ -1,7 +1,5 @@
 """A recorder of an agent's calls over a fake engine, without any HTTP application."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Replies are read from HTTP answers in the form in which a client sends them back."""
 
-from __future__ import annotations
-
 import json
 
 from slipstream.rollout_server.agents.recorder import (

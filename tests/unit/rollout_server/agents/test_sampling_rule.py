@@ -1,7 +1,5 @@
 """The run's sampling holds; a request is told what it asked otherwise."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.rollout_server.agents.sampling_rule import RefusedRequest, rule
 from slipstream.rollout_server.engine_interface import Sampling

@@ -1,7 +1,5 @@
 """Environments that behave badly, loaded by worker processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

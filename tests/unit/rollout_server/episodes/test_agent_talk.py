@@ -1,7 +1,5 @@
 """Calls of an agent through a session: limits, hang-ups, and ends, with a fake application."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The calls of an agent that one command follows, from a stream that the test plays."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Environment workers as real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.learner.trainer.tiny_model import make_tokenizer

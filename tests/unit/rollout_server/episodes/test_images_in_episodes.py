@@ -1,7 +1,5 @@
 """Images of an episode: from messages to tokens, places and the record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The conversations of an agent as one record, one branch after the other."""
 
-from __future__ import annotations
-
 import numpy as np
 from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.types import Branch, PolicyVersion, VersionSpan

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from slipstream.rollout_server.episodes.workers import MAX_LOST_WORKERS, Suspects
 
 

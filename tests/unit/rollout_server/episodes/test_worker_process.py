@@ -1,7 +1,5 @@
 """A worker whose keeper is killed, in a server's process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which steps an engine captures as CUDA graphs, and how long its prompts wait."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.step_rules import (

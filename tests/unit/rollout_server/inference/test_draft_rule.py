@@ -1,7 +1,5 @@
 """How much is drafted, and when nothing is."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.rollout_server.inference.draft_table import DraftRule
 

@@ -1,7 +1,5 @@
 """Where drafts on GPUs come from; the same code runs here on the CPU."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """How long new prompts wait for each other: every small case of the rule."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

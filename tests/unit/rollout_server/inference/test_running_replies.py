@@ -1,7 +1,5 @@
 """How tests wait for an engine: they end when it does."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """How much of a GPU vLLM is given beside weights that arrive."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

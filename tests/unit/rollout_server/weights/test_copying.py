@@ -1,7 +1,5 @@
 """In which of its two calls an update is copied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

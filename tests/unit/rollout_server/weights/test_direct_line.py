@@ -1,7 +1,5 @@
 """A line to forked workers, beside a vLLM that is slow, silent or faster."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A worker's end of gloo."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights from the learner's shared buffers, with the learner in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Deltas that are applied to live parameters through a copy plan, whole or in shares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

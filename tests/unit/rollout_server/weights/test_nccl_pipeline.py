@@ -1,7 +1,5 @@
 """Nothing but the last bucket's copies comes behind the wire: times of streams that are fakes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

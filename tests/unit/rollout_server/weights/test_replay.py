@@ -1,7 +1,5 @@
 """The copies of a plan, small and large, plain and with gaps, forwards and backwards."""
 
-from __future__ import annotations
-
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View

@@ -1,7 +1,5 @@
 """Updates that arrive beside the live weights: their memory, and how much there may be of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path

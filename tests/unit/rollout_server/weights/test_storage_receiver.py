@@ -1,7 +1,5 @@
 """What a worker reads from the file that its server has fetched."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What an engine's workers are asked for an update, with workers that only answer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any

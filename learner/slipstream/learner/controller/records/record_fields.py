@@ -52,7 +52,6 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     },
     "servers": {"generated": _TOKENS},
     "solved": {"cause": str, "step": int},
-    "busy": dict.fromkeys(("window", "generation", "training", "both"), _NUMBER),
     "checkpoint": {"version": (int, int)},
     "submitted": {"environment": str, "spec": str},
     "unsubmitted": {"environment": str},
@@ -60,6 +59,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
 }
 # Optional fields, by the kind of the record; an end has all of them or none.
 _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
+    "start": {"machine": dict, "packages": dict},
     "lease": {"replaces": str},
     "end": {"tokens": int, "end": str, **_SERVER},
     "closed": {"reward": _NUMBER, "solved": bool},

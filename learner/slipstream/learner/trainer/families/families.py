@@ -4,8 +4,6 @@ A recipe turns config.json into Megatron's settings and maps its parameters to t
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
-from __future__ import annotations
-
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
     GPTOSSMLPDownProjMapping,

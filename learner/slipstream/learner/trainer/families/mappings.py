@@ -4,8 +4,6 @@ Some files hold the matrices of all experts of a layer in one tensor: see `Fused
 Importing this module imports Bridge's classes, so do it only after Bridge itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

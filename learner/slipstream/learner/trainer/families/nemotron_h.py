@@ -3,8 +3,6 @@
 Importing this module after Bridge registers the recipe: see `compat.install`.
 """
 
-from __future__ import annotations
-
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
     MambaConv1dMapping,

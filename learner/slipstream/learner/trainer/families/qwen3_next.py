@@ -3,8 +3,6 @@
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import SimpleNamespace
 

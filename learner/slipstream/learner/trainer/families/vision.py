@@ -9,8 +9,6 @@ Without images in episodes, Gemma 3 and Mistral 3 train their decoder only, and 
 as it is in the folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

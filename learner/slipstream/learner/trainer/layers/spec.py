@@ -3,8 +3,6 @@
 Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -9,14 +9,18 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import listen
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from torch.distributed.distributed_c10d import Store
+
+Answer = TypeVar("Answer")
 
 # Seconds beyond the limit in which rank 0 may answer: torch asks again after a pause.
 CONNECT_GRACE_S = 5.0
@@ -40,8 +44,8 @@ def rendezvous(
     machines cannot reach the address. Raises it too when the server there is not rank 0 of this
     run. Raises TimeoutError with the ranks that did not join.
 
-    `timeout` is for the ranks to join. A rank 0 that listens has `connect_grace_s` more to answer,
-    and `recognition_limit_s` to announce itself.
+    `timeout` is for the ranks to join. A rank 0 that listens has `connect_grace_s` more for each
+    answer, and `recognition_limit_s` to announce itself.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -66,9 +70,12 @@ def rendezvous(
             )
         descriptor = listener.detach()
     place = f"{host}:{port}"
-    store = _connected(host, port, descriptor, timeout, connect_grace_s)
-    recognition = timedelta(seconds=recognition_limit_s)
-    return _all_here(store, (rank, world_size), place, timeout, recognition)
+    limits = (timeout, timedelta(seconds=recognition_limit_s), connect_grace_s)
+    try:
+        store = _connected(host, port, descriptor, timeout, connect_grace_s)
+        return _all_here(store, (rank, world_size), place, limits)
+    except _NoAnswer as error:
+        raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from error
 
 
 class RankFlags:
@@ -96,41 +103,51 @@ class RankFlags:
         self._store.delete_key(f"flag/{flag}")
 
 
+class _NoAnswer(Exception):  # noqa: N818 - not an error yet: `_unanswered` says why
+    """Rank 0 does not answer. torch waits without a limit while its process is stopped."""
+
+
+def _answer(ask: Callable[[], Answer], limit_s: float) -> Answer:
+    """Returns what `ask` returns, or raises _NoAnswer after `limit_s`."""
+    answer: Future[Answer] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=wait, name="rendezvous", daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except TimeoutError as error:
+        raise _NoAnswer from error
+
+
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
 ) -> Store:
     """Returns the store at `host` and `port`.
 
-    Raises TimeoutError if the server there does not answer, or if nothing listens there. torch
-    would wait forever in the first case, and up to twice its timeout in the second.
+    Raises _NoAnswer if the server there does not answer, or if nothing listens there, which torch
+    takes up to twice its timeout to say.
     """
-    found: list[Store | BaseException] = []
 
-    def connect() -> None:
-        try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                port,
-                is_master=descriptor is not None,
-                # With a count of workers torch would count every client that connects.
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=descriptor,
-            )
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            found.append(error)
-        else:
-            found.append(store)
+    def connect() -> Store:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=descriptor is not None,
+            # With a count of workers torch would count every client that connects.
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=descriptor,
+        )
 
-    thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + grace_s)
-    store = found[0] if found else None
-    if store is None or isinstance(store, dist.DistNetworkError):
-        raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from store
-    if isinstance(store, BaseException):
-        raise store
-    return store
+    try:
+        return _answer(connect, timeout.total_seconds() + grace_s)
+    except dist.DistNetworkError as error:
+        raise _NoAnswer from error
 
 
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
@@ -152,13 +169,14 @@ def _unanswered(host: str, port: int, within: str) -> TimeoutError:
 
 
 def _all_here(
-    store: Store, launch: tuple[int, int], place: str, timeout: timedelta, recognition: timedelta
+    store: Store, launch: tuple[int, int], place: str, limits: tuple[timedelta, timedelta, float]
 ) -> Store:
     """Returns the part of the store that only this start's ranks know, once all have joined.
 
-    `launch` has rank and world size.
+    `launch` has rank and world size; `limits` those of `rendezvous`. Raises _NoAnswer when rank 0
+    stops answering.
     """
-    rank, world_size = launch
+    (rank, world_size), (timeout, recognition, grace_s) = launch, limits
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
     ours: Store = dist.PrefixStore(known, store)  # type: ignore[attr-defined]
@@ -166,13 +184,15 @@ def _all_here(
     has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # A rank 0 with its own store announces itself before all others, so this limit is short.
     limit = min(timeout, recognition) if has_own_store else timeout
-    if not _have_come(ours, [0], limit):
+    if not _have_come(ours, [0], limit, grace_s):
         raise ConfigError(
             f"learner.master: rank 0 at {place} did not recognise rank {rank} within "
             f"{limit.total_seconds():g} s: it belongs to another run, or has another token"
         )
-    if not _have_come(ours, range(world_size), timeout):
-        absent = [r for r in range(world_size) if not ours.check([f"rank/{r}"])]
+    if not _have_come(ours, range(world_size), timeout, grace_s):
+        absent = _answer(
+            lambda: [r for r in range(world_size) if not ours.check([f"rank/{r}"])], grace_s
+        )
         raise TimeoutError(
             f"of {world_size} ranks {', '.join(map(str, absent))} did not join at {place} "
             f"within {timeout.total_seconds():g} s"
@@ -180,9 +200,10 @@ def _all_here(
     return ours
 
 
-def _have_come(store: Store, ranks: Iterable[int], limit: timedelta) -> bool:
+def _have_come(store: Store, ranks: Iterable[int], limit: timedelta, grace_s: float) -> bool:
+    keys = [f"rank/{rank}" for rank in ranks]
     try:
-        store.wait([f"rank/{rank}" for rank in ranks], limit)
+        _answer(lambda: store.wait(keys, limit), limit.total_seconds() + grace_s)
     except dist.DistStoreError:
         return False
     return True

@@ -1,7 +1,5 @@
 """Bytes of images, their pixels, and the tokens that stand for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images of Mistral 3: rows of tokens with ends, and pixels as transformers makes them."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

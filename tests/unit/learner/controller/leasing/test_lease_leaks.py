@@ -1,7 +1,5 @@
 """No slot and no byte stays reserved without a lease, whatever happens to leases in any order."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 

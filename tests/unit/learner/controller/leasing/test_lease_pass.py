@@ -1,7 +1,5 @@
 """A pass grants what a look at all servers and all groups before each lease would grant."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

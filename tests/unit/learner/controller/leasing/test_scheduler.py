@@ -1,7 +1,5 @@
 """What the scheduler grants, with servers that only get orders."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers that are ready, or have loaded, after the others: who waits for them, and how long."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Publishes as the controller follows them, with servers that only get orders."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """Which servers are sent the adapters alone, as the controller follows what they hold."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Which publishes send only what changed: those whose receivers all serve what it changes."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rule of failed publishes, for all small counts."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.learner.controller.publishing.delivery import (
     MAX_FAILED_PUBLISHES,

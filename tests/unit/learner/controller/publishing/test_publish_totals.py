@@ -1,7 +1,5 @@
 """The costs of publishing, and the gap that its probes measure."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

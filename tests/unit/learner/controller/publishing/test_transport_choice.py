@@ -1,7 +1,5 @@
 """The transport of a communicator, and the servers that it leaves out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines rest while the learner trains on their device, as the controller orders it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import TokenLedger

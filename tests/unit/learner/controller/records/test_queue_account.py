@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.leasing.lease_pass import WORDS, LeaseWait
 from slipstream.learner.controller.records.ledger import AccountedReceiver

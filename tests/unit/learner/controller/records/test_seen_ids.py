@@ -1,7 +1,5 @@
 """Which trajectories were delivered: exactly, for ever, in little memory."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 

@@ -1,7 +1,5 @@
 """Episodes in a form for people."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

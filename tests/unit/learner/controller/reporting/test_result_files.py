@@ -1,7 +1,5 @@
 """Files of results that are damaged, vanish, or find no room."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

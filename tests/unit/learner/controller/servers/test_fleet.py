@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import DEAD, LEFT

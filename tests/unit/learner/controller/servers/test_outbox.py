@@ -1,7 +1,5 @@
 """What waits for a stream, and what that waits for."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

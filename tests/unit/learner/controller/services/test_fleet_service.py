@@ -1,7 +1,5 @@
 """Servers that are turned away: what the controller keeps of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import grpc.aio

@@ -1,7 +1,5 @@
 """The adapter of an environment that is submitted to a run."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.v1 import environment_pb2, trajectory_pb2

@@ -1,7 +1,5 @@
 """Whose the trainer's place is, by a clock that the test sets."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import aclosing
 

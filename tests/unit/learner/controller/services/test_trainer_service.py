@@ -1,7 +1,5 @@
 """What the run waits for, as the trainer's calls change it."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook

@@ -1,7 +1,5 @@
 """The choice of tasks by their recent rewards."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls to environments that clients serve: no client waits for another that does not read."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """The groups of one step, and those of a batch that is set aside."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

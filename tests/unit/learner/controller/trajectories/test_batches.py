@@ -1,7 +1,5 @@
 """Which batches of the journal stay, which are covered by a checkpoint, and which are missing."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A trajectory is acknowledged when its end is durable, and not before."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path

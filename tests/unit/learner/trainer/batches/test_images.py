@@ -1,7 +1,5 @@
 """Images of sequences and their positions; the numbers are those of arXiv:2409.12191, figure 3."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The loss of sequences whose tokens lie on two ranks; this file is the ranks' program, too."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

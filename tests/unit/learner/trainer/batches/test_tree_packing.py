@@ -1,7 +1,5 @@
 """Micro batches in which sequences share beginnings: what a token predicts, sees and is."""
 
-from __future__ import annotations
-
 import numpy as np
 from slipstream.learner.trainer.batches.packing import build_tree_micro_batch
 from slipstream.learner.trainer.batches.prefix_tree import PrefixTree

@@ -1,7 +1,5 @@
 """Work of ranks on a disk that is slow, hangs or is full."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -1,7 +1,5 @@
 """What one rank gathers of the distributed optimizer, where a buffer has several buckets."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that the tensors of a save are copied to: nothing is lost, nothing is taken twice."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

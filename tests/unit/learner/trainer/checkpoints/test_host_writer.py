@@ -1,7 +1,5 @@
 """What the thread that writes a checkpoint does, and says about its end."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io

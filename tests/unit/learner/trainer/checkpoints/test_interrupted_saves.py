@@ -1,7 +1,5 @@
 """What an interrupted save has left does not stand in the way of the next start."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

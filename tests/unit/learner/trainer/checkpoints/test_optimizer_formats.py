@@ -1,7 +1,5 @@
 """What of an optimizer's state is not converted, and how the kinds are told apart."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The index of a checkpoint is read without running any code in it."""
 
-from __future__ import annotations
-
 import random
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that do not see one folder make no checkpoints."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a save says that a rank could not write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from traceback import StackSummary
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which keys a query sees, in groups of short sequences and in blocks of long ones."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys by paths and their gradients; what cannot share beginnings."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

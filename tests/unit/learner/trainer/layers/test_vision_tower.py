@@ -1,7 +1,5 @@
 """Parts of models that see images."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from slipstream.learner.trainer.batches.images import ImageInputs

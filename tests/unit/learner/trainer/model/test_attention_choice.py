@@ -1,7 +1,5 @@
 """The line that says which attention runs."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import ModuleType, SimpleNamespace

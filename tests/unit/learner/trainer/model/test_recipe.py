@@ -1,7 +1,5 @@
 """What Megatron's objects are made of on machines with GPUs."""
 
-from __future__ import annotations
-
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError

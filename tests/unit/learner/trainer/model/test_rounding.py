@@ -1,7 +1,5 @@
 """Masters become 16-bit weights without a bias, as a function of their bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from slipstream.learner.trainer.model.rounding import stochastic_bfloat16

@@ -1,7 +1,5 @@
 """Log-probabilities in chunks against a dense softmax, the vocabulary split over ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

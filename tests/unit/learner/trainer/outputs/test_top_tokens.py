@@ -1,7 +1,5 @@
 """The most likely tokens against a dense softmax, the vocabulary split over ranks."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Signs of life of a trainer: they come while it works, and only then."""
 
-from __future__ import annotations
-
 import threading
 
 from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife

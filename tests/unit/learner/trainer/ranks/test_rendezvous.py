@@ -1,8 +1,9 @@
 """The ranks' meeting place: strangers are no ranks, and who does not come is named in time."""
 
-from __future__ import annotations
-
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -120,6 +121,38 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
         r".*belongs to another run, or has another",
     ):
         rendezvous(1, 2, LONG, recognition_limit_s=1.0)
+
+
+# A rank 0 that announces itself and waits for others until it is killed.
+RANK_0 = """
+import os, sys, threading
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+dist.PrefixStore("of this run/0", store).set("rank/0", "here")
+print("here", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("attempts_end")
+def test_a_rank_0_that_freezes_while_others_wait_is_given_up(
+    port: int, threads: ThreadPoolExecutor
+) -> None:
+    command = [sys.executable, "-c", RANK_0, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
+        try:
+            assert rank_0.stdout is not None
+            assert rank_0.stdout.readline() == "here\n"
+            # Rank 2 never comes.
+            waiting = threads.submit(rendezvous, 1, 3, timedelta(seconds=3), connect_grace_s=0.5)
+            seen = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
+            seen.wait(["of this run/0/rank/1"], LONG)
+            rank_0.send_signal(signal.SIGSTOP)
+            with pytest.raises(TimeoutError, match="rank 0 is stopped or very slow"):
+                waiting.result(30)
+        finally:
+            rank_0.kill()
 
 
 def test_a_word_is_heard_until_it_is_forgotten() -> None:

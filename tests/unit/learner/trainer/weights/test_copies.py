@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 from slipstream.learner.trainer.weights.bucket_fill import Copies, dense_blocks
 

@@ -1,7 +1,5 @@
 """What a sending rank finds to have changed, against a plain loop over the elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 

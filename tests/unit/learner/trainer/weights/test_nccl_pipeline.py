@@ -1,7 +1,5 @@
 """Nothing but the first bucket is put together before the wire: times of streams that are fakes."""
 
-from __future__ import annotations
-
 import json
 
 import torch

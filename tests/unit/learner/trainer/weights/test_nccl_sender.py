@@ -1,7 +1,5 @@
 """Publishes over NCCL, without a GPU: all members are threads, and the library is a fake one."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 from slipstream.learner.trainer.weights.publish import probe_sequences
 from support.fakes.fake_controller import make_batch, with_branches

@@ -1,7 +1,5 @@
 """The senders and the way of a publish, against plain torch receivers in threads."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading

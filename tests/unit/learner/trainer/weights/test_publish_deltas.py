@@ -1,7 +1,5 @@
 """Two publishes, the second one of changes, to the receivers of a server."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Versions that two trainer ranks write to storage: whole ones, chains, failures, what is left."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """In which order a pass over the weights fills, sends and digests its buckets."""
 
-from __future__ import annotations
-
 import torch
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream, bucket_bytes

@@ -1,7 +1,5 @@
 """What a worker's receiver keeps of an update that went through vLLM's loader."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
