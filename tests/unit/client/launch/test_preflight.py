@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 import tomli_w
-from slipstream.client.launch.checks import Scene, Stage, require
+from slipstream.client.launch.checks import CONTROLLER, Scene, Stage, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.peers import ask_controller
@@ -150,7 +150,7 @@ def test_files_of_security_are_tried_before_anything_starts(
     model = config.model.model_copy(update={"path": tmp_path})
     config = config.model_copy(update={"security": security, "model": model})
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        asyncio.run(require(Scene(config, frozenset({"replay"}), dry_run=True), Stage.SETTINGS))
+        asyncio.run(require(Scene(config, CONTROLLER, dry_run=True), Stage.SETTINGS))
 
 
 @pytest.fixture(scope="module")
