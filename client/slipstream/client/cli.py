@@ -329,8 +329,13 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
-    parser.add_argument("--token-file", type=Path)
-    parser.add_argument("--tls-ca", type=Path)
+    add_secrets(parser)
+
+
+def add_secrets(parser: argparse.ArgumentParser) -> None:
+    """Adds the options with the files by which a command shows who it is."""
+    for option in ("--token-file", "--tls-ca", "--tls-certificate", "--tls-key"):
+        parser.add_argument(option, type=Path)
 
 
 async def _run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,13 @@ _COUNTS = ("episodes", "failed")
 
 def connect(arguments: argparse.Namespace) -> Client:
     """Returns the client for a command's connection arguments."""
-    return Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
+    return Client(
+        arguments.controller,
+        token_file=arguments.token_file,
+        tls_ca=arguments.tls_ca,
+        tls_certificate=arguments.tls_certificate,
+        tls_key=arguments.tls_key,
+    )
 
 
 async def submit(arguments: argparse.Namespace) -> int:
