@@ -29,7 +29,16 @@ LAYERS = {
 STAIRS = (
     *("events", "loop_clock", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluation"),
-    *("set_aside_batch", "watch", "services", "reporting", "restoration", "results"),
+    *(
+        "set_aside_batch",
+        "receipt",
+        "receipt_checks",
+        "watch",
+        "services",
+        "reporting",
+        "restoration",
+        "results",
+    ),
     *("application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.

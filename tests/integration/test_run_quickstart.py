@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -13,8 +14,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from slipstream.core.configuration.config_file import load_config  # noqa: E402
+from slipstream.core.errors import ConfigError  # noqa: E402
+from slipstream.learner.controller.receipt import pack, unpack  # noqa: E402
+from slipstream.learner.controller.receipt_checks import check  # noqa: E402
 from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 from support.references.documented_metrics import tables  # noqa: E402
+from support.rigs.changed_receipt import (  # noqa: E402
+    changed_receipt,
+    in_journal,
+    in_json,
+)
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
     copy_environments,
@@ -233,19 +242,6 @@ def test_the_exported_model_is_the_last_version(run: Path, summary: dict) -> Non
     assert line["digest"] == summary["weight_digest"]
 
 
-def test_a_replay_reaches_every_recorded_digest(run: Path, summary: dict) -> None:
-    recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
-    assert len(recorded) == STEPS
-    assert recorded[-1] == summary["weight_digest"]
-    replay = run_command("replay", run, limit_s=100)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
-    assert replay.stderr == ""
-    assert [line.split() for line in replay.stdout.splitlines()] == [
-        ["version", str(version), digest, "as", "recorded"]
-        for version, digest in enumerate(recorded, start=1)
-    ]
-
-
 def test_a_finished_run_is_not_started_again(run: Path) -> None:
     again = run_command("run", "config.toml", cwd=run.parent)
     assert again.returncode == 2
@@ -253,6 +249,169 @@ def test_a_finished_run_is_not_started_again(run: Path) -> None:
         f"slipstream: {run} is finished with {summary_of(run)['steps']} steps; "
         "raise run.steps to go on, or choose another run.name\n"
     )
+
+
+@pytest.fixture(scope="module")
+def packed(run: Path) -> subprocess.CompletedProcess[str]:
+    return run_command("receipt", "run", "--out", "run.tar.gz", cwd=run.parent)
+
+
+@pytest.fixture(scope="module")
+def receipt(packed: subprocess.CompletedProcess[str], run: Path) -> Path:
+    assert packed.returncode == 0, packed.stdout + packed.stderr
+    return run.parent / "run.tar.gz"
+
+
+def test_a_receipt_says_what_it_shows_and_what_it_lacks(
+    packed: subprocess.CompletedProcess[str], receipt: Path, summary: dict
+) -> None:
+    lines = dict(re.findall(r"^ *([a-z ]+?)  (\S.*)$", packed.stdout, re.MULTILINE))
+    assert lines["versions"].endswith(summary["weight_digest"])
+    assert lines["ledger"].startswith(f"{summary['generated_tokens']:,} generated = ")
+    assert lines["packages"] == lines["machine"] == "the same here"
+    assert re.fullmatch(r"model\.path .*, digest [0-9a-f]{32}; here", lines["not in it"])
+    assert packed.stderr == ""
+    (again,) = run_command("receipt", receipt).stdout.splitlines()[:1]
+    assert again in packed.stdout
+
+
+def test_the_same_run_gives_the_same_receipt(receipt: Path, run: Path, tmp_path: Path) -> None:
+    pack(run, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == receipt.read_bytes()
+
+
+def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
+    receipt: Path, run: Path, tiny_model: Path, tmp_path: Path, summary: dict
+) -> None:
+    recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
+    assert len(recorded) == STEPS
+    assert recorded[-1] == summary["weight_digest"]
+    subprocess.run(["tar", "-xzf", receipt], cwd=tmp_path, check=True)
+    shutil.copytree(tiny_model, tmp_path / "copy")
+    arguments = ["run", "--step", STEPS - 1, "model.path=copy"]
+    replay = run_command("replay", *arguments, cwd=tmp_path, limit_s=100)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert replay.stderr == ""
+    assert [line.split() for line in replay.stdout.splitlines()] == [
+        ["version", str(version), digest, "as", "recorded"]
+        for version, digest in enumerate(recorded[:-1], start=1)
+    ]
+
+
+def drop(files: Path) -> None:
+    path = files / "journal" / "journal.log"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5] + lines[6:]))
+
+
+def of_kind(records: list[dict], kind: str) -> list[dict]:
+    return [record for record in records if record["kind"] == kind]
+
+
+BATCH = "journal/batches/step-000002.pb"
+# What is changed, whether the list of files says so, and a part of the line that tells of it.
+CHANGES = {
+    "a batch": (lambda files: (files / BATCH).write_bytes(b"x"), True, "step-000002.pb is damaged"),
+    "a line of the journal": (drop, True, "lines before it are missing"),
+    "the digest of the last weights": (
+        in_journal(lambda records: of_kind(records, "step")[-1].update(digest="00" * 16)),
+        True,
+        "summary.json ends with weights",
+    ),
+    "a version": (
+        in_journal(lambda records: records.remove(of_kind(records, "step")[3])),
+        True,
+        "version 4 is not in the journal",
+    ),
+    "the lags": (
+        in_journal(lambda records: of_kind(records, "step")[3].update(lags=[[0, 1]])),
+        True,
+        "the tokens of step 4 have other lags",
+    ),
+    "the groups": (
+        in_journal(lambda records: records.remove(of_kind(records, "lease")[0])),
+        True,
+        "which is not open",
+    ),
+    "the bound": (
+        lambda files: (files / "config.toml").write_text(
+            (files / "config.toml")
+            .read_text()
+            .partition("\n")[2]
+            .replace("max_staleness = 2", "max_staleness = 0")
+        ),
+        True,
+        "0 are allowed",
+    ),
+    "the ledger": (
+        lambda files: (files / "summary.json").write_text(
+            re.sub(r'"evaluated": (\d+)', r'"evaluated": 1\1', (files / "summary.json").read_text())
+        ),
+        True,
+        "tokens evaluated, not",
+    ),
+    "the curve": (
+        lambda files: (files / "metrics.jsonl").write_text(
+            (files / "metrics.jsonl").read_text().replace('"reward_mean": 0', '"reward_mean": 1', 1)
+        ),
+        True,
+        "metrics.jsonl has reward 1",
+    ),
+    "a settings file alone": (
+        in_json("config.toml", "max_staleness = 2", "max_staleness = 3"),
+        True,
+        "config.toml is not what the run wrote",
+    ),
+    "a file that is not listed anew": (
+        in_json("config.toml", "max_staleness = 2", "max_staleness = 3"),
+        False,
+        "config.toml is not what was packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_receipt_with_another_content_is_refused(
+    change: str, receipt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what, relist, told = CHANGES[change]
+    assert check(changed_receipt(receipt, tmp_path, what, relist=relist)) == 1
+    captured = capsys.readouterr().err
+    assert told in captured
+    assert len(captured.splitlines()) == 1
+
+
+def without_model(run: Path, folder: Path) -> Path:
+    """A copy of a run's folder, to be changed."""
+    return shutil.copytree(run, folder / "run", ignore=shutil.ignore_patterns("checkpoints"))
+
+
+def test_no_secret_comes_into_a_receipt(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,) = {r["key"] for r in read_records(run / "journal") if r["kind"] == "start"}
+    copy = without_model(run, tmp_path)
+    settings = (copy / "config.toml").read_text().partition("\n")[2]
+    url = 'redis_url = "rediss://someone:the-password@far:1/0?password=the-password"'
+    (copy / "config.toml").write_text(
+        re.sub(r'kind = "(grpc|redis)"', rf'kind = "redis"\n{url}', settings)
+    )
+    pack(copy, tmp_path / "packed")
+    (tmp_path / "files").mkdir()
+    for entry in unpack(tmp_path / "packed", tmp_path / "files").files:
+        data = (tmp_path / "files" / entry.path).read_bytes()
+        assert key.encode() not in data
+        assert b"the-password" not in data
+    assert load_config(tmp_path / "files" / "config.toml").queue.redis_url == "rediss://far:1/0"
+
+    monkeypatch.setenv("MY_API_KEY", "echo-heldout")
+    with pytest.raises(ConfigError, match=r"\$MY_API_KEY in it: no receipt is made of it"):
+        pack(copy, tmp_path / "other")
+    monkeypatch.delenv("MY_API_KEY")
+    (copy / "config.toml").write_text(settings.replace("num_symbols", 'api_key = "x"\nnum_symbols'))
+    with pytest.raises(ConfigError, match=r"environments\.0\.args\.api_key looks like a secret"):
+        pack(copy, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def batch_records(run: Path) -> list[dict]:

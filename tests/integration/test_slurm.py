@@ -1,7 +1,7 @@
 """The quickstart under Slurm from the files that `slipstream roles` writes, without an edit.
 
-Real daemons of Slurm on nodes made of namespaces. A rollout job is preempted, a node dies, the
-learner's job is requeued; the run goes on to its end.
+Real daemons of Slurm on nodes made of namespaces. A rollout job is preempted, the node of one dies,
+the learner's job is requeued, its node dies; the run goes on to its end.
 """
 
 import json
@@ -39,7 +39,9 @@ class Site:
     def __init__(self, cluster: SlurmCluster) -> None:
         self.cluster = cluster
         self.folder = cluster.folder / "site"
+        # Where a rollout server ran before and after its node died, and the learner likewise.
         self.nodes: list[str] = []
+        self.learners: list[str] = []
         self.queue = ""
 
     def slurm(self, *command: str) -> str:
@@ -102,6 +104,14 @@ def carry_out(site: Site) -> None:
     site.wait_for("the run goes on with both", lambda: site.step >= before + 5)
     site.slurm("scontrol", "requeue", learner)
     site.wait_for("the run stops", lambda: "stopped at version" in site.log("learner-1"))
+    cluster.start_node(site.nodes[0])
+    before = site.step
+    site.wait_for("the run goes on", lambda: site.step >= before + 5)
+    site.learners.append(cluster.node_of(learner))
+    cluster.kill(site.learners[0])
+    site.wait_for("the node is dead", lambda: cluster.state(learner) == "PENDING")
+    site.wait_for("the learner starts elsewhere", lambda: cluster.state(learner) == "RUNNING")
+    site.learners.append(cluster.node_of(learner))
     site.wait_for("the run is finished", lambda: not site.slurm("squeue", "--noheader").strip())
 
 
@@ -149,9 +159,9 @@ def test_nothing_is_trained_twice(site: Site) -> None:
     assert len(trained) == len(set(trained))
 
 
-def test_a_server_of_a_dead_node_runs_on_another(site: Site) -> None:
-    dead, later = site.nodes
-    assert later not in ("", dead)
+def test_what_ran_on_a_dead_node_runs_on_another(site: Site) -> None:
+    for dead, later in (site.nodes, site.learners):
+        assert later not in ("", dead)
 
 
 def test_the_logs_of_all_jobs_lie_in_one_folder(site: Site) -> None:

@@ -7,7 +7,6 @@ namespaces stand in for hosts and containers, and this checkout for the image.
 import ipaddress
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import pytest
 import tomli_w
 from support.rigs import namespaces
 from support.rigs.compose_file import DEPLOY, read_env, resolve, write_env
-from support.rigs.namespaces import Container, Host, Mount, Network, Socket, poll
+from support.rigs.namespaces import Container, Host, Mount, Network, Socket, image_environ, poll
 
 MISSING = namespaces.missing()
 pytestmark = [
@@ -102,15 +101,6 @@ class Cluster:
             f"--- {path.relative_to(self.folder)}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(paths)
         )
-
-
-def image_environ() -> dict[str, str]:
-    """What the last stage of the Dockerfile sets, with our Python in place of the image's."""
-    text = (DEPLOY / "cpu.Dockerfile").read_text().rpartition("FROM ")[2]
-    (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
-    environ = dict(word.split("=", 1) for word in block.replace("\\\n", " ").split())
-    environ["PATH"] = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
-    return environ
 
 
 def write_config(path: Path) -> None:

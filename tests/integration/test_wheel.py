@@ -27,6 +27,7 @@ def test_the_wheel_holds_all_four_roots_under_one_name(wheel):
         "slipstream/core/staleness.py",
         "slipstream/client/py.typed",
         "slipstream/client/launch/docker-compose.template.yml",
+        "slipstream/client/launch/kubernetes/scaling/scaledobject.yaml",
         "slipstream/rollout_server/__main__.py",
         "slipstream/learner/controller/__main__.py",
         "slipstream/learner/trainer/__main__.py",

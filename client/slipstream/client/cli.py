@@ -23,7 +23,8 @@ EXAMPLES = {
     "drain": "slipstream drain server-1 --reason maintenance",
     "stop": "slipstream stop --reason 'the reward is high enough'",
     "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
-    "replay": "slipstream replay runs/quickstart",
+    "replay": "slipstream replay runs/quickstart --step 10",
+    "receipt": "slipstream receipt runs/quickstart",
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
     "dashboard": "slipstream dashboard runs --port 0",
@@ -181,7 +182,16 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    replay.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    replay.add_argument("--step", type=int, help="the last step to train; default: all")
     replay.set_defaults(execute=_replay)
+
+    receipt = commands.add_parser(
+        "receipt", help="pack a run from which others can train it again, or check such a file"
+    )
+    receipt.add_argument("path", type=Path, metavar="RUN", help="a run folder, or a receipt")
+    receipt.add_argument("--out", type=Path, help="of a folder; default: NAME.receipt.tar.gz here")
+    receipt.set_defaults(execute=_receipt)
 
     aside = commands.add_parser(
         "set-aside", help="take the batch at which a run fails out of it, before it goes on"
@@ -209,10 +219,16 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     roles.add_argument(
         "--for",
         dest="target",
-        choices=("slurm", "compose", "ray"),
+        choices=("slurm", "kubernetes", "skypilot", "ray", "compose"),
         help="write files of this scheduler, not JSON",
     )
     roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
+    roles.add_argument(
+        "--code", type=Path, metavar="FOLDER", help="your modules, which travel with the files"
+    )
+    roles.add_argument(
+        "--gpus", action="store_true", help="ask for GPUs, though these packages need none"
+    )
     roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
     roles.set_defaults(execute=_roles)
 
@@ -342,7 +358,13 @@ async def _export(arguments: argparse.Namespace) -> int:
 async def _replay(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_replay
 
-    return await run_replay(arguments.run)
+    return await run_replay(arguments.run, arguments.overrides, step=arguments.step)
+
+
+async def _receipt(arguments: argparse.Namespace) -> int:
+    from slipstream.client.launch.launcher import run_receipt
+
+    return await run_receipt(arguments.path, arguments.out)
 
 
 async def _set_aside(arguments: argparse.Namespace) -> int:
@@ -360,7 +382,12 @@ def _roles(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         raise ConfigError("roles needs a CONFIG.toml")
     return print_roles(
-        arguments.config, arguments.overrides, target=arguments.target, out=arguments.out
+        arguments.config,
+        arguments.overrides,
+        target=arguments.target,
+        out=arguments.out,
+        code=arguments.code,
+        on_gpus=arguments.gpus,
     )
 
 

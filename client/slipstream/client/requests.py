@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Coroutine, Sequence
 
 from slipstream.client.client import Client
@@ -42,6 +43,8 @@ async def submit(arguments: argparse.Namespace) -> int:
     tasks = counted(status.num_tasks, "task") if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
     say(plain(f"environment {status.name} is {status.state}: {detail}"))
+    module = arguments.reference.partition(":")[0]
+    say(plain(f"no code was sent: servers load {module} from {os.getcwd()} of their own machines"))
     return 0
 
 

@@ -20,6 +20,8 @@ SUSPENDED = "suspended.json"
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.
 LOGS = "logs"
+# The folder beside those of the runs that tells Prometheus where their processes show metrics.
+TARGETS = ".prometheus"
 # The folder of the locks by which processes fill a GPU in turn.
 LOCKS = "locks"
 # Files that a run writes only after its first journal record.

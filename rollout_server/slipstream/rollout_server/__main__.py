@@ -4,6 +4,8 @@ Exit codes: 0 the server drained, 1 something broke (the cause is on stderr), 2 
 settings, or the controller refuses the server), 4 vLLM's engine did not start.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import logging
@@ -13,7 +15,9 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from slipstream.core.configuration.config_file import check_model, load_config
@@ -33,6 +37,9 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
 from slipstream.rollout_server.memory import available_bytes
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.vllm.engine import VllmEngine
 
 
 class _NotStarted(Exception):
@@ -157,13 +164,26 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             takes_tools=settings.tool_parser is not None,
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
-        await server.run(stop)
+        async with _metrics(config, engine, server_id):
+            await server.run(stop)
     except* EngineDied as died:
         # Every open request has failed with it.
         said = str(_leaves(died)[0])
         raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
     finally:
         await engine.aclose()
+
+
+def _metrics(
+    config: Config, engine: VllmEngine, server_id: ServerId
+) -> AbstractAsyncContextManager[None]:
+    if config.tracking.prometheus is None:
+        return nullcontext()
+    from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
+    from slipstream.rollout_server.vllm.engine_collector import EngineCollector
+
+    collector = EngineCollector(engine.requests)
+    return metrics_endpoint(config, "rollout_server", [collector], server=server_id)
 
 
 def _worker_limits(settings: RolloutServerSection) -> WorkerLimits:

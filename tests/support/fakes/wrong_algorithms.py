@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms
 from torch import Tensor
 
 _calls = itertools.count(1)
+_seen = [0]
+CLIP = 0.2
 
 
 def _plain(tokens: LossInputs) -> Tensor:
@@ -57,6 +60,27 @@ def infinite_at_masked_tokens(tokens: LossInputs) -> Tensor:
 def root_at_a_bound(tokens: LossInputs, *, clip: float = 0.2) -> Tensor:
     ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
     return -tokens.advantages * (1 + clip - ratio).clamp(min=0).sqrt()
+
+
+def root_in_a_helper(tokens: LossInputs) -> Tensor:
+    ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
+    return -tokens.advantages * _root(ratio)
+
+
+def _root(ratio: Tensor) -> Tensor:
+    return (1 + CLIP - ratio).clamp(min=0).sqrt()
+
+
+def product_of_a_sequence(tokens: LossInputs) -> Tensor:
+    return _plain(tokens) * tokens.sequences.sums(tokens.logprobs - tokens.behavior_logprobs).exp()
+
+
+def log_of_the_entropy(tokens: LossInputs) -> Tensor:
+    return _plain(tokens) * tokens.entropy.log()
+
+
+def adds_the_entropy(tokens: LossInputs) -> Tensor:
+    return _plain(tokens) - 0.01 * tokens.entropy
 
 
 def squares_the_ratio(tokens: LossInputs) -> Tensor:
@@ -114,6 +138,11 @@ def counts_calls(tokens: LossInputs) -> Tensor:
     return _plain(tokens) / next(_calls)
 
 
+def changes_after_many_calls(tokens: LossInputs) -> Tensor:
+    _seen[0] += 1
+    return _plain(tokens) * (1 if _seen[0] < 1e6 else 2)
+
+
 def draws_at_random(tokens: LossInputs) -> Tensor:
     return _plain(tokens) * torch.rand(())
 
@@ -121,6 +150,21 @@ def draws_at_random(tokens: LossInputs) -> Tensor:
 def changes_inputs(tokens: LossInputs) -> Tensor:
     tokens.advantages.sub_(1)
     return _plain(tokens)
+
+
+def changes_data(tokens: LossInputs) -> Tensor:
+    tokens.advantages.data.sub_(1)
+    return _plain(tokens)
+
+
+def changes_a_few(tokens: LossInputs) -> Tensor:
+    behavior = tokens.behavior_logprobs.numpy()
+    np.clip(behavior, -9, 0, out=behavior)
+    return _plain(tokens)
+
+
+def exits(tokens: LossInputs) -> Tensor:
+    raise SystemExit(3)
 
 
 def too_short(tokens: LossInputs) -> Tensor:
@@ -145,6 +189,11 @@ def depends_on_the_rank(tokens: LossInputs) -> Tensor:
     return _plain(tokens) * (1 + rank)
 
 
+def reads_the_rank(tokens: LossInputs) -> Tensor:
+    """It is right in all tests of functions alone, too."""
+    return _plain(tokens) * (1 + int(os.environ.get("RANK", "0")))
+
+
 def right_backward(tokens: LossInputs) -> Tensor:
     return _Square.apply(tokens.logprobs - tokens.behavior_logprobs)
 
@@ -162,8 +211,16 @@ def with_a_kink(tokens: LossInputs) -> Tensor:
     return (tokens.logprobs - tokens.proximal_logprobs).abs() + _plain(tokens)
 
 
+def gate_of_the_entropy(tokens: LossInputs) -> Tensor:
+    return _plain(tokens) * tokens.entropy.sigmoid()
+
+
 def weight_of_lags(tokens: LossInputs) -> Tensor:
     return torch.exp2(-tokens.lags.to(tokens.logprobs.dtype))
+
+
+def weight_in_float32(tokens: LossInputs) -> Tensor:
+    return 1 / (1 + tokens.lags.float())
 
 
 def weight_of_mean_lag(tokens: LossInputs) -> Tensor:

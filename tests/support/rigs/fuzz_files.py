@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import gzip
 import json
 import math
 import random
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +18,11 @@ from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
+from slipstream.learner.controller.receipt import Receipt, unpack, write_receipt
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
-from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
+from slipstream.protocol.checkpoints import MANIFEST_NAME, describe_file, read_manifest
 from slipstream.v1 import trainer_pb2
 
 from support.rigs.controller_runs import make_config
@@ -221,6 +224,22 @@ def _resumed(path: Path) -> object:
     return check_run_folder(config)
 
 
+def _receipt() -> bytes:
+    """A receipt with two files."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / name for name in ("config.toml", "metrics.jsonl")}
+        for path in paths.values():
+            path.write_text("x")
+        entries = tuple(describe_file(Path(folder), name) for name in paths)
+        write_receipt(Path(folder) / "r", Receipt(run="r", models=(), files=entries), paths)
+        return (Path(folder) / "r").read_bytes()
+
+
+def _repacked(honest: bytes, draw: random.Random) -> bytes:
+    """The archive inside with other bytes, in a shell that is whole."""
+    return gzip.compress(mutated(gzip.decompress(honest), draw), 1)
+
+
 def file_readers() -> list[Reader]:
     """Readers of files that a run leaves, or that are given to it."""
     manifest = {
@@ -251,6 +270,13 @@ def file_readers() -> list[Reader]:
             ),
             _read_batch,
             (ProtocolError,),
+        ),
+        Reader(
+            "receipt",
+            (_receipt(),),
+            file_reader("receipt.tar.gz", lambda path: unpack(path, path.parent)),
+            (ProtocolError,),
+            _repacked,
         ),
         Reader(
             "manifest",

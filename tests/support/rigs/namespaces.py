@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -303,6 +304,17 @@ def root_script(root: Path, mounts: Sequence[Mount], host_name: str) -> str:
             lines.append(f"mount -o remount,bind,ro {place}")
     lines.append(f"mount -o remount,ro {root}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def image_environ() -> dict[str, str]:
+    """What the last stage of the Dockerfile sets, with our Python in place of the image's."""
+    text = (
+        (Path(__file__).parents[3] / "deploy" / "cpu.Dockerfile").read_text().rpartition("FROM ")[2]
+    )
+    (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
+    environ = dict(word.split("=", 1) for word in block.replace("\\\n", " ").split())
+    environ["PATH"] = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+    return environ
 
 
 def as_user(user: int) -> list[str]:

@@ -44,7 +44,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.tracking import check_trackers
 from slipstream.protocol.access.exposure import check_private, describe_exposure
-from slipstream.protocol.access.security import Credentials, check_address, redis_url_of
+from slipstream.protocol.access.security import (
+    Credentials,
+    check_address,
+    check_metrics_address,
+    redis_url_of,
+)
 
 CONNECT_LIMIT_S = 3.0
 # `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
@@ -194,6 +199,8 @@ def _security(scene: Scene) -> str:
     credentials = Credentials.load(config.security)
     check_certificates(config.security)
     check_address(config.controller.address, credentials, what="controller.address")
+    if config.tracking.prometheus is not None:
+        check_metrics_address(config.tracking.prometheus, credentials)
     means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
     used = [name for name, is_used in means.items() if is_used]
     return " and ".join(used) or "loopback only, neither TLS nor token needed"
@@ -308,7 +315,7 @@ _FILES = "deploy/make_certificates.sh makes all files"
 
 CHECKS = (
     Check("model", Stage.SETTINGS, ANY, _model),
-    Check("security", Stage.SETTINGS, ANY, _security, _FILES),
+    Check("security", Stage.SETTINGS, WHOLE_RUN, _security, _FILES),
     Check("open sockets", Stage.SETTINGS, ANY, _exposure, "use a private network or a tunnel"),
     Check("queue", Stage.SETTINGS, WHOLE_RUN, _queue),
     Check("packages", Stage.SETTINGS, ANY, _packages),

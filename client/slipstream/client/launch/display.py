@@ -175,7 +175,7 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
     fates = ", ".join(
         f"{name.replace('_', ' ')} {ledger[name]:,}"
-        for name in (*ends, "set_aside", "judged", "lost")
+        for name in (*ends, "set_aside", "judged", "queued", "in_flight", "lost")
         if ledger[name]
     )
     several = summary["reward_steps"]

@@ -6,8 +6,9 @@ import re
 
 from slipstream.client.launch.roles import LEARNER, ROLLOUT_SERVER, Role, Roles
 
-# Seconds between two looks of a rollout job for the controller.
-LOOK_S = 5
+# Seconds between two looks of a rollout job for the controller, and for the learner's job while its
+# server runs.
+LOOK_S, WATCH_S = 5, 60
 _PLAIN = re.compile(r"[\w@%+=:,./-]+")
 
 LEARNER_FILE = """\
@@ -74,10 +75,13 @@ export HOST_ADDRESS=$SLURMD_NODENAME SERVER_ID=server-$SLURM_ARRAY_TASK_ID
 
 leave() {{ leaving=1; [ -z "$server" ] || kill -TERM "$server"; }}
 trap leave TERM
+# Once the learner's job is neither queued nor runs; not while Slurm itself gives no answer.
+is_over() {{ jobs=$(squeue --me --noheader --name={learner_job}) && [ -z "$jobs" ]; }}
+has_moved() {{ now=$(cat {address}) && [ "$now" != "$CONTROLLER_ADDRESS" ]; }}
 answers() {{ timeout 3 bash -c "exec 3<> /dev/tcp/${{CONTROLLER_ADDRESS/://}}" 2> /dev/null; }}
 failures=0
-# As long as the learner's job is queued or runs. Between two of its starts this job waits.
-while [ -z "$leaving" ] && squeue --me --noheader --name={learner_job} | grep -q .; do
+# Between two starts of the learner's job this job waits.
+while [ -z "$leaving" ] && ! is_over; do
     CONTROLLER_ADDRESS=$(cat {address} 2> /dev/null)
     if ! answers; then
         sleep {look} & wait $!
@@ -85,9 +89,16 @@ while [ -z "$leaving" ] && squeue --me --noheader --name={learner_job} | grep -q
     fi
     {command} &
     server=$!
+    # A server that has not joined yet hears from nobody that the run is over, and none hears that
+    # the learner's node died and the controller is elsewhere.
+    while sleep {watch}; do
+        if is_over || has_moved; then kill -TERM "$server"; break; fi
+    done &
+    watch=$!
     wait "$server"; code=$?
     while kill -0 "$server" 2> /dev/null; do wait "$server"; code=$?; done
     server=
+    kill "$watch" 2> /dev/null
     # A server that is refused would be refused again; one whose controller has gone waits for it.
     if [ "$code" -eq 2 ] && answers; then exit 2; fi
     [ "$code" -eq 0 ] || failures=$((failures + 1))
@@ -101,7 +112,7 @@ if [ -n "$leaving" ] && [ "$state" = RUNNING ]; then scontrol requeue "$job"; fi
 
 
 def slurm_files(
-    roles: Roles, folder: str, *, controller_port: int, master_port: int
+    roles: Roles, folder: str, *, controller_port: int, master_port: int, watch_s: float = WATCH_S
 ) -> dict[str, str]:
     """Returns the text of each file by its name; `folder` is where they will lie."""
     address = f"{roles.folder}/controller.address"
@@ -124,6 +135,7 @@ def slurm_files(
             last=server.count.usual - 1,
             learner_job=shell_word(_job(roles, learner)),
             look=LOOK_S,
+            watch=watch_s,
             restarts=server.restarts,
             command=shell_command(server.command, indent=8),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -48,7 +49,7 @@ from slipstream.client.terminal import complain, say
 from slipstream.core.configuration.automatic import Hub
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.machine.process import raise_open_files
+from slipstream.core.machine.process import below_this, raise_open_files
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config, address_parts
@@ -59,7 +60,10 @@ from slipstream.protocol.queue.redis_checks import ROLES
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
 TINY_MODEL = "slipstream.learner.trainer.tiny_model"
+RECEIPT = "slipstream.learner.controller.receipt_checks"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
+# All ranks of a replay are on this machine, wherever those of the run were.
+_HERE = ('weights.host="127.0.0.1"', 'learner.master="127.0.0.1:0"')
 
 
 async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
@@ -180,7 +184,7 @@ async def _run_server(
     ended = asyncio.ensure_future(child.process.wait())
     await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    await child.stop(GRACE_S)
+    await child.stop(roles.server_grace_s(config))
     if child.process.returncode == 0:
         say(f"rollout server {name} has left")
         return 0
@@ -203,10 +207,14 @@ async def run_check(path: Path, overrides: Sequence[str]) -> int:
     return checked.code or 0
 
 
-async def run_replay(folder: Path) -> int:
-    """`slipstream replay`: only the trainer ranks, which train the journaled batches again."""
+async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
+    """`slipstream replay`: only the trainer ranks, which train the journaled batches again.
+
+    They end after `step`, if it is given. `overrides` name what lies elsewhere on this machine.
+    """
     path = settings_of(folder)
-    config = load_config(path)
+    overrides = [*_HERE, *overrides]
+    config = load_config(path, overrides)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
     if not (folder / JOURNAL).is_dir():
         raise ConfigError(f"{folder} has no journal")
@@ -222,7 +230,8 @@ async def run_replay(folder: Path) -> int:
         name = f"replay-rank-{environ['RANK']}"
         log = log_path(folder, name)
         log.unlink(missing_ok=True)
-        arguments = ["--config", str(path)]
+        arguments = ["--config", str(path), *overrides]
+        arguments += [] if step is None else ["--step", str(step)]
         ranks.append(await start_child(name, REPLAY, arguments, log_path=log, environ=environ))
     ended = asyncio.Event()
     show = asyncio.ensure_future(show_lines(ranks[0].log_path, "version ", ended))
@@ -233,8 +242,31 @@ async def run_replay(folder: Path) -> int:
         ended.set()
         await show
     if failed is not None:
-        raise RunFailed(failed.describe_end())
+        error = ConfigError if failed.process.returncode == 2 else RunFailed
+        raise error(failed.describe_end())
     return int(any(rank.process.returncode for rank in ranks))
+
+
+async def run_receipt(path: Path, out: Path | None) -> int:
+    """`slipstream receipt`: packs the run in a folder and checks the file, or checks a file."""
+    arguments = [str(path)]
+    with contextlib.ExitStack() as stack:
+        if path.is_file():
+            if out is not None:
+                raise ConfigError(
+                    f"--out is of the receipt of a run's folder, and {path} is a file"
+                )
+        else:
+            settings_of(path)
+            out = out or Path(f"{path.resolve().name}.receipt.tar.gz")
+            refusal = f"{path} is written by a run that goes on: a receipt is of one that has ended"
+            stack.enter_context(hold_folder(path, refusal=refusal))
+            arguments += ["--out", str(out)]
+        program = [*below_this(), sys.executable, "-m", RECEIPT, *arguments]
+        code = await (await asyncio.create_subprocess_exec(*program)).wait()
+        if out is not None and code == 0:
+            say(f"{out} has {out.stat().st_size:,} bytes")
+        return code
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:

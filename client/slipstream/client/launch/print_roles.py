@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.client.launch.emit_compose import compose_file
+from slipstream.client.launch.emit_kubernetes import CONFIG_MAP_BYTES, Pods
 from slipstream.client.launch.emit_ray import ray_program
+from slipstream.client.launch.emit_skypilot import skypilot_group
 from slipstream.client.launch.emit_slurm import slurm_files
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.roles import Roles, Site, controller_port, master_port, roles_of
+from slipstream.client.launch.shipped_code import ShippedCode, left_behind, read_code
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
@@ -25,10 +28,25 @@ def print_schema() -> int:
 
 
 def print_roles(
-    path: Path, overrides: Sequence[str], *, target: str | None, out: Path | None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    target: str | None,
+    out: Path | None,
+    code: Path | None,
+    on_gpus: bool,
 ) -> int:
-    """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`."""
+    """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`.
+
+    `code` is a folder of the user's modules that travels with them; `on_gpus`: even if the packages
+    that are here compute on CPUs.
+    """
     out = out or Path(target or ".")
+    on_gpus = on_gpus or uses_gpus()
+    if target in ("kubernetes", "skypilot"):
+        return _write_travelling(path, overrides, target, out, code, on_gpus=on_gpus)
+    if code is not None:
+        raise ConfigError("--code is for kubernetes and skypilot: all else reads this folder")
     if target == "compose":
         beside = os.path.relpath(path, out)
         beside = beside if beside.startswith(".") else f"./{beside}"
@@ -38,7 +56,7 @@ def print_roles(
         return 0
     config = load_config(path, overrides)
     site = Site(config=str(path), settings=tuple(overrides))
-    roles = roles_of(config, site, on_gpus=uses_gpus())
+    roles = roles_of(config, site, on_gpus=on_gpus)
     if target is None:
         say(roles.model_dump_json(indent=2))
         return 0
@@ -54,6 +72,39 @@ def print_roles(
     return 0
 
 
+def _write_travelling(
+    path: Path,
+    overrides: Sequence[str],
+    target: str,
+    out: Path,
+    code: Path | None,
+    *,
+    on_gpus: bool,
+) -> int:
+    """Writes the files of a scheduler whose machines do not see this folder."""
+    if target == "kubernetes":
+        shipped = read_code(code, out / "code", most_bytes=CONFIG_MAP_BYTES)
+        pods = Pods(path, overrides, shipped, on_gpus=on_gpus)
+        write_files(pods.files(str(out)), out)
+        servers = [f"{pods.run}-queue"] * pods.has_queue
+        make = ["deploy/make_certificates.sh", str(out / "secrets"), pods.host, *servers]
+        commands = [make, ["kubectl", "apply", "--filename", str(out / "claims.yaml")]]
+        commands += [["kubectl", "apply", "--kustomize", str(out)]]
+    else:
+        shipped = ShippedCode() if code is None else read_code(code, code, most_bytes=None)
+        group = skypilot_group(path, overrides, code, str(out), on_gpus=on_gpus)
+        write_files(group.files, out)
+        commands = [["deploy/make_certificates.sh", "secrets", group.host]]
+        commands += [["sky", "volumes", "apply", str(out / "volume.yaml")]]
+        lock = f"LOCK=ADDRESS-OF-THE-RELEASE/{group.lock}"
+        commands += [["sky", "jobs", "launch", "--env", lock, str(out / "run.yaml")]]
+    for module in left_behind(load_config(path, overrides), shipped):
+        say(f"! {module} is in this folder alone: --code FOLDER ships a folder that has it")
+    for command in commands:
+        say(shlex.join(command))
+    return 0
+
+
 def write_files(files: dict[str, str], out: Path) -> None:
     """Writes the files; raises ConfigError rather than write over one that differs."""
     for name, text in files.items():
@@ -63,6 +114,7 @@ def write_files(files: dict[str, str], out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_text(text)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error

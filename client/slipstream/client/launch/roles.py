@@ -292,7 +292,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
             command=[*health, f"--server-id=${{{SERVER_ID.name}}}"],
             patience_s=server.start_timeout_s,
         ),
-        grace_s=server.drain_timeout_s + SERVER_GRACE_S,
+        grace_s=server_grace_s(config),
         restarts=20,
         needs=[LEARNER, *_needs(config)],
         shares=[_model(config)],
@@ -347,6 +347,11 @@ def _needs(config: Config) -> list[str]:
     reference = config.reference
     addresses = [config.queue.redis_url and QUEUE, reference and reference.server]
     return [str(address) for address in addresses if address]
+
+
+def server_grace_s(config: Config) -> float:
+    """Returns the seconds in which a rollout server drains and ends its engine."""
+    return config.rollout_server.drain_timeout_s + SERVER_GRACE_S
 
 
 def controller_port(config: Config) -> int:

@@ -58,7 +58,9 @@ def remove_abandoned() -> None:
             continue
         try:
             facts = os.fstat(folder)
-            is_ours = facts.st_uid == os.getuid() and stat.S_IMODE(facts.st_mode) == 0o700
+            # A volume may give all folders in it a group, and a bit that says so.
+            mode = stat.S_IMODE(facts.st_mode) & ~stat.S_ISGID
+            is_ours = facts.st_uid == os.getuid() and mode == 0o700
             if is_ours and _lock(folder):
                 _remove(path)
         finally:

@@ -71,6 +71,9 @@ def _damages(folder: Path, names: list[str]) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             yield f"{index} is no index of safetensors ({type(error).__name__}: {error})"
             return
+        except OSError as error:
+            yield f"{index} cannot be read: {error.strerror}"
+            return
         for name in sorted(shards - set(names)):
             yield f"{folder / name} is missing, which {INDEX} names"
         names = [name for name in names if name in shards]
@@ -84,6 +87,9 @@ def _damage(path: Path) -> Iterator[str]:
         needed = _bytes_needed(path, size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         yield f"{path}, {size:,} bytes, does not begin as a safetensors file does"
+        return
+    except OSError as error:
+        yield f"{path} cannot be read: {error.strerror}"
         return
     if size < needed:
         yield f"{path} has {size:,} of {needed:,} bytes"

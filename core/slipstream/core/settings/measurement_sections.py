@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
-from slipstream.core.settings.section import Positive, Reference, Seconds, Section
+from slipstream.core.machine.address import address_parts
+from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
 
 # Between 0 and this temperature vLLM silently samples at this temperature.
 MIN_TEMPERATURE = 0.01
 # vLLM refuses requests above this temperature.
 MAX_TEMPERATURE = 2.0
+# Distance of a process's port from that in tracking.prometheus. Several rollout servers of one host
+# take the first free ports of theirs.
+METRICS_PORTS = {"controller": range(1), "trainer": range(1, 2), "rollout_server": range(2, 130)}
 
 
 class PlayedSection(Section):
@@ -92,6 +96,19 @@ class TrackingSection(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # The project of Weights & Biases, the experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
+    # Address at which Prometheus reads the controller's /metrics; unset: no process listens. The
+    # trainer takes the next port, each rollout server the first free one behind that; with port 0
+    # all take any free ones. Off loopback this needs TLS and security.metrics_token_file.
+    prometheus: Address | None = None
+
+    @model_validator(mode="after")
+    def _has_ports(self) -> TrackingSection:
+        if self.prometheus is not None:
+            port = address_parts(self.prometheus)[1]
+            largest = 65535 - max(map(max, METRICS_PORTS.values()))
+            if port > largest:
+                raise ValueError(f"prometheus must have a port up to {largest}, got {port}")
+        return self
 
 
 class ProfileSection(Section):

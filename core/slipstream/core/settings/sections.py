@@ -333,6 +333,8 @@ class SecuritySection(Section):
     tls_ca: Path | None = None
     # File with a secret of at least 32 characters that every caller sends.
     token_file: Path | None = None
+    # File with another one, which Prometheus sends: it opens /metrics (tracking.prometheus) alone.
+    metrics_token_file: Path | None = None
     # Let torch's rendezvous and the transport of weights, which have neither TLS nor a token, use
     # addresses that are not private.
     allow_public_addresses: bool = False

@@ -57,7 +57,7 @@ def episode_faults(proved: ProvedEpisodes) -> list[str]:
     }
     if proved.kind == "advantage":
         properties["names of groups"] = _check_names
-    return faults(str(function_of(proved.algorithm, proved.kind)), proved, properties)
+    return faults(function_of(proved.algorithm, proved.kind), proved, properties)
 
 
 class AnyMetrics(Mapping[str, float]):

@@ -69,7 +69,7 @@ class Function:
             yield
         except RunFailed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self.fault(_describe(error), where) from error
 
 
@@ -145,9 +145,11 @@ def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -
         types = typing.get_type_hints(call, include_extras=True)
     except Exception as error:
         raise ValueError(f"annotations of {what}: {_describe(error)}") from error
-    inputs, *keywords = signature.parameters.values()
+    parameters = [*signature.parameters.values()]
+    if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        raise ValueError(f"{what} takes no inputs: they are its first parameter")
     fields: dict[str, Any] = {}
-    for each in keywords:
+    for each in parameters[1:]:
         if each.kind is not each.KEYWORD_ONLY:
             raise ValueError(f"{what} takes its inputs, and arguments behind a star: not {each}")
         if each.name not in types:

@@ -13,6 +13,7 @@ such token has a gradient.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 import random
@@ -21,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
-from typing import TypeVar
+from types import CodeType, FunctionType
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ SCENES = (
     ("..xx", ".x.xx"),
     ("..xxx", "....", "x.xxxx.xx", ".xxxx"),
 )
+# Log ratios to the proximal and the behavior policy, advantage and entropy of a token.
+Case: TypeAlias = tuple[float, float, float, float]
 # Log ratios up to those of ratios from 1e-20 to 1e20.
 LOG_RATIOS = (0.0, 0.3, -0.3, 5.0, -5.0, 20.0, -20.0, 46.05, -46.05)
 # Constants of a function whose bounds are tried, and neighbours of each bound in float32.
@@ -70,19 +73,32 @@ class Proved:
 
     @property
     def constants(self) -> tuple[float, ...]:
-        """The numbers in code and arguments, at which the function may change its rule."""
+        """The numbers in code and arguments, at which the function may change its rule.
+
+        The code is that of the functions of its module that it calls, too.
+        """
         call = self.function.call
         assert isinstance(call, functools.partial)
-        arguments = (call.func.__kwdefaults__ or {}) | call.keywords
-        found = dict.fromkeys(_numbers([*arguments.values(), call.func.__code__]))
+        function = inspect.unwrap(call.func)
+        arguments = (function.__kwdefaults__ or {}) | call.keywords
+        found = dict.fromkeys(_numbers([*arguments.values(), function], set()))
         return tuple(one for one in found if abs(one) < 1e3)[:MAX_CONSTANTS]
 
 
-def _numbers(value: object) -> Iterator[float]:
-    if isinstance(value, CodeType):
-        value = value.co_consts
+def _numbers(value: object, seen: set[FunctionType]) -> Iterator[float]:
+    if isinstance(value, FunctionType):
+        if value in seen:
+            return
+        seen.add(value)
+        codes, module = [value.__code__], value.__module__
+        # Functions inside of it are among its constants.
+        for code in codes:
+            codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        named = [value.__globals__.get(name) for code in codes for name in code.co_names]
+        its_own = [one for one in named if getattr(one, "__module__", module) == module]
+        value = [*(code.co_consts for code in codes), *its_own]
     if isinstance(value, (tuple, list)):
-        yield from itertools.chain.from_iterable(map(_numbers, value))
+        yield from itertools.chain.from_iterable(_numbers(one, seen) for one in value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield float(value)
 
@@ -98,18 +114,19 @@ def token_faults(proved: Proved) -> list[str]:
         "finite": _check_finite,
     }
     if proved.function.kind == "loss":
-        properties["gradient"] = _check_gradient
-    return faults(str(proved.function), proved, properties)
+        properties |= {"gradient": _check_gradient, "entropy": _check_entropy}
+    return faults(proved.function, proved, properties)
 
 
 def faults(
-    name: str, subject: Subject, properties: Mapping[str, Callable[[Subject], None]]
+    function: Function, subject: Subject, properties: Mapping[str, Callable[[Subject], None]]
 ) -> list[str]:
     """Returns one line for each of `properties` that `subject` lacks.
 
-    The first two are the condition of the others. What is drawn at random changes nothing here.
+    The first two are the condition of the others. What is drawn at random changes nothing here. A
+    function whose module has changed by all the calls keeps a state, too.
     """
-    found = []
+    found, name, before = [], str(function), _kept_by(function)
     state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), np.errstate(all="ignore"):
         for place, (title, check) in enumerate(properties.items()):
@@ -121,7 +138,21 @@ def faults(
                     break
     random.setstate(state)
     np.random.set_state(numpy_state)
+    changed = sorted(key for key, value in _kept_by(function).items() if value != before.get(key))
+    if changed and not found:
+        found.append(f"{name}: state: calls change {', '.join(changed)} of its module")
     return found
+
+
+def _kept_by(function: Function) -> dict[str, str]:
+    """Returns what the module of a function keeps between calls, by name."""
+    assert isinstance(function.call, functools.partial)
+    call = inspect.unwrap(function.call.func)
+    return {
+        name: repr((value, getattr(value, "__module__", "") == call.__module__ and vars(value)))
+        for name, value in call.__globals__.items()
+        if not name.startswith("__")
+    }
 
 
 def _fault(check: Callable[[Subject], None], subject: Subject) -> str:
@@ -196,7 +227,16 @@ def _difference(
 
 def _check_result(proved: Proved) -> None:
     for scene in _scenes(proved, dtype=torch.float32):
-        _result(proved, inputs_of(scene).tokens, scene)
+        tokens = inputs_of(scene).tokens
+        _result(proved, tokens, scene)
+        _check_untouched(tokens, inputs_of(scene).tokens)
+
+
+def _check_untouched(tokens: LossInputs, untouched: LossInputs) -> None:
+    # A change through `data` or numpy does not raise the version of a tensor.
+    for name, value in vars(untouched).items():
+        if isinstance(value, Tensor) and not torch.equal(getattr(tokens, name), value):
+            raise Disproved(f"it changed its input {name} in place")
 
 
 def _check_state(proved: Proved) -> None:
@@ -219,7 +259,7 @@ def _check_masked(proved: Proved) -> None:
     for scene in _scenes(proved):
         mask, chance = scene.mask, np.random.default_rng(5)
         limits = {name: (-60.0, 0.0) for name in scene.fields if name.endswith("logprobs")}
-        limits |= {"advantages": (-9, 9), "entropy": (3, 6), "lags": (8, 9)}
+        limits |= {"advantages": (-9, 9), "entropy": (3, 6), "lags": (8, 9), "versions": (1, 2)}
         changed = {}
         for name, (low, high) in limits.items():
             other = torch.from_numpy(chance.uniform(low, high, len(mask)))
@@ -266,36 +306,52 @@ def _check_empty(proved: Proved) -> None:
 
 
 def _check_finite(proved: Proved) -> None:
-    ratios = itertools.product(LOG_RATIOS, LOG_RATIOS, (1.0, -1.0, 0.0))
-    _check_cases(proved, sorted(ratios, key=lambda case: abs(case[0]) + abs(case[1])))
+    ratios = itertools.product(LOG_RATIOS, LOG_RATIOS, (1.0, -1.0, 0.0), (1.0, 0.0))
+    cases = sorted(ratios, key=lambda case: abs(case[0]) + abs(case[1]))
     bounds = {0.0}
     for one in proved.constants:
         bounds |= {one, -one} | {math.log(x) for x in (one, 1 + one, 1 - one) if x > 0}
     near = np.array(sorted(b for b in bounds if abs(b) <= max(LOG_RATIOS)), dtype=np.float32)
     # Logarithms of ratios are rounded: a neighbour in float32 meets the bound itself.
-    exact = (near[:, None] + np.spacing(near)[:, None] * NEIGHBOURS).ravel().tolist()
-    _check_cases(proved, [(one, one, sign) for one in exact for sign in (1.0, -1.0)])
+    exact = near[:, None] + np.spacing(near)[:, None] * NEIGHBOURS
+    rows = [
+        [(one, one, sign, 1.0) for one in row] for row in exact.tolist() for sign in (1.0, -1.0)
+    ]
+    _check_cases(proved, [[case] for case in cases])
+    _check_cases(proved, [[case] for row in rows for case in row])
+    # Sums over sequences grow with these, and their deviations are 0 but for rounding.
+    _check_cases(proved, [*([case] * len(NEIGHBOURS) for case in cases), *rows])
 
 
-def _check_cases(proved: Proved, cases: Sequence[tuple[float, float, float]]) -> None:
-    """Raises Disproved for log ratios and an advantage at which a value is not finite."""
-    to_proximal, to_behavior, advantages = torch.tensor(cases, dtype=torch.float32).unbind(1)
+def _check_cases(proved: Proved, sequences: Sequence[Sequence[Case]]) -> None:
+    """Raises Disproved for a case at which a value is not finite."""
+    cases = [case for sequence in sequences for case in sequence]
+    numbers = torch.tensor(cases, dtype=torch.float32).unbind(1)
+    to_proximal, to_behavior, advantages, entropy = numbers
     # The largest of the three is 0, so that a difference is exact.
     logprobs = -torch.stack([-to_proximal, -to_behavior, torch.zeros(len(cases))]).amax(0)
-    scene = Scene(("x",) * len(cases), proved.has_reference, dtype=torch.float32)
+    shown = tuple("x" * len(sequence) for sequence in sequences)
+    scene = Scene(shown, proved.has_reference, dtype=torch.float32)
     changed = {
         "logprobs": logprobs,
         "proximal_logprobs": logprobs - to_proximal,
         "behavior_logprobs": logprobs - to_behavior,
         "reference_logprobs": logprobs - to_behavior,
         "advantages": advantages,
+        "entropy": entropy,
     }
-    for name, values in _computed(proved, scene, inputs_of(scene, changed=changed)).items():
+    inputs = inputs_of(scene, changed=changed)
+    found = _computed(proved, scene, inputs)
+    _check_untouched(inputs.tokens, inputs_of(scene, changed=changed).tokens)
+    for name, values in found.items():
         for place in torch.nonzero(~values.isfinite())[:1, 0].tolist():
-            first, second, advantage = cases[place]
+            first, second, advantage, other = cases[place]
+            sequence = shown[int(scene.ids[place])]
             raise Disproved(
                 f"{name} is {values[place]:g} at log ratio {first:.7g} to the proximal and "
-                f"{second:.7g} to the behavior policy, advantage {advantage:g}"
+                f"{second:.7g} to the behavior policy, advantage {advantage:g}, entropy {other:g}"
+                + f", in a sequence of {len(sequence)}"
+                * (len(sequence) > 1)
             )
 
 
@@ -409,6 +465,22 @@ def _check_gradient(proved: Proved) -> None:
                 f"no token with a {'positive' if sign > 0 else 'negative'} advantage has one, but "
                 f"the loss moves by {example}; taken out at {', '.join(held_constant(proved))}"
             )
+
+
+def _check_entropy(proved: Proved) -> None:
+    example = ""
+    for scene in _scenes(proved):
+        larger = {"entropy": scene.fields["entropy"] + 0.1}
+        before = _computed(proved, scene, inputs_of(scene))
+        after = _computed(proved, scene, inputs_of(scene, changed=larger))
+        if _difference({"gradient": before["gradient"]}, after, scene.mask):
+            return
+        example = example or _difference({"loss": before["loss"]}, after, scene.mask)
+    if example:
+        raise Disproved(
+            f"{example}, for an entropy larger by 0.1, but no gradient changes: entropies have "
+            "none, set algorithm.entropy_coefficient"
+        )
 
 
 def _moved(

@@ -1,16 +1,14 @@
 """Few tokens in every layout: the scenes on which losses and weights are proved.
 
 A layout has the tokens of a scene in another order, in several micro batches, between filler, or
-shared by context parallel ranks, which are threads here.
+shared by context parallel ranks, which compute one after another here.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,73 +121,56 @@ class Scene:
 
 
 class _SharedSums(SequenceSums):
-    """Sums over the shares of several ranks, each of which is a thread here."""
+    """Sums over the shares of several ranks, which compute one after another.
 
-    exchange: Callable[[Tensor], Tensor]
+    `known` has the first sums over all ranks; `parts` are this rank's own parts of all.
+    """
+
+    known: Sequence[Tensor] = ()
 
     def _sums(self, values: Tensor) -> Tensor:
-        return self.exchange(super()._sums(values))
+        place = len(self.parts)
+        self.parts.append(super()._sums(values))
+        return self.known[place] if place < len(self.known) else self.parts[place]
 
-
-class _Exchange:
-    """Adds what all ranks hand in, each of them a thread."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._changed = size, threading.Condition()
-        self._rounds: list[dict[int, Tensor]] = []
-        self._left = False
-
-    def add(self, rank: int, part: Tensor) -> Tensor:
-        """Returns the sum of the parts of all ranks; raises Disproved if one has left."""
-        with self._changed:
-            mine = next((one for one in self._rounds if rank not in one), None)
-            if mine is None:
-                self._rounds.append(mine := {})
-            mine[rank] = part
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: len(mine) == self._size or self._left)
-            if len(mine) < self._size:
-                raise Disproved("one rank asks for sums over sequences, another does not")
-            return torch.stack(list(mine.values())).sum(0)
-
-    def leave(self) -> None:
-        """Says that a rank asks for no more sums."""
-        with self._changed:
-            self._left = True
-            self._changed.notify_all()
+    @functools.cached_property
+    def parts(self) -> list[Tensor]:
+        """The parts that were asked for so far."""
+        return []
 
 
 def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tensor]:
     """Computes the micro batches in turn, and returns the values of all tokens by their places."""
     found: dict[str, Tensor] = {}
     for shares in layout:
-        if not any(shares):
-            continue
-        exchange = _Exchange(len(shares))
-        work = functools.partial(_of_rank, scene, shares, compute, exchange)
-        with ThreadPoolExecutor(len(shares)) as threads:
-            results = list(threads.map(work, range(len(shares))))
-        for places, own in zip(map(torch.tensor, shares), results, strict=True):
-            inside = places != FILLER
-            for name, values in own.items():
-                whole = found.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
-                whole[places[inside]] = values[inside]
+        if any(shares):
+            for places, own in zip(shares, _of_ranks(scene, shares, compute), strict=True):
+                inside = torch.tensor(places) != FILLER
+                for name, values in own.items():
+                    whole = found.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
+                    whole[torch.tensor(places)[inside]] = values[inside]
     return found
 
 
-def _of_rank(
-    scene: Scene,
-    shares: Sequence[Sequence[int]],
-    compute: Compute,
-    exchange: _Exchange,
-    rank: int,
-) -> dict[str, Tensor]:
-    try:
-        sums = _SharedSums(*_sums_arguments(scene, shares[rank]))
-        sums.exchange = functools.partial(exchange.add, rank)
-        return compute(inputs_of(scene, shares[rank], sums=sums))
-    finally:
-        exchange.leave()
+def _of_ranks(
+    scene: Scene, shares: Sequence[Sequence[int]], compute: Compute
+) -> list[dict[str, Tensor]]:
+    """Computes the shares of all ranks, again until all sums over sequences are known."""
+    known: list[Tensor] = []
+    while True:
+        sums = [_SharedSums(*_sums_arguments(scene, places)) for places in shares]
+        for one in sums:
+            one.known = known
+        results = [
+            compute(inputs_of(scene, places, sums=one))
+            for places, one in zip(shares, sums, strict=True)
+        ]
+        asked = {len(one.parts) for one in sums}
+        if len(asked) > 1:
+            raise Disproved("one rank asks for sums over sequences, another does not")
+        if asked == {len(known)}:
+            return results
+        known.append(torch.stack([one.parts[len(known)] for one in sums]).sum(0))
 
 
 def at(values: Tensor, places: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -186,6 +186,8 @@ class Controller:
                 restore(self._parts, history, self._run)
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
+                if self._config.tracking.prometheus is not None:
+                    await stack.enter_async_context(self._metrics(books))
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 for warning in self._config.algorithms.staleness_warnings:
                     self._run.events.warn(warning)
@@ -211,6 +213,21 @@ class Controller:
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._progress.has_failed else 0
+
+    def _metrics(self, books: Books) -> AbstractAsyncContextManager[None]:
+        # The library takes a third of a second to import.
+        from slipstream.learner.controller.reporting.run_collector import RunCollector
+        from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
+
+        run_collector = RunCollector(
+            self._config,
+            books,
+            self._recorder,
+            scheduler=self._scheduler,
+            totals=self._publisher.totals,
+            status=self._status.status,
+        )
+        return metrics_endpoint(self._config, "controller", [run_collector])
 
     def stop(self, reason: str) -> None:
         """Ends the run in order; safe to call from a signal handler of the event loop."""
@@ -286,7 +303,7 @@ class Controller:
         )
 
     def _add_services(self, books: Books, server: grpc.aio.Server) -> None:
-        status = StatusServicer(
+        self._status = status = StatusServicer(
             self._run, books, self._scheduler, newest_metrics=lambda: self._recorder.newest
         )
         fleet = FleetServicer(self._fleet, self._run, self._environment_servicer.relay)

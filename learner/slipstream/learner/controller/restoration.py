@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError
+from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
@@ -52,7 +53,14 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     _check_end(journal, history, folder)
     own: dict[str, JsonValue] = {**used_functions(run.config)}
     journal.append(
-        "start", format=FORMAT, run_id=run_id, key=key, unix_s=time.time(), functions=own
+        "start",
+        format=FORMAT,
+        run_id=run_id,
+        key=key,
+        unix_s=time.time(),
+        functions=own,
+        machine=describe_machine(),
+        packages=describe_packages(),
     )
     journal.sync()
     try:

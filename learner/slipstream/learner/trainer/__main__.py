@@ -127,8 +127,14 @@ def _load(
         from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
         from slipstream.learner.trainer.train import Trainer
 
-    activity = Activity()
+    activity, collector = Activity(), None
     if launch.rank == 0:
+        if config.tracking.prometheus is not None:
+            from slipstream.learner.trainer.stage_collector import StageCollector
+            from slipstream.protocol.access.metrics_endpoint import metrics_thread
+
+            collector = StageCollector()
+            stack.enter_context(metrics_thread(config, "trainer", [collector]))
         period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
         tell = functools.partial(client.report_work, activity)
         stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
@@ -136,7 +142,10 @@ def _load(
     limit_s = config.rollout_server.start_timeout_s
     with fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch, activity=activity)
-        return Trainer(config, policy, client), policy.ranks
+        trainer = Trainer(config, policy, client)
+    if collector is not None:
+        collector.stages = trainer.stages
+    return trainer, policy.ranks
 
 
 if __name__ == "__main__":

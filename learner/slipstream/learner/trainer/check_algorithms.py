@@ -213,8 +213,10 @@ def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, di
     """Trains on this rank in each layout that has it; raises RunFailed."""
     config, found = load_config(folder / "config.toml"), {}
     for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
-        size = str(layout.world_size)
+        size, own = str(layout.world_size), str(rank)
         os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": size}
+        # A function could read these, as in a run.
+        os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size}
         if rank < layout.world_size:
             try:
                 found[name] = _train(_settings(config, folder, layout), layout, rank)

@@ -72,13 +72,19 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
+    parser.add_argument("--step", type=int, help="the last step")
+    parser.add_argument("overrides", nargs="*", help="settings that replace those of the file")
     arguments = parser.parse_args()
     try:
-        config = load_config(arguments.config)
+        config = load_config(arguments.config, arguments.overrides)
         check_model(config)
         journal = arguments.config.parent / JOURNAL
         check_functions(config, journal)
         steps = list(recorded_steps(journal))
+        if arguments.step is not None:
+            if not 1 <= arguments.step <= len(steps):
+                raise ConfigError(f"--step must be 1 to {len(steps)}, got {arguments.step}")
+            steps = steps[: arguments.step]
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -358,21 +359,43 @@ _FALLEN: dict[DecayKind, Callable[[float], float]] = {
 
 
 class StageTimes:
-    """Seconds of each stage on this rank since the last `take`."""
+    """Seconds of each stage on this rank, since the last `take` and since the start."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(ALWAYS, 0.0)
+        # Stages of the whole start, and when each of those under way began; both under the lock.
+        self._totals = dict.fromkeys(ALWAYS, 0.0)
+        self._begun: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
         """Adds the time of the block, which on a GPU ends when the GPU's work is done."""
-        started = time.monotonic()
+        with self._lock:
+            self._begun[stage] = started = time.monotonic()
         try:
             yield
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - started
+            passed = time.monotonic() - started
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + passed
+            with self._lock:
+                del self._begun[stage]
+                self._totals[stage] = self._totals.get(stage, 0.0) + passed
+
+    def totals(self) -> dict[str, float]:
+        """Returns the seconds of each stage since the start, by its name; works on any thread.
+
+        The time of a stage under way counts.
+        """
+        with self._lock:
+            now = time.monotonic()
+            begun = {stage: now - started for stage, started in self._begun.items()}
+            return {
+                stage: self._totals.get(stage, 0.0) + begun.get(stage, 0.0)
+                for stage in self._totals.keys() | begun.keys()
+            }
 
     def take(self) -> dict[str, float]:
         """Returns the seconds of each stage by the names `STAGE_s`, and starts again at 0."""

@@ -169,7 +169,7 @@ class Trainer:
         roles = open_roles(config, policy)
         self._step = TrainingStep(policy, config, roles)
         self._memories = [policy.memory, *roles.memories()]
-        self._stages = self._step.stages
+        self.stages = self._stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(
             config.debug.profile, config.run_dir / "profile", rank=policy.ranks.rank

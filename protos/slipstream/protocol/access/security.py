@@ -61,6 +61,8 @@ class Credentials:
     key: bytes | None
     ca: bytes | None
     token: str | None
+    # Opens /metrics alone.
+    metrics_token: str | None = None
 
     @property
     def has_tls(self) -> bool:
@@ -70,24 +72,12 @@ class Credentials:
     @classmethod
     def load(cls, section: SecuritySection) -> Credentials:
         """Reads the files; raises ConfigError for a missing file or an unfit token."""
-        token = None
-        if section.token_file is not None:
-            token = _read_text(section.token_file, "security.token_file").strip()
-            if not (token.isascii() and token.isprintable()):
-                raise ConfigError(
-                    f"security.token_file must hold one line of printable ASCII characters, "
-                    f"{section.token_file} has others"
-                )
-            if len(token) < MIN_TOKEN_CHARACTERS:
-                raise ConfigError(
-                    f"security.token_file must hold at least {MIN_TOKEN_CHARACTERS} characters, "
-                    f"{section.token_file} has {len(token)}"
-                )
         return cls(
             certificate=_read_optional(section.tls_certificate, "security.tls_certificate"),
             key=_read_optional(section.tls_key, "security.tls_key"),
             ca=_read_optional(section.tls_ca, "security.tls_ca"),
-            token=token,
+            token=_read_token(section.token_file, "security.token_file"),
+            metrics_token=_read_token(section.metrics_token_file, "security.metrics_token_file"),
         )
 
 
@@ -114,6 +104,21 @@ def check_address(address: str, credentials: Credentials, *, what: str) -> None:
         )
     if credentials.token is None:
         raise ConfigError(f"{what} {address} is not loopback: set security.token_file")
+
+
+def check_metrics_address(address: str, credentials: Credentials) -> None:
+    """Raises ConfigError unless /metrics at `address` is loopback, or has TLS and its own token."""
+    if is_loopback(address):
+        return
+    if not credentials.has_tls:
+        raise ConfigError(
+            f"tracking.prometheus {address} is not loopback: set security.tls_certificate and "
+            "tls_key"
+        )
+    if credentials.metrics_token is None:
+        raise ConfigError(
+            f"tracking.prometheus {address} is not loopback: set security.metrics_token_file"
+        )
 
 
 def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
@@ -279,6 +284,21 @@ def _read_text(path: Path, what: str) -> str:
         return _read(path, what).decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
+
+
+def _read_token(path: Path | None, what: str) -> str | None:
+    if path is None:
+        return None
+    token = _read_text(path, what).strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"{what} must hold one line of printable ASCII characters, {path} has others"
+        )
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{what} must hold at least {MIN_TOKEN_CHARACTERS} characters, {path} has {len(token)}"
+        )
+    return token
 
 
 def _read_optional(path: Path | None, what: str) -> bytes | None:

@@ -11,6 +11,7 @@ pause complete. The held tokens of a cancelled request are dropped.
 """
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +37,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 CHUNK_TOKENS = 16
+# Least seconds between two statistics of the engine's load.
+STATS_S = 1.0
 # The fields of an output, by how the outputs of several steps become one. A vLLM with other fields
 # is refused.
 _FIELDS = {
@@ -155,6 +159,7 @@ class _Chunking(DraftingScheduler):
         # Requests without a chunk, whose log-probabilities vLLM itself must extract.
         self._streamed: set[str] = set()
         self._num_added = 0
+        self._next_stats_s = 0.0
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
         self._decodes_plainly, self._plans_ahead = decodes_plainly(self), plans_ahead(self)
         if self._decodes_plainly:
@@ -218,8 +223,17 @@ class _Chunking(DraftingScheduler):
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        """See vLLM; returns None, since no program reads these messages of every step."""
+    def make_stats(
+        self,
+        *args: Any,  # noqa: ANN401 - vLLM's own
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> SchedulerStats | None:
+        """See vLLM; at most once in `STATS_S`, since each is a message to the server."""
+        now_s = time.monotonic()
+        if now_s < self._next_stats_s:
+            return None
+        self._next_stats_s = now_s + STATS_S
+        return super().make_stats(*args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

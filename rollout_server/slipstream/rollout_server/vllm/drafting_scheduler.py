@@ -20,7 +20,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -162,9 +161,9 @@ class DraftingScheduler(PausingScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Puts the counts of drafts since the last outputs into the first of these, if any."""
         if by_client and self._draft_stats is not None:
-            next(iter(by_client.values())).scheduler_stats = SchedulerStats(
-                spec_decoding_stats=self._draft_stats
-            )
+            first = next(iter(by_client.values()))
+            first.scheduler_stats = stats = first.scheduler_stats or super().make_stats()
+            stats.spec_decoding_stats = self._draft_stats
             self._draft_stats = None
         return by_client
 

@@ -172,6 +172,11 @@ class VllmEngine:
         """See `Engine`."""
         return VllmParts(self._llm.vllm_config, self._llm.renderer)
 
+    @property
+    def requests(self) -> EngineRequests:
+        """The open requests, and what is counted of them."""
+        return self._requests
+
     def use(self) -> EngineUse:
         """See `Engine`."""
         return self._requests.use()

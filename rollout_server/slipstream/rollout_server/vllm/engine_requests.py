@@ -218,6 +218,12 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     generated_tokens = 0
     # Tokens that were proposed before they were sampled, and those of them that were sampled.
     drafted_tokens = accepted_tokens = 0
+    # Tokens of prompts, those looked up in the prefix cache and found there; requests whose memory
+    # was taken away.
+    prompt_tokens = looked_up_tokens = found_tokens = preemptions = 0
+    # Running and waiting requests and the used share of the cache, as of the newest statistics.
+    running = waiting = 0
+    cache_usage = 0.0
     # time.monotonic of the engine's last report of a step.
     heard_s = 0.0
 
@@ -239,16 +245,25 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     ) -> None:
         """See vLLM; counts the tokens of one step of the engine, without those of probes."""
         self.heard_s = time.monotonic()
-        drafts = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
-        if drafts is not None:
-            self.drafted_tokens += drafts.num_draft_tokens
-            self.accepted_tokens += drafts.num_accepted_tokens
+        if scheduler_stats is not None:
+            self._take(scheduler_stats)
         if iteration_stats is None:
             return
+        self.prompt_tokens += iteration_stats.num_prompt_tokens
+        self.preemptions += iteration_stats.num_preempted_reqs
         self.generated_tokens += iteration_stats.num_generation_tokens
         for request in iteration_stats.finished_requests:
             if request.request_id.startswith(PROBE_PREFIX):
                 self.generated_tokens -= request.num_generation_tokens
+
+    def _take(self, stats: Any) -> None:  # noqa: ANN401 - not a stable type of vLLM's
+        self.running, self.cache_usage = stats.num_running_reqs, stats.kv_cache_usage
+        self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        self.looked_up_tokens += stats.prefix_cache_stats.queries
+        self.found_tokens += stats.prefix_cache_stats.hits
+        if stats.spec_decoding_stats is not None:
+            self.drafted_tokens += stats.spec_decoding_stats.num_draft_tokens
+            self.accepted_tokens += stats.spec_decoding_stats.num_accepted_tokens
 
     def log_engine_initialized(self) -> None:
         """See vLLM; logs nothing."""

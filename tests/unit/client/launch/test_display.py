@@ -153,3 +153,10 @@ def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Pat
         for event in events:
             display.show(event)
         assert re.findall(r"step (\d)/3", out.getvalue()) == [str(step) for step in shown_steps]
+
+
+def test_the_fates_of_a_run_that_goes_on_add_up(tmp_path: Path) -> None:
+    ledger = dict.fromkeys(SUMMARY["ledger"], 0)
+    ledger |= {"generated": 10, "trained": 5, "queued": 3, "in_flight": 2}
+    _, text = shown(config_of(tmp_path), ledger=ledger)
+    assert "10 = trained 5, queued 3, in flight 2; difference 0" in text

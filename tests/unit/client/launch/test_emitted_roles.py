@@ -2,8 +2,11 @@
 
 import ast
 import json
+import os
 import re
+import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from slipstream.client.launch.roles import (
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
+from support.rigs.namespaces import poll
 
 ROOT = Path(__file__).parents[4]
 CONFIG = ROOT / "deploy" / "configs" / "quickstart.toml"
@@ -157,6 +161,76 @@ def test_the_shell_reads_a_word_as_it_was(word: str) -> None:
     read = subprocess.run(["bash", "-c", f"printf %s {shell_word(word)}"], capture_output=True)
     assert read.stdout.decode() == word
     assert read.returncode == 0
+
+
+@pytest.fixture
+def rollout_job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A rollout job whose server runs, beside stand-ins for Slurm and for the server's command.
+
+    squeue says what is in the file `jobs`, and fails without it; each call adds to `calls`.
+    """
+    programs = {
+        "squeue": "echo >> calls; cat jobs",
+        "slipstream": 'echo "$@" >> runs/started; exec sleep 600',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "jobs").write_text("1\n")
+    script = slurm_files(roles(), "slurm", controller_port=7070, master_port=29500, watch_s=0.05)[
+        "rollout-server.sbatch"
+    ]
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "runs" / "quickstart" / "controller.address").write_text(address)
+        environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        job = subprocess.Popen(
+            ["bash", "-c", script], cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL
+        )
+        try:
+            until((tmp_path / "runs" / "started").exists)
+            yield job
+        finally:
+            job.terminate()
+            job.wait()
+
+
+def until(is_there: Any) -> None:
+    for _ in poll(60, every_s=0.02):
+        if is_there():
+            return
+    raise TimeoutError
+
+
+@pytest.mark.process
+def test_a_server_that_never_joined_ends_after_the_learners_job(
+    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
+) -> None:
+    (tmp_path / "jobs").write_text("")
+    assert rollout_job.wait(60) == 0
+
+
+@pytest.mark.process
+def test_a_rollout_job_stays_while_slurm_does_not_answer(
+    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
+) -> None:
+    (tmp_path / "jobs").unlink()
+    calls = tmp_path / "calls"
+    asked = calls.stat().st_size
+    until(lambda: calls.stat().st_size >= asked + 3)
+    assert rollout_job.poll() is None
+
+
+@pytest.mark.process
+def test_a_server_follows_the_learner_to_another_node(
+    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "runs" / "quickstart" / "controller.address").write_text(address)
+        until(lambda: f"--controller={address} " in (tmp_path / "runs" / "started").read_text())
+    assert rollout_job.poll() is None
 
 
 def test_ray_gets_a_program_of_the_roles() -> None:

@@ -40,9 +40,11 @@ def test_a_folder_is_private_and_is_removed(temporary: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("mode", [0o1777, 0o2777])
 def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(
-    temporary: Path,
+    mode: int, temporary: Path
 ) -> None:
+    temporary.chmod(mode)
     command = [sys.executable, "-c", OWNER, str(temporary)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None

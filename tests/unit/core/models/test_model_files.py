@@ -71,6 +71,15 @@ def test_a_shard_that_the_index_names_and_nobody_downloaded_is_found(folder: Pat
     assert f"{index} is no index of safetensors" in problem
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_file_that_cannot_be_read_is_named(name: str, folder: Path) -> None:
+    # Root reads everything but a file that is none.
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/proc/self/mem")
+    (wrong,) = missing_files(folder)
+    assert wrong.startswith(f"model.path must hold whole files: {folder / name} cannot be read: ")
+
+
 def test_a_tokenizer_without_a_vocabulary_is_found(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (problem,) = missing_files(folder)

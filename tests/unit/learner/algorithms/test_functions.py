@@ -85,6 +85,9 @@ def loose(tokens, factor: float = 1.0):
 def bare(tokens, *, factor=1.0):
     return tokens.logprobs
 
+def nothing():
+    return None
+
 half = 0.5
 """
 
@@ -137,6 +140,7 @@ def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: 
         ("steep", {"factor": 1, "side": "up"}, "side of loss {}: input should be 'low' or 'high'"),
         ("steep", {"factr": 1}, "loss {} has no argument 'factr'; known: factor, side"),
         ("loose", {}, "loss {} takes its inputs, and arguments behind a star: not factor: float"),
+        ("nothing", {}, "loss {} takes no inputs: they are its first parameter"),
         ("bare", {}, "the argument 'factor' of loss {} needs an annotation"),
         ("absent", {}, "algorithm.loss {}: MODULE has no function absent"),
         ("half", {}, "algorithm.loss {}: MODULE has float, no function, half"),

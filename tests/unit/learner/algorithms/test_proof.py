@@ -25,6 +25,10 @@ WRONG_LOSSES = {
     "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
     "infinite_at_masked_tokens": ("masked tokens", "has the gradient nan: sequences"),
     "root_at_a_bound": ("finite", "gradient is inf at log ratio 0.1823"),
+    "root_in_a_helper": ("finite", "gradient is inf at log ratio 0.1823"),
+    "product_of_a_sequence": ("finite", ", in a sequence of 9"),
+    "log_of_the_entropy": ("finite", "entropy 0"),
+    "adds_the_entropy": ("entropy", "have none, set algorithm.entropy_coefficient"),
     "squares_the_ratio": ("finite", "to the proximal and 46.05 to the behavior policy"),
     "fails_without_a_token": ("empty mask", "sequences . (x is a trained token): RuntimeError"),
     "detached": ("gradient", "no token with a positive advantage has one"),
@@ -33,14 +37,24 @@ WRONG_LOSSES = {
     "no_gradient": ("result", "the losses have no gradient"),
     "wrong_backward": ("gradient", "by finite differences: sequences x (x"),
     "counts_calls": ("state", "in a later call with the same inputs"),
+    "changes_after_many_calls": ("state", "calls change _seen of its module"),
     "draws_at_random": ("state", "in a later call with the same inputs"),
     "changes_inputs": ("result", "it changed its input advantages in place"),
+    "changes_data": ("result", "it changed its input advantages in place"),
+    "changes_a_few": ("finite", "it changed its input behavior_logprobs in place"),
+    "exits": ("result", "SystemExit: 3 (wrong_algorithms.py:"),
     "too_short": ("result", "the result is [2], not [3]"),
     "one_number": ("result", "the result is [], not [1]"),
     "other_dtype": ("result", "the result is torch.float64, not torch.float32"),
     "raises": ("result", "KeyError: 'clip' (wrong_algorithms.py:"),
 }
-RIGHT_LOSSES = ("right_backward", "in_float32", "only_positive", "with_a_kink")
+RIGHT_LOSSES = (
+    "right_backward",
+    "in_float32",
+    "only_positive",
+    "with_a_kink",
+    "gate_of_the_entropy",
+)
 ARGUMENTS: dict[str, list[dict[str, JsonValue]]] = {
     "ppo": [{}, {"dual_clip": 1.5}, {"ratio": "behavior"}],
     "cispo": [{}, {"clip_low": 1.0, "ratio": "behavior"}],
@@ -141,6 +155,7 @@ def test_other_wrong_functions_are_refused(kind: FunctionKind, name: str, expect
     ("kind", "name"),
     [
         ("weight", "weight_of_lags"),
+        ("weight", "weight_in_float32"),
         ("advantage", "only_from_0_to_1"),
         ("reward", "reward_of_metrics"),
     ],

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
@@ -84,9 +84,7 @@ class Journal:
         """Writes one record, which is not durable yet; waits for no sync."""
         with self._lock:
             self._num_lines += 1
-            record = {LINE: self._num_lines, "kind": kind, **fields}
-            text = json.dumps(record, separators=(",", ":")).encode()
-            self._pending.append(b"%08x %s\n" % (zlib.crc32(text), text))
+            self._pending.append(encoded(self._num_lines, {"kind": kind, **fields}))
             self._num_appended += 1
 
     def sync(self) -> None:
@@ -191,6 +189,12 @@ class Journal:
     def remove_batch(self, step: int, attempt: int = 0) -> None:
         """Removes the file of a batch that no resume needs any more."""
         batch_path(self._folder, step, attempt).unlink(missing_ok=True)
+
+
+def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
+    """Returns the line of a record; lines are counted from 1."""
+    text = json.dumps({LINE: number, **record}, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def whole_bytes(path: Path) -> int:

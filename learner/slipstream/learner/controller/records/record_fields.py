@@ -60,6 +60,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
 }
 # Optional fields, by the kind of the record; an end has all of them or none.
 _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
+    "start": {"machine": dict, "packages": dict},
     "lease": {"replaces": str},
     "end": {"tokens": int, "end": str, **_SERVER},
     "closed": {"reward": _NUMBER, "solved": bool},

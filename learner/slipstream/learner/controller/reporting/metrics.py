@@ -110,6 +110,11 @@ class RunRecorder:
         """Whether the row of the step that makes `version` is written already."""
         return version < len(self._written) and self._written[version] == 1
 
+    @property
+    def since_step_s(self) -> float:
+        """Seconds since the newest step, or since the controller began."""
+        return time.monotonic() - self._last_step_s
+
     def close(self) -> None:
         """Closes all files; blocks until the trackers are done, for a limited time."""
         self._close_files()

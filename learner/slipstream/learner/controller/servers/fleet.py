@@ -51,6 +51,8 @@ class Fleet:
         # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
         self.empty_since_s = run.clock.now_s()
+        # Times that a server was lost before it had drained.
+        self.num_lost = 0
 
     def serving(self) -> list[ServerSession]:
         """The servers that may be leased groups."""
@@ -117,6 +119,7 @@ class Fleet:
         session.on(ServerEvent.LEFT if has_left else ServerEvent.LOST)
         self._note_serving()
         if not has_left:
+            self.num_lost += 1
             session.cause = cause
         self.departed.pop(session.key.server_id, None)
         self.departed[session.key.server_id] = describe(session)

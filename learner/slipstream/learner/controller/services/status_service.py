@@ -38,6 +38,10 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.RunStatus:
         """Returns the whole state at this moment."""
+        return self.status()
+
+    def status(self) -> status_pb2.RunStatus:
+        """The whole state at this moment."""
         progress = self._progress
         training = self._book.training_groups()
         leased = self._book.groups_by_holder()

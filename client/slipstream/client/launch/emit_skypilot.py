@@ -1,0 +1,116 @@
+"""The roles as a job group of SkyPilot: a task for the learner, one for each rollout server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.client.launch.emit_slurm import shell_command
+from slipstream.client.launch.roles import (
+    LEARNER,
+    ROLLOUT_SERVER,
+    Role,
+    Site,
+    controller_port,
+    learner_nodes,
+    master_port,
+    roles_of,
+)
+from slipstream.client.launch.template import filled_template
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
+
+TEMPLATE = Path(__file__).with_name("skypilot.template.yml")
+TASK = Path(__file__).with_name("skypilot_task.template.yml")
+VOLUME = Path(__file__).with_name("skypilot_volume.template.yml")
+# The folder on each machine for what travels there; the shell knows where it is.
+PLACE = "${HOME}/slipstream"
+# Machines of a group start in any order, and the learner may be recovered.
+PATIENCE = "--connect-timeout-s=3600"
+GROUP_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The files of a job group by their names, and what its user has to know."""
+
+    files: dict[str, str]
+    # How the learner's first machine is found in the group.
+    host: str
+    lock: str
+
+
+def skypilot_group(
+    path: Path, overrides: Sequence[str], code: Path | None, folder: str, *, on_gpus: bool
+) -> Group:
+    """Returns the group of a run, whose files will lie in `folder`.
+
+    `code` is a folder of the user's modules. ConfigError for a run whose name no group can have.
+    """
+    config = load_config(path, overrides)
+    run, model = config.run.name, config.model.path
+    if GROUP_NAME.fullmatch(run) is None:
+        raise ConfigError(
+            f"run.name must be a name in SkyPilot: letters, digits, '-' and '_', got {run!r}; "
+            "run.name=NAME gives another"
+        )
+    travels = model.is_dir()
+    settings = [*overrides]
+    if travels:
+        settings.append(f"model.path={json.dumps(f'{PLACE}/{model.name}')}")
+    nodes, _ = learner_nodes(config)
+    host = f"{LEARNER}-0.{run}"
+    tasks = []
+    for name, runs in ((LEARNER, "/runs"), (ROLLOUT_SERVER, f"{PLACE}/runs")):
+        site = Site(f"{PLACE}/config.toml", (*settings, f'run.dir="{runs}"'), f"{PLACE}/secrets")
+        role = roles_of(config, site, on_gpus=on_gpus)[name]
+        mounts = _mounts(role, path, model if travels else None)
+        if code is not None:
+            mounts = f"workdir: {json.dumps(str(code))}\n{mounts}"
+        is_server = name == ROLLOUT_SERVER
+        words = [*role.command, PATIENCE] if is_server else role.command
+        accelerators = f"  accelerators: {{H100: {role.gpus}, H200: {role.gpus}}}\n"
+        mounts += "" if is_server else f"volumes:\n  /runs: {run}-runs\n"
+        tasks += [
+            filled_template(
+                TASK,
+                name=f"{name}-{number}" if is_server else name,
+                nodes=1 if is_server else nodes,
+                cpus=role.cpus,
+                accelerators=accelerators if role.gpus else "",
+                spot=json.dumps(is_server),
+                restarts=role.restarts,
+                mounts=mounts,
+                controller=f"{host}:{controller_port(config)}",
+                master=f"{host}:{master_port(config)}",
+                command=shell_command(words, indent=6),
+            )
+            for number in range(role.count.usual if is_server else 1)
+        ]
+    lock = "gpu.txt" if on_gpus else "cpu.txt"
+    delay = math.ceil(config.rollout_server.drain_timeout_s)
+    values = {"run": run, "folder": folder, "lock": lock, "delay": delay}
+    access = "ReadWriteMany" if nodes > 1 else "ReadWriteOnce"
+    files = {
+        "run.yaml": filled_template(TEMPLATE, tasks="".join(tasks).rstrip(), **values),
+        "volume.yaml": filled_template(VOLUME, run=run, access=access),
+    }
+    return Group(files, host, lock)
+
+
+def _mounts(role: Role, path: Path, model: Path | None) -> str:
+    """Returns the files that SkyPilot copies to the machines of a role."""
+    place = PLACE.replace("${HOME}", "~")
+    files = {f"{place}/config.toml": str(path)}
+    for secret in role.secrets:
+        name = secret.file.removeprefix(f"{PLACE}/secrets/")
+        if name != secret.file:
+            files[f"{place}/secrets/{name}"] = f"secrets/{name}"
+    if model is not None:
+        files[f"{place}/{model.name}"] = str(model)
+    lines = [f"  {there}: {json.dumps(here)}\n" for there, here in files.items()]
+    return "file_mounts:\n" + "".join(lines)

@@ -1,0 +1,73 @@
+"""A folder of the user's modules, as schedulers without a shared folder bring it to a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+
+# What Python and editors leave in a folder.
+_LEFT = ("__pycache__", ".git", ".venv")
+
+
+@dataclass(frozen=True)
+class ShippedCode:
+    """The files of a folder by their names in it."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    # Whether they lie where they are shipped from, so that nothing has to be copied.
+    in_place: bool = False
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """The files that have to be written."""
+        return {} if self.in_place else self.files
+
+
+def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
+    """Returns the files of `folder`, none for None; `place` is where they are shipped from.
+
+    Raises ConfigError for more than `most_bytes`, and for a file that is no text.
+    """
+    if folder is None:
+        return ShippedCode()
+    if not folder.is_dir():
+        raise ConfigError(f"--code {folder}: no such folder")
+    files: dict[str, str] = {}
+    size = 0
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not path.is_file() or any(part in _LEFT for part in name.parts):
+            continue
+        try:
+            data = path.read_bytes()
+            files[name.as_posix()] = data.decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"--code {folder}: {name} is no text; put it into a volume") from None
+        except OSError as error:
+            raise ConfigError(f"--code {folder}: {name}: {error.strerror}") from error
+        size += len(data)
+    if most_bytes is not None and size > most_bytes:
+        raise ConfigError(
+            f"--code {folder} has {size:,} bytes, a ConfigMap takes {most_bytes:,}: put what is "
+            "large into a volume"
+        )
+    return ShippedCode(files, folder.resolve() == place.resolve())
+
+
+def left_behind(config: Config, code: ShippedCode) -> list[str]:
+    """Returns the modules of the settings that lie in the working folder but are not shipped."""
+    references = [played.reference for played in (*config.environments, *config.evaluations)]
+    for each in config.algorithms.distinct:
+        references += each.own_functions.values()
+    found = []
+    for module in sorted({reference.partition(":")[0] for reference in references}):
+        name = module.replace(".", "/")
+        names = (f"{name}.py", f"{name}/__init__.py")
+        if any(Path(each).is_file() for each in names) and not any(
+            each in code.files for each in names
+        ):
+            found.append(module)
+    return found

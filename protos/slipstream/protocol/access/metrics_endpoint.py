@@ -1,0 +1,239 @@
+"""The HTTP endpoint of one process of a run, at which Prometheus reads its metrics.
+
+Consumes: HTTP requests. Produces: what its collectors find at that moment, in Prometheus's format.
+Waits for: one request of a connection. Unblocked by: the request, or `LIMIT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import h11
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CollectorRegistry, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import address_parts, listen
+from slipstream.core.run_folder import TARGETS
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.measurement_sections import METRICS_PORTS
+from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
+
+Role: TypeAlias = Literal["controller", "trainer", "rollout_server"]
+
+# Seconds from a connection to the end of its answer.
+LIMIT_S = 5.0
+# Connections at a time; more are closed at once.
+MAX_CONNECTIONS = 64
+MAX_HEAD_BYTES = 8 << 10
+
+log = logging.getLogger(__name__)
+
+
+class LabelledRegistry:
+    """The metrics of collectors, each sample with the same labels besides its own."""
+
+    def __init__(self, collectors: Sequence[Collector], labels: Mapping[str, str]) -> None:
+        """Adds the metrics of the process itself: processor time, memory, open files."""
+        self._registry, self._labels = CollectorRegistry(), dict(labels)
+        ProcessCollector(registry=self._registry)
+        for collector in collectors:
+            self._registry.register(collector)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics as the collectors find them now."""
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels=self._labels | sample.labels) for sample in metric.samples
+            ]
+            yield metric
+
+
+class MetricsEndpoint:
+    """Answers GET /metrics, and nothing else; each connection has one request."""
+
+    def __init__(
+        self, registry: LabelledRegistry, *, token: str | None, context: ssl.SSLContext | None
+    ) -> None:
+        """`token`: what a caller must send as a bearer; `context`: the TLS of the server."""
+        self._registry, self._context = registry, context
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._open = 0
+
+    @asynccontextmanager
+    async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
+        """Serves in the block, in the loop that enters it; closes the socket behind it."""
+        server = await asyncio.start_server(self._serve, sock=listening, limit=MAX_HEAD_BYTES)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= MAX_CONNECTIONS:
+                # A caller that hangs up, says nothing or no HTTP, or is refused by TLS.
+                with contextlib.suppress(OSError, TimeoutError, h11.RemoteProtocolError):
+                    async with asyncio.timeout(LIMIT_S):
+                        await self._exchange(reader, writer)
+        finally:
+            self._open -= 1
+            writer.transport.abort()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._context is not None:
+            await writer.start_tls(self._context, ssl_handshake_timeout=LIMIT_S)
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await reader.read(MAX_HEAD_BYTES))
+        if not isinstance(event, h11.Request):
+            return
+        status, kind, body = self._answer(event)
+        headers = [("Content-Type", kind), ("Content-Length", str(len(body)))]
+        headers.append(("Connection", "close"))
+        if status == 401:
+            headers.append(("WWW-Authenticate", "Bearer"))
+        for part in (
+            h11.Response(status_code=status, headers=headers),
+            h11.Data(data=b"" if event.method == b"HEAD" else body),
+            h11.EndOfMessage(),
+        ):
+            writer.write(connection.send(part) or b"")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
+        """Returns status, type and body."""
+        plain = "text/plain; charset=utf-8"
+        headers = dict(request.headers)
+        if self._expected is not None:
+            if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+                return 401, plain, b"the token is missing or wrong\n"
+        elif not _is_local(headers.get(b"host", b"")):
+            # A page of the web reaches loopback under a name of its own.
+            return 403, plain, b"without a token only loopback may be asked\n"
+        if request.method not in (b"GET", b"HEAD"):
+            return 405, plain, b"GET only\n"
+        if request.target.partition(b"?")[0] != b"/metrics":
+            return 404, plain, b"only /metrics is here\n"
+        encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
+        return 200, kind, encode(self._registry)
+
+
+def _is_local(host: bytes) -> bool:
+    """Whether the Host of a request names loopback; a port may stand behind it."""
+    name = host.decode("latin-1")
+    has_port = name.rpartition(":")[2].isdigit() and not name.endswith("]")
+    try:
+        return is_loopback(name if has_port else f"{name}:0")
+    except ConfigError:
+        return False
+
+
+@asynccontextmanager
+async def metrics_endpoint(
+    config: Config, role: Role, collectors: Sequence[Collector], *, server: str = ""
+) -> AsyncIterator[None]:
+    """Answers Prometheus in the block, at `tracking.prometheus`, which is set.
+
+    `server`: the name of a rollout server. A file in `TARGETS` tells the address. Raises
+    ConfigError when no port is free, or the address needs TLS and a token that are missing.
+    """
+    address = config.tracking.prometheus
+    assert address is not None
+    credentials = Credentials.load(config.security)
+    check_metrics_address(address, credentials)
+    labels = {"run": config.run.name} | ({"server": server} if server else {})
+    context = None
+    if config.security.tls_certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(config.security.tls_certificate, config.security.tls_key)
+    endpoint = MetricsEndpoint(
+        LabelledRegistry(collectors, labels), token=credentials.metrics_token, context=context
+    )
+    listening = _listen(address, role)
+    async with endpoint.serving(listening):
+        host = address.rpartition(":")[0]
+        target = f"{host}:{listening.getsockname()[1]}"
+        log.info("metrics at %s", target)
+        # No name of a run or a server has an @.
+        name = f"{config.run.name}@{server or role}.json"
+        with _told(config.run.dir / TARGETS / name, target, role):
+            yield
+
+
+@contextmanager
+def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) -> Iterator[None]:
+    """Is `metrics_endpoint` for a process without an event loop; its collectors run in a thread."""
+    begun, stop = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    failed: list[Exception] = []
+
+    async def serve() -> None:
+        async with metrics_endpoint(config, role, collectors):
+            begun.set()
+            await stop.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
+            failed.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=run, name="metrics", daemon=True)
+    thread.start()
+    begun.wait()
+    if failed:
+        raise failed[0]
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(LIMIT_S)
+
+
+def _listen(address: str, role: Role) -> socket.socket:
+    """Returns a socket at the first free port of the role."""
+    host, port = address_parts(address)
+    for distance in METRICS_PORTS[role]:
+        try:
+            return listen(host, port + distance if port else 0)
+        except OSError as error:
+            cause = error.strerror or str(error)
+    last = f" to {port + distance}" if len(METRICS_PORTS[role]) > 1 else ""
+    first = port + METRICS_PORTS[role][0]
+    raise ConfigError(
+        f"tracking.prometheus {address}: the {role} cannot listen on port {first}{last}: {cause}"
+    )
+
+
+@contextmanager
+def _told(path: Path, target: str, role: Role) -> Iterator[None]:
+    """Keeps a file for Prometheus's `file_sd_configs` in the block."""
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(f"{text}\n")
+    written.replace(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,200 @@
+"""The quickstart in pods, from the folder that `slipstream roles` writes, without an edit.
+
+Pods are made of namespaces (`kubernetes_pods`): two of the learner, two rollout servers, the queue.
+One server is deleted, one killed, the learner's gang starts again; the run goes on to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rigs import namespaces
+from support.rigs.kubernetes_pods import Pod, Pods, wait_for
+from support.rigs.namespaces import Mount, Network
+
+MISSING = namespaces.missing()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+
+ROOT = Path(__file__).parents[2]
+USER = 1000
+STEPS, GROUPS_PER_STEP = 150, 16
+LIMIT_S = 900.0
+SERVERS = "quickstart-rollout-server"
+SETTINGS = (
+    "learner.world_size=2",
+    "learner.ranks_per_node=1",
+    "rollout_server.count=2",
+    'queue.kind="redis"',
+    # A busy machine takes minutes to load an engine.
+    "controller.fleet_timeout_s=1800",
+    "environments.0.reference=letters.task:Letters",
+    "evaluations.0.reference=letters.task:Letters",
+)
+# The user's own environment, which imports a module of its own and reads a file beside it.
+CODE = {
+    "letters/__init__.py": "",
+    "letters/task.py": """
+from pathlib import Path
+
+from slipstream.environments.echo import Echo
+
+from letters.words import NAME
+
+assert (Path(__file__).parents[1] / "note.txt").read_text() == NAME
+
+
+class Letters(Echo):
+    pass
+""",
+    "letters/words.py": 'NAME = "letters"\n',
+    "note.txt": "letters",
+}
+
+
+@dataclass
+class Story:
+    """What was seen while the run went on."""
+
+    pods: Pods
+    learners: list[list[Pod]] = field(default_factory=list)
+    exit_codes: dict[str, int | None] = field(default_factory=dict)
+    ready: list[bool] = field(default_factory=list)
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.pods.volume("quickstart-runs") / "quickstart"
+
+    @property
+    def step(self) -> int:
+        """The newest step that a learner's log shows."""
+        text = "".join(gang[0].log for gang in self.learners)
+        found = re.findall(rf"step +(\d+)/{STEPS}", text)
+        return int(found[-1]) if found else 0
+
+    def wait(self, what: str, is_there: Any) -> None:
+        """Waits for it; servers that end meanwhile are started again."""
+
+        def look() -> bool:
+            for pod in self.pods.pods:
+                is_server = pod.spec.get("restartPolicy") == "Always"
+                if is_server and not pod.is_deleted and pod.exit_code is not None:
+                    self.pods.restart_container(pod)
+            gang = self.learners[-1]
+            codes = [pod.exit_code for pod in gang]
+            assert not any(codes), f"{codes}\n{self.pods.logs()}"
+            return bool(is_there())
+
+        wait_for(what, LIMIT_S, look, self.pods)
+
+
+def write_manifests(folder: Path) -> None:
+    """Calls our command, as a user does."""
+    for name, text in CODE.items():
+        (folder / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "code" / name).write_text(text)
+    command = [f"{sys.prefix}/bin/slipstream", "roles"]
+    command += [str(ROOT / "deploy/configs/quickstart.toml"), *SETTINGS]
+    command += ["--for", "kubernetes", "--code", "code"]
+    said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    make = next(line for line in said.splitlines() if "make_certificates.sh" in line)
+    subprocess.run([ROOT / make.split()[0], *make.split()[1:]], cwd=folder, check=True)
+
+
+def carry_out(story: Story) -> None:
+    """The run with its three accidents."""
+    pods = story.pods
+    program = Path(__file__).parents[1] / "support" / "fakes" / "tls_valkey.py"
+    # The wheel's Valkey has no TLS.
+    queue = pods.resources["StatefulSet", "quickstart-queue"]["spec"]["template"]["spec"]
+    mount = Mount(program, Path("/tls_valkey.py"))
+    command = ["python", "/tls_valkey.py", *queue["containers"][0]["command"][1:]]
+    pods.start_stateful_set("quickstart-queue", command, [mount])
+    first, second = pods.start_deployment(SERVERS)
+    story.learners.append(pods.start_jobset("quickstart"))
+    learner = story.learners[0][0]
+    story.wait("the controller answers", learner.is_ready)
+    story.wait("both servers are ready", lambda: first.is_ready() and second.is_ready())
+    story.wait("the run makes steps", lambda: story.step >= 10)
+    story.exit_codes["deleted server"] = pods.delete(second)
+    third = pods.add_pod(SERVERS)
+    # Without a server the run makes no step while these load.
+    first.container.kill()
+    story.wait("a server is ready again", lambda: first.is_ready() or third.is_ready())
+    before = story.step
+    story.wait("the run goes on", lambda: story.step >= before + 3)
+    for pod in reversed(story.learners[0]):
+        story.exit_codes[pod.name] = pods.delete(pod)
+    story.learners.append(pods.start_jobset("quickstart"))
+    gang = story.learners[1]
+    story.wait("the run is finished", lambda: all(pod.exit_code is not None for pod in gang))
+    story.exit_codes |= {pod.name: pod.exit_code for pod in gang}
+
+
+@pytest.fixture(scope="module")
+def story(tiny_model: Path) -> Iterator[Story]:
+    # Short, because sockets lie in it, and readable for the containers' user.
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-pods-"))
+    folder.chmod(0o755)
+    try:
+        write_manifests(folder)
+        with Network(folder / "hosts", user=USER) as network:
+            pods = Pods(folder / "kubernetes", folder, network)
+            model = pods.volume("models") / "tiny"
+            shutil.copytree(tiny_model, model)
+            for path in model.iterdir():
+                path.chmod(0o644)
+            story = Story(pods)
+            carry_out(story)
+            yield story
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def summary(story: Story) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((story.run / "summary.json").read_text())
+    return found
+
+
+def test_the_run_ends_with_its_last_step_and_has_learned(summary: dict[str, Any]) -> None:
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
+    assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
+
+
+def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
+    ledger = summary["ledger"]
+    assert (ledger["difference"], ledger["queued"], ledger["in_flight"]) == (0, 0, 0)
+
+
+def test_nothing_is_trained_twice(story: Story) -> None:
+    lines = (story.run / "journal" / "journal.log").read_text().splitlines()
+    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
+    assert len(trained) == STEPS * GROUPS_PER_STEP
+    assert len(trained) == len(set(trained))
+
+
+def test_a_deleted_pod_leaves_in_order_and_a_gang_resumes(story: Story) -> None:
+    first, second = story.learners
+    assert story.exit_codes["deleted server"] == 0
+    assert "has left" in next(pod for pod in story.pods.pods if pod.is_deleted).log
+    assert story.exit_codes[first[0].name] == 143
+    assert [story.exit_codes[pod.name] for pod in second] == [0, 0]
+    # The names are the same, the addresses are not.
+    assert [pod.host_name for pod in first] == [pod.host_name for pod in second]
+    assert not {pod.address for pod in first} & {pod.address for pod in second}

@@ -1,0 +1,96 @@
+"""SkyPilot reads the job group that `slipstream roles` writes, by its own parser."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.client.cli import main
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("SLIPSTREAM_SKYPILOT", "none")) / "bin" / "python"
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot",
+    ),
+]
+# `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
+PROGRAM = """
+import json, sys
+import sky
+from sky.utils import dag_utils, yaml_utils
+
+group = dag_utils.load_dag_from_yaml("skypilot/run.yaml", env_overrides=[("LOCK", "cpu.txt")])
+if "--validate" in sys.argv:
+    group.validate()
+volume = sky.volumes.Volume.from_yaml_config(yaml_utils.read_yaml("skypilot/volume.yaml"))
+volume.validate(skip_cloud_compatibility=True)
+tasks = {
+    task.name: {
+        "nodes": task.num_nodes,
+        "spot": sorted({each.use_spot for each in task.resources}),
+        "accelerators": [each.accelerators for each in task.resources],
+        "recovery": [each.job_recovery for each in task.resources],
+        "mounts": task.file_mounts,
+        "volumes": task.volumes,
+        "workdir": task.workdir,
+    }
+    for task in group.tasks
+}
+primary = [task.name for task in group.tasks if group.is_primary_task(task.name)]
+print("\\n" + json.dumps({"is_group": group.is_job_group(), "primary": primary, "tasks": tasks}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, with configuration, secrets, code and model."""
+    for name in ("models/tiny", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run.toml").write_text((ROOT / "deploy/configs/quickstart.toml").read_text())
+    make = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "learner-0.quickstart"]
+    subprocess.run(make, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(folder: Path, *options: str) -> dict[str, Any]:
+    """What SkyPilot says of the group."""
+    environ = {**os.environ, "HOME": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    command = [PYTHON, "-c", PROGRAM, *options]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_group_is_read_and_validated(folder: Path) -> None:
+    settings = ["rollout_server.count=2", "--code", "mine"]
+    assert main(["roles", "run.toml", *settings, "--for", "skypilot"]) == 0
+    found = read(folder, "--validate")
+    assert (found["is_group"], found["primary"]) == (True, ["learner"])
+    learner = found["tasks"]["learner"]
+    assert (learner["spot"], learner["volumes"]) == ([False], {"/runs": "quickstart-runs"})
+    for number in range(2):
+        server = found["tasks"][f"rollout-server-{number}"]
+        assert (server["nodes"], server["spot"]) == (1, [True])
+        assert server["workdir"] == str(folder / "mine")
+        assert server["recovery"][0]["max_restarts_on_errors"] == 20
+        for local in server["mounts"].values():
+            assert (folder / local).exists()
+
+
+def test_gpus_are_asked_for(folder: Path) -> None:
+    gang = ["learner.world_size=8", "learner.ranks_per_node=4", "--gpus"]
+    assert main(["roles", "run.toml", *gang, "--for", "skypilot"]) == 0
+    learner = read(folder)["tasks"]["learner"]
+    assert learner["nodes"] == 2
+    kinds = [kind for kinds in learner["accelerators"] for kind in kinds.items()]
+    assert sorted(kinds) == [("H100", 4), ("H200", 4)]
