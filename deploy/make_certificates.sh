@@ -46,7 +46,7 @@ openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=slipst
 cat > "$scratch/extensions" << EOF
 basicConstraints = critical, CA:FALSE
 keyUsage = critical, digitalSignature
-extendedKeyUsage = serverAuth
+extendedKeyUsage = serverAuth, clientAuth
 subjectAltName = $names
 EOF
 openssl x509 -req -in "$scratch/request" -CA ca.pem -CAkey ca.key -days $days -extfile "$scratch/extensions" \
@@ -56,6 +56,12 @@ chmod 644 server.pem
 
 for secret in token redis_controller_password redis_rollout_password; do
     [ -e $secret ] || openssl rand -hex 32 > $secret
+done
+# A role's token is made from the run's (docs/security.md).
+for role in trainer rollout-server client reader; do
+    key=$(head -n 1 token | tr -d '\n' | od -An -v -tx1 | tr -d ' \n')
+    printf 'slipstream %s' $role | openssl dgst -sha256 -mac HMAC -macopt hexkey:$key -r \
+        | { read -r digest _; echo "$role.$digest"; } > ${role//-/_}_token
 done
 
 # What each end of the queue may do, and on which keys (docs/security.md). Nobody enters as the
@@ -74,5 +80,6 @@ user rollout on #$(digest redis_rollout_password) $both $rollout
 EOF
 
 echo "$folder: server certificate for $names, valid for $days days"
-echo "learner node 0 needs all but ca.key and redis_rollout_password; further learner nodes ca.pem and token;"
-echo "rollout servers ca.pem, token and redis_rollout_password. Keep ca.key off all of them."
+echo "learner node 0 needs server.pem, server.key, ca.pem, token and redis_controller_password; further nodes ca.pem and,"
+echo "as token, trainer_token; rollout servers ca.pem, redis_rollout_password and, as token, rollout_server_token."
+echo "Keep ca.key off all of them."

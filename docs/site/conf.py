@@ -56,6 +56,7 @@ CONTENTS = {
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",
+        "docs/guides/prometheus",
         "docs/guides/checkpoints",
         "docs/guides/receipts",
         "docs/guides/models",

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
+import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from slipstream.client.launch.preflight import free_port
 from slipstream.core.run_folder import TARGETS
-from slipstream.learner.controller.reporting.run_collector import FATES, SERVER_COUNTERS
+from slipstream.learner.controller.reporting.run_collector import (
+    ADVICE_METRICS,
+    FATES,
+    SERVER_COUNTERS,
+    STEP_METRICS,
+)
+from slipstream.learner.trainer.stage_collector import StageCollector
+from slipstream.learner.trainer.step import StageTimes
+from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
+from slipstream.rollout_server.vllm.engine_collector import EngineCollector
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer
 from support.rigs.live_run import LiveRun
+from support.rigs.run_processes import ROOT
 from support.rigs.waiting import wait_until
+
+DEPLOY = ROOT / "deploy"
+ALERTS, DASHBOARD = DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "grafana" / "slipstream.json"
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="apt-get install prometheus"
+)
 
 # The form of a name in that ecosystem: base units last, and `_total` behind counters.
 UNITS = re.compile(r"_(ms|us|minutes|hours|kib|mib|gib|percent|tflops)(_|$)")
@@ -34,9 +59,42 @@ def scrape(run: LiveRun) -> tuple[str, dict[tuple[str, ...], float]]:
     }
 
 
+class EngineCounts:
+    """An engine's counts after a little of everything; it goes on with each scrape."""
+
+    num_open, running, waiting, cache_usage = 3, 2, 1, 0.25
+    generated_tokens, prompt_tokens, found_tokens, preemptions = 9, 8, 6, 5
+
+    def __init__(self) -> None:
+        self._scrapes = 0
+        # It stands for the requests too.
+        self.counter = self
+
+    @property
+    def looked_up_tokens(self) -> int:
+        self._scrapes += 1
+        return 10 * self._scrapes
+
+
+def stage_collector() -> StageCollector:
+    collector = StageCollector()
+    collector.stages = StageTimes()
+    return collector
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    with LiveRun(tmp_path_factory.mktemp("run"), tracking__prometheus="127.0.0.1:0") as live:
+    live = LiveRun(tmp_path_factory.mktemp("run"), tracking__prometheus="127.0.0.1:0")
+    report = live.trainer.report
+
+    async def report_all(step):
+        """Adds the metrics that a longer run and a trainer have which computes something."""
+        for name in (*STEP_METRICS, *ADVICE_METRICS, "gain/server_more"):
+            step.metrics.setdefault(name, 0.5)
+        return await report(step)
+
+    live.trainer.report = report_all
+    with live:
         yield live
 
 
@@ -82,12 +140,14 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
         assert family.documentation
         assert not UNITS.search(family.name), family.name
         for sample in family.samples:
-            others = sample.labels.keys() - {"run", "server", "environment", "state", "fate"}
+            others = sample.labels.keys() - {
+                *("run", "server", "environment", "state", "fate", "cause", "change")
+            }
             assert not others
             assert sample.name.endswith("_total") == (family.type == "counter")
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="apt-get install prometheus")
+@needs_promtool
 def test_promtool_finds_nothing_to_say(run):
     text, _ = scrape(run)
     done = subprocess.run(
@@ -107,3 +167,93 @@ def test_a_lost_server_is_counted_and_leaves_no_series(tmp_path):
         assert ("slipstream_server_version", "second") not in scrape(run)[1]
     folder = run.config.run.dir / TARGETS
     assert not list(folder.iterdir())
+
+
+def queries() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_are_there(run):
+    known = {name for name, *_ in scrape(run)[1]}
+    for collector in (EngineCollector(EngineCounts()), stage_collector()):
+        known |= {sample.name for family in collector.collect() for sample in family.samples}
+    asked = set(
+        re.findall(r"\b(?:slipstream|process)_\w+", ALERTS.read_text() + "".join(queries()))
+    )
+    assert len(asked) > 40
+    assert asked <= known
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_must_and_at_no_other_time():
+    tests = ALERTS.with_name("alerts.test.yml")
+    named = set(re.findall(r"alert: (\w+)", ALERTS.read_text()))
+    assert len(named) == 8
+    assert named <= set(re.findall(r"Slipstream\w+", tests.read_text()))
+    done = subprocess.run(
+        ["promtool", "test", "rules", tests], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, targets: Path) -> Iterator[str]:
+    """The address of a Prometheus that scrapes each second."""
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    config = folder / "prometheus.yml"
+    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+    text = text.replace("scrape_interval: 5s", "scrape_interval: 1s")
+    text = text.replace("runs/.prometheus", str(targets)).replace("alerts.yml", str(ALERTS))
+    config.write_text(text)
+    command = ["prometheus", f"--config.file={config}", f"--web.listen-address={address}"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, f"--storage.tsdb.path={folder / 'data'}"], stdout=log, stderr=log
+        )
+    try:
+        yield f"http://{address}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def asked(server: str, query: str) -> list[dict]:
+    url = f"{server}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return json.loads(answer.read())["data"]["result"]
+    except urllib.error.HTTPError as error:
+        text = error.read().decode()
+        assert text == "Service Unavailable", f"{query}: {text}"
+    except urllib.error.URLError:
+        # It does not listen yet.
+        pass
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
+def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_path):
+    async def serve() -> None:
+        async with (
+            metrics_endpoint(run.config, "trainer", [stage_collector()]),
+            metrics_endpoint(
+                run.config, "rollout_server", [EngineCollector(EngineCounts())], server="fake"
+            ),
+        ):
+            await asyncio.Event().wait()
+
+    others = run.start(serve())
+    try:
+        with prometheus(tmp_path, run.config.run.dir / TARGETS) as server:
+            wait_until(lambda: len(asked(server, "up == 1")) == 3)
+            jobs = {sample["metric"]["job"] for sample in asked(server, "up")}
+            assert jobs == {f"slipstream_{r}" for r in ("controller", "trainer", "rollout_server")}
+            for query in queries():
+                asks = partial(asked, server, query.replace("$run", "r"))
+                # A rate needs two scrapes.
+                wait_until(asks, 30)
+            assert asked(server, 'ALERTS{alertstate="firing"}') == []
+    finally:
+        others.cancel()

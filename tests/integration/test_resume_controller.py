@@ -17,7 +17,7 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
@@ -236,14 +236,15 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
     stopped_at = trainer.version.step
     assert summary["steps"] == stopped_at < 5
     again = moved(config, tmp_path, steps=STEPS)
-    # The journal now says that the first start was watched so long that the second hardly counts.
-    with Journal(config.run_dir / "journal") as journal:
-        journal.append("busy", window=1e9, generation=5e8, training=2e8, both=1e8)
     summary, trainer, _ = await resume(again, trainer.newest_checkpoint)
     check_run(again, summary)
     assert len(trainer.batches) == STEPS - stopped_at
-    shares = {"generation": 0.5, "training": 0.2, "both": 0.1}
-    assert summary["busy"] == pytest.approx(shares, abs=1e-5)
+    # The rows of both starts count.
+    shares = summary["time"]["trainer"]
+    rows = [json.loads(line) for line in (again.run_dir / "metrics.jsonl").open()]
+    waited_s, all_s = (sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s"))
+    assert len(rows) == STEPS
+    assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
 
 
 async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):

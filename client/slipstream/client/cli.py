@@ -145,6 +145,9 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     run.add_argument("--environment", metavar="MODULE:CLASS", help="for the only environment")
     run.add_argument("--steps", type=int, help="for run.steps")
+    run.add_argument(
+        "--profile", type=Path, metavar="RUN", help="a run whose times --dry-run predicts from"
+    )
     run.set_defaults(execute=_run)
 
     learner = commands.add_parser(
@@ -307,8 +310,13 @@ def _add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
-    parser.add_argument("--token-file", type=Path)
-    parser.add_argument("--tls-ca", type=Path)
+    add_secrets(parser)
+
+
+def add_secrets(parser: argparse.ArgumentParser) -> None:
+    """Adds the options with the files by which a command shows who it is."""
+    for option in ("--token-file", "--tls-ca", "--tls-certificate", "--tls-key"):
+        parser.add_argument(option, type=Path)
 
 
 async def _run(arguments: argparse.Namespace) -> int:
@@ -328,7 +336,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         overrides.insert(0, f"model.path={json.dumps(arguments.model)}")
     if path is None and not overrides:
         raise ConfigError("a run needs a CONFIG.toml, or --model, --environment and --steps")
-    return await run_all(path, overrides, dry_run=arguments.dry_run)
+    return await run_all(path, overrides, dry_run=arguments.dry_run, profile=arguments.profile)
 
 
 async def _quickstart(arguments: argparse.Namespace) -> int:

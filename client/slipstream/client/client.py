@@ -86,15 +86,26 @@ class Client:
         *,
         token_file: Path | None = None,
         tls_ca: Path | None = None,
+        tls_certificate: Path | None = None,
+        tls_key: Path | None = None,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
         """`address` is host:port; hosts other than this one need `token_file` and `tls_ca`.
+
+        A run with `security.tls_client_ca` asks for `tls_certificate` with its `tls_key` too.
 
         `serve` and `watch` wait up to `reconnect_timeout_s` for a controller that they lost.
         """
         address_parts(address)
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
-        self._credentials = Credentials.load(SecuritySection(token_file=token_file, tls_ca=tls_ca))
+        self._credentials = Credentials.load(
+            SecuritySection(
+                token_file=token_file,
+                tls_ca=tls_ca,
+                tls_certificate=tls_certificate,
+                tls_key=tls_key,
+            )
+        )
         self._errors = CallErrors(address, wants_tls=tls_ca is not None)
         for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
             if given is None and not is_loopback(address):

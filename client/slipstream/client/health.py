@@ -7,9 +7,9 @@ an exit code, for the health checks of containers.
 import argparse
 import asyncio
 import sys
-from pathlib import Path
 
-from slipstream.client.client import Client
+from slipstream.client.cli import add_secrets
+from slipstream.client.requests import connect
 from slipstream.client.status import RunStatus
 from slipstream.client.terminal import plain
 from slipstream.core.errors import SlipstreamError
@@ -35,8 +35,7 @@ def find_fault(run: RunStatus, server_id: str | None) -> str | None:
 
 async def check(arguments: argparse.Namespace) -> str | None:
     """Asks the controller; raises SlipstreamError if it does not answer."""
-    client = Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
-    async with client:
+    async with connect(arguments) as client:
         return find_fault(await client.status(), arguments.server_id)
 
 
@@ -44,8 +43,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the program's arguments."""
     parser = argparse.ArgumentParser(prog="slipstream-health", description=__doc__)
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
-    parser.add_argument("--token-file", type=Path)
-    parser.add_argument("--tls-ca", type=Path)
+    add_secrets(parser)
     parser.add_argument("--server-id", help="default: only the controller")
     return parser
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Coroutine, Sequence
 
+from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import counted, plain, say
@@ -18,7 +19,13 @@ _COUNTS = ("episodes", "failed")
 
 def connect(arguments: argparse.Namespace) -> Client:
     """Returns the client for a command's connection arguments."""
-    return Client(arguments.controller, token_file=arguments.token_file, tls_ca=arguments.tls_ca)
+    return Client(
+        arguments.controller,
+        token_file=arguments.token_file,
+        tls_ca=arguments.tls_ca,
+        tls_certificate=arguments.tls_certificate,
+        tls_key=arguments.tls_key,
+    )
 
 
 async def submit(arguments: argparse.Namespace) -> int:
@@ -129,7 +136,12 @@ def status_lines(run: RunStatus) -> list[str]:
         )
         for server in run.servers
     ]
-    return [*lines, "", *_table(rows), "", *environment_lines(run.environments)]
+    times = [*time_lines(run.metrics), *advice_lines(run.metrics)]
+    return [
+        *lines,
+        *(["", *times] if times else []),
+        *("", *_table(rows), "", *environment_lines(run.environments)),
+    ]
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:

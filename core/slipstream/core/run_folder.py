@@ -14,8 +14,9 @@ JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
 # A row for each step and evaluation, sampled trajectories, and the facts of a run that has ended.
 METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
-# Causes of suspended environments.
-SUSPENDED = "suspended.json"
+# Causes of suspended environments; the newest advice and its profile; a trace of the newest sampled
+# step.
+SUSPENDED, ADVICE, TRACE = "suspended.json", "advice.json", "trace.json"
 # The folder of what rollout servers fetched from storage, in a folder for each.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.

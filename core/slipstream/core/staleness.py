@@ -103,6 +103,26 @@ def choose_batch(
     return sorted(chosen, key=lambda group: order[group.group_id])
 
 
+def choose_counted(
+    counts: Mapping[int, int], complete: Mapping[int, int], step: int, groups_per_step: int
+) -> dict[int, int] | None:
+    """Decides like `choose_batch`, from the number of groups, and of complete ones, by deadline.
+
+    Returns how many groups of each deadline the batch takes, or None if there is no batch yet.
+    """
+    wanted, chosen = groups_per_step, dict[int, int]()
+    for d in sorted(complete):
+        chosen[d] = min(wanted, complete[d])
+        wanted -= chosen[d]
+    left = 0
+    for d in sorted(counts):
+        over = counts[d] - chosen.get(d, 0)
+        left += over
+        if over and left > (d - step) * groups_per_step:
+            return None
+    return None if wanted else chosen
+
+
 def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -> list[LeasedGroup]:
     """Returns the incomplete groups that the batch of `step` must wait for."""
     due: list[LeasedGroup] = []

@@ -35,6 +35,8 @@ class Reason(Enum):
     PLACE_TAKEN = "PLACE_TAKEN"
     # The token is missing or wrong.
     WRONG_TOKEN = "WRONG_TOKEN"
+    # The token is that of a role to which the method is closed.
+    NOT_OF_THE_ROLE = "NOT_OF_THE_ROLE"
 
 
 async def abort(

@@ -140,7 +140,7 @@ class BusyInterval(_message.Message):
     def __init__(self, start_s: _Optional[float] = ..., end_s: _Optional[float] = ...) -> None: ...
 
 class ServerReport(_message.Message):
-    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "busy_intervals", "resident_bytes", "judged_tokens", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "busy_intervals", "resident_bytes", "judged_tokens", "drafted_tokens", "accepted_tokens", "engine_steps")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class ServerReport(_message.Message):
     JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     in_flight_tokens: int
     ended_tokens: int
@@ -169,7 +170,8 @@ class ServerReport(_message.Message):
     judged_tokens: int
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., busy_intervals: _Optional[_Iterable[_Union[BusyInterval, _Mapping]]] = ..., resident_bytes: _Optional[int] = ..., judged_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    engine_steps: int
+    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., busy_intervals: _Optional[_Iterable[_Union[BusyInterval, _Mapping]]] = ..., resident_bytes: _Optional[int] = ..., judged_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., engine_steps: _Optional[int] = ...) -> None: ...
 
 class EnvironmentReport(_message.Message):
     __slots__ = ("environment", "failure", "num_tasks")

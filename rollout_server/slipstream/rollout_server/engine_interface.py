@@ -166,7 +166,8 @@ class EngineUse:
     them `returned_tokens` belong to generations that ended; of those the model as the run started
     sampled `judged_tokens`. `busy_intervals` (Unix clock) are those
     since the last call of `use`; an interval that is still open is cut there. `drafted_tokens` were
-    proposed before they were sampled, `accepted_tokens` of them were sampled.
+    proposed before they were sampled, `accepted_tokens` of them were sampled. `steps` are those
+    that sampled tokens.
     """
 
     generated_tokens: int
@@ -177,6 +178,7 @@ class EngineUse:
     judged_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.protocol.access.security import TOKEN_KEY
+from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
     merge_spans,

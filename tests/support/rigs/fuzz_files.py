@@ -102,7 +102,6 @@ RECORDS = (
     },
     {"kind": "servers", "generated": [["s", 7, 20]]},
     {"kind": "servers", "generated": [["s", 7, 21]], "departed": True},
-    {"kind": "busy", "window": 1.0, "generation": 1.0, "training": 1.0, "both": 1.0},
     {"kind": "checkpoint", "version": [0, 1]},
     {"kind": "evaluation", "version": 1, "episodes": 2, "failed": 0, "reward_mean": 0.5},
     {"kind": "solved", "step": 1, "cause": "x"},

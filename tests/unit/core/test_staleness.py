@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from slipstream.core.staleness import (
     LeasedGroup,
     choose_batch,
+    choose_counted,
     deadline,
     due_groups,
     holds,
@@ -40,6 +41,19 @@ Invariant = Callable[[Sequence[int], int, int], bool]
 
 def holds_from_step(leased: Sequence[int], step: int, groups_per_step: int) -> bool:
     return holds([d for d in leased if d >= step], step, groups_per_step)
+
+
+@settings(deadline=None)
+@given(groups, st.integers(0, 9), sizes)
+def test_a_batch_of_counts_is_that_of_the_groups(
+    leased: list[LeasedGroup], step: int, groups_per_step: int
+) -> None:
+    counts = Counter(group.deadline_step for group in leased)
+    complete = Counter(group.deadline_step for group in leased if group.complete)
+    batch = choose_batch(leased, step, groups_per_step)
+    found = choose_counted(counts, complete, step, groups_per_step)
+    wanted = None if batch is None else Counter(group.deadline_step for group in batch)
+    assert (None if found is None else +Counter(found)) == wanted
 
 
 @settings(deadline=None)

@@ -14,6 +14,25 @@ const CHARTS = [
   ["Tokens of a reply", ["reply_tokens_mean", "reply_tokens_max"]],
 ];
 const NEWEST = ["reward_mean", "reward_heldout", "lag_mean", "generated_tokens_per_s", "trained_tokens_per_s", "ledger_difference"];
+// Of a step, by who spends it: [who, what, metric, whether the metric is a share].
+const TIMES = [
+  ["trainer", "training", "training_s"], ["trainer", "waiting for groups", "groups_wait_s"], ["trainer", "publish", "publish_s"],
+  ["trainer", "checkpoint", "checkpoint_s"], ["trainer", "digests", "export_s"],
+  ["servers", "sampling", "servers_sampling_share", true], ["servers", "paused for weights", "servers_paused_share", true],
+  ["servers", "idle", "servers_idle_share", true],
+  ["next lease waits for", "a step, by max_staleness", "lease_wait_staleness_s"], ["next lease waits for", "a free place on a server", "lease_wait_slots_s"],
+  ["next lease waits for", "a server that serves", "lease_wait_server_s"], ["next lease waits for", "an environment", "lease_wait_environment_s"],
+  ["next lease waits for", "room in the queue", "lease_wait_queue_s"],
+];
+// Means of what does not add up to a step.
+const BESIDE = [["queue", "a complete group, until its step", "queue_s_mean"], ["episode", "in the engine", "generation_s_mean"],
+  ["episode", "in its environment", "environment_s_mean"], ["episode", "rest", "episode_rest_s_mean"]];
+const CHANGES = {
+  server_more: "one rollout server more", server_less: "one rollout server less", rank_more: "one data-parallel rank more",
+  rank_less: "one data-parallel rank less", staleness_doubled: "max_staleness doubled", staleness_halved: "max_staleness halved",
+  group_doubled: "group_size doubled", group_halved: "group_size halved",
+};
+const LAST = 10;
 const byId = (id) => document.getElementById(id);
 const EVERYWHERE = "all";
 const run = { name: "", end: 0, series: new Map(), step: null, chosen: new Set(), view: "charts", environment: EVERYWHERE };
@@ -48,7 +67,48 @@ function several(title, ending) {
   return names.length > 1 ? [[title, names, ending]] : [];
 }
 
+function recent(name) {
+  const points = (run.series.get(name) ?? []).slice(-LAST);
+  return points.length ? points.reduce((sum, [, value]) => sum + value, 0) / points.length : null;
+}
+const percent = (share) => `${(100 * share).toFixed(0)} %`;
+
+function cells(table, lines) {
+  table.replaceChildren(...lines.map(([name, ...others]) => {
+    const line = element("tr");
+    line.append(element("th", {}, name), ...others.map((text) => element("td", {}, text)));
+    return line;
+  }));
+}
+
+function showTimes() {
+  const step = recent("step_s");
+  byId("slow").hidden = recent("groups_wait_s") === null || !step;
+  if (byId("slow").hidden) return;
+  byId("slow-steps").textContent = `${Math.min(LAST, run.series.get("step_s").length)} steps, of ${number(step)} s each`;
+  const shown = TIMES.filter(([, , name]) => recent(name));
+  const lines = shown.map(([who, what, name, isShare]) => {
+    const value = recent(name), share = isShare ? value : value / step;
+    return [who, what, isShare ? "" : `${number(value)} s`, percent(share)];
+  });
+  const known = TIMES.filter(([who]) => who === "trainer").reduce((sum, [, , name]) => sum + (recent(name) ?? 0), 0);
+  const place = shown.findLastIndex(([who]) => who === "trainer") + 1, rest = Math.max(0, step - known);
+  lines.splice(place, 0, ["trainer", "other: batches and orders on their way", `${number(rest)} s`, percent(rest / step)]);
+  const beside = BESIDE.filter(([, , name]) => recent(name) !== null).map(([who, what, name]) => [who, what, `${number(recent(name))} s`, ""]);
+  cells(byId("times"), [...lines, ...beside]);
+  const newest = (name) => run.series.get(name)?.at(-1)?.[1];
+  const gains = Object.entries(CHANGES).map(([name, words]) => [words, newest(`gain/${name}`)]).filter(([, gain]) => gain !== undefined);
+  byId("advised").hidden = gains.length === 0;
+  if (!gains.length) return;
+  const error = newest("prediction_error");
+  byId("predicted").textContent = `Predicted: ${number(newest("predicted_steps_per_s"))} steps/s, `
+    + (error === undefined ? "not checked yet" : `the last prediction was off by ${percent(error)}`)
+    + `. Rollout servers wanted: ${number(newest("wanted_servers"))}.`;
+  cells(byId("gains"), gains.sort((a, b) => b[1] - a[1]).map(([words, gain]) => [words, `${gain > 0 ? "+" : ""}${percent(gain)} steps/s`]));
+}
+
 function show() {
+  showTimes();
   const newest = NEWEST.filter((name) => run.series.has(name));
   byId("newest").replaceChildren(...newest.map((name) => {
     const box = element("div");
@@ -217,6 +277,8 @@ async function tick() {
   const steps = run.series.get("reward_mean")?.at(-1)?.[0];
   const at = steps === undefined ? "" : `, version ${number(steps)}`;
   state.textContent = (line.state || (isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while")) + at;
+  byId("trace").hidden = !line.has_trace;
+  byId("trace").href = of(run.name, "trace");
   byId("waiting").hidden = hasSteps || Boolean(line.state);
   byId("stepless").hidden = hasSteps || !line.state;
   const notes = line.cause ? [element("li", hasFailed ? { class: "bad" } : {}, line.cause)] : [];

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED, log_path
+from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED, TRACE, log_path
 
 # Largest part of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20
@@ -45,7 +45,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|about)")
+_RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|about|trace)")
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
@@ -127,6 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             "metrics": lambda: vars(self.folders.metrics(name, _number(query, "from", 0))),
             "trajectories": lambda: self.folders.trajectories(name, _number(query, "step", None)),
             "about": lambda: self.folders.about(name),
+            "trace": lambda: self.folders.trace(name),
         }
         return answers[match[2]]()
 
@@ -191,12 +192,15 @@ class RunFolders:
     def overview(self) -> list[dict[str, Any]]:
         """Returns a table for each run: its name, when it last wrote, and its summary if it ended.
 
+        `has_trace`: whether there is a trace of a step.
+
         The table of a run that has not ended has only its suspended environments.
         """
         lines = []
         for name in self.names():
             folder = self._of(name)
-            line = {"name": name, "written_s": _written_s(folder)}
+            has_trace = (folder / TRACE).is_file()
+            line = {"name": name, "written_s": _written_s(folder), "has_trace": has_trace}
             suspended = {"suspended_environments": _table(folder / SUSPENDED)}
             lines.append(line | suspended | _table(folder / SUMMARY))
         return lines
@@ -238,6 +242,10 @@ class RunFolders:
         if not summary.get("solved"):
             summary.pop("solved", None)
         return {"summary": summary, "log": _tail(log_path(folder, "controller"))}
+
+    def trace(self, name: str) -> dict[str, Any]:
+        """Returns the trace of the newest step that has one; empty without any."""
+        return _table(self._of(name) / TRACE)
 
     def _of(self, name: str) -> Path:
         for folder in (self._folder, *self._children()):

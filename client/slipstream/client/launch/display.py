@@ -165,11 +165,14 @@ def step_line(event: status_pb2.Event, num_steps: int) -> str:
 
 def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     """Returns the rows of the table: names and values from a summary."""
-    ledger, busy, num_probes = summary["ledger"], summary["busy"], summary["publishes_verified"]
+    ledger, times, num_probes = summary["ledger"], summary["time"], summary["publishes_verified"]
     assert isinstance(ledger, dict)
-    assert isinstance(busy, dict)
+    assert isinstance(times, dict)
     assert isinstance(num_probes, int)
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in busy.items())
+    shares = {
+        fleet: ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
+        for fleet, parts in times.items()
+    }
     suspended = summary["suspended_environments"]
     assert isinstance(suspended, dict)
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
@@ -216,10 +219,21 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
             f"{_number(summary['logprob_gap_mean'], '.1e')} mean, "
             f"{_number(summary['logprob_gap_max'], '.1e')} largest",
         ),
-        # The shares are of the time from the first generation on.
-        *([("busy", shares)] if busy["generation"] else []),
+        *((f"time of the {fleet}", share) for fleet, share in shares.items()),
+        *_advice_rows(summary["advice"]),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]
+
+
+def _advice_rows(advice: object) -> list[tuple[str, str]]:
+    """Returns a row for the change that would gain most. No row without a prediction."""
+    assert isinstance(advice, dict)
+    if not advice:
+        return []
+    best, gain = max(advice["gains"].items(), key=lambda pair: pair[1])
+    error = advice["prediction_error"]
+    told = "not checked" if error is None else f"the last prediction was off by {error:+.0%}"
+    return [("advice", f"{best} would gain {gain:+.0%} steps/s ({told})")]
 
 
 def _number(value: object, form: str = ".3f") -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from slipstream.client.advice import profile_lines
 from slipstream.client.launch.checks import Scene, Stage, require
 from slipstream.client.launch.engine_checks import describe_engine, processor_problems
 from slipstream.client.launch.placement import describe_sharing, fit_here, uses_gpus
@@ -29,13 +31,20 @@ class DryRun:
     obstacles: tuple[str, ...]
 
 
-async def show_dry_run(scene: Scene, *, ranks: int = 0, servers: int = 0) -> int:
+async def show_dry_run(
+    scene: Scene, *, ranks: int = 0, servers: int = 0, profile: Path | None = None
+) -> int:
     """Prints the plan, then checks the run's folder and addresses.
+
+    `profile`: the folder of an earlier run, whose measured times predict this one's.
 
     Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
     """
+    predicted = [] if profile is None else profile_lines(scene.config, profile)
     plan = describe_dry_run(scene.config, ranks=ranks, servers=servers)
     say(plan.text.rstrip("\n"))
+    if predicted:
+        say("\n".join(f"# {line}" for line in ("", *predicted)))
     await require(scene, Stage.PLACE)
     if plan.obstacles:
         lacking = "; ".join(plan.obstacles)

@@ -66,11 +66,18 @@ SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 _HERE = ('weights.host="127.0.0.1"', 'learner.master="127.0.0.1:0"')
 
 
-async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
-    """`slipstream run`: controller, trainer ranks and rollout servers on this machine."""
+async def run_all(
+    path: Path | None, overrides: Sequence[str], *, dry_run: bool, profile: Path | None = None
+) -> int:
+    """`slipstream run`: controller, trainer ranks and rollout servers on this machine.
+
+    A dry run predicts the speed from the `profile` of an earlier run.
+    """
+    if profile is not None and not dry_run:
+        raise ConfigError("--profile belongs to --dry-run, which predicts from it")
     raise_open_files()
     config = load_config(path, overrides, hub=_of_the_hub(dry_run))
-    return await _carry_out(config, whole_run(config), dry_run=dry_run)
+    return await _carry_out(config, whole_run(config), dry_run=dry_run, profile=profile)
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
@@ -103,14 +110,16 @@ async def run_learner(
     return await _carry_out(config, share, dry_run=dry_run)
 
 
-async def _carry_out(config: Config, share: Share, *, dry_run: bool) -> int:
+async def _carry_out(
+    config: Config, share: Share, *, dry_run: bool, profile: Path | None = None
+) -> int:
     """Starts and keeps the programs of this share of the roles, until the run is over."""
     parts = LEARNER | (CONTROLLER if share.has_controller else frozenset())
     scene = Scene(config, parts | (SERVER if share.servers else frozenset()), dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     ranks, servers = len(share.ranks), share.servers
     if dry_run:
-        return await show_dry_run(scene, ranks=ranks, servers=servers)
+        return await show_dry_run(scene, ranks=ranks, servers=servers, profile=profile)
     config, placement = await _place(scene, ranks=ranks, servers=servers)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))

@@ -325,16 +325,23 @@ class RolloutServerSection(Section):
 class SecuritySection(Section):
     """TLS and the token; addresses other than loopback need both."""
 
-    # PEM file of the service's certificate; needs `tls_key`.
+    # PEM file of the certificate that this end shows, needs `tls_key`: that of the service, on a
+    # host without one that of a caller.
     tls_certificate: Path | None = None
     # PEM file of the certificate's key.
     tls_key: Path | None = None
     # PEM file of the authority by which callers verify the controller; else its certificate.
     tls_ca: Path | None = None
-    # File with a secret of at least 32 characters that every caller sends.
+    # PEM file of the authority whose certificates callers must show; none need one without it.
+    tls_client_ca: Path | None = None
+    # File with a secret of at least 32 characters that every caller sends: the run's, or that of
+    # the host's role.
     token_file: Path | None = None
     # File with another one, which Prometheus sends: it opens /metrics (tracking.prometheus) alone.
     metrics_token_file: Path | None = None
+    # Modules of the environments that clients may submit, each with all below it; any if None.
+    # Such a class runs on every rollout host.
+    submitted_modules: tuple[str, ...] | None = None
     # Let torch's rendezvous and the transport of weights, which have neither TLS nor a token, use
     # addresses that are not private.
     allow_public_addresses: bool = False
@@ -343,4 +350,14 @@ class SecuritySection(Section):
     def _pairs(self) -> SecuritySection:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together, only one is set")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate: without TLS nobody shows one")
         return self
+
+    def refusal(self, reference: str) -> str:
+        """Returns why clients may not submit an environment of this reference, or ""."""
+        module = reference.partition(":")[0] + "."
+        known = self.submitted_modules
+        if known is None or any(module.startswith(f"{each}.") for each in known):
+            return ""
+        return f"security.submitted_modules has no {module[:-1]}, only {', '.join(known) or 'none'}"

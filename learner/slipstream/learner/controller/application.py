@@ -201,6 +201,7 @@ class Controller:
                         "checkpoints": self._checkpoints.watch_forever(),
                         "storage": self._stored.run_forever(),
                         "evaluator": self._evaluator.run_forever(),
+                        "advisor": self._results.advisor.advise_forever(),
                     }.items()
                 ]
                 await self._until_over()
@@ -329,6 +330,7 @@ class Controller:
         self._turns.server_lost(session)
         self._stored.server_lost(session)
         self._environments.server_lost(session.key)
+        self._results.server_lost(session)
         if not session.drained.is_set():
             self._ledger.die(session.key)
         orphans = self._intake.abandon_often_lost(self._book.orphan(session.key))
@@ -344,7 +346,7 @@ class Controller:
 
     def _server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         self._ledger.report(session.key, report)
-        self._recorder.server_report(report)
+        self._results.server_reported(session, report)
 
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt
@@ -352,7 +354,7 @@ class Controller:
         self._run.signal.notify()
 
     def _stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> None:
-        if self._results.stepped(trained, report):
+        if self._results.stepped(trained, report, self._trainer.take_orders()):
             self._evaluator.step_done(report.version.step)
 
     async def _until_over(self) -> None:

@@ -1,20 +1,30 @@
 """Writes down what each step, each evaluation and the whole run came to."""
 
 import asyncio
+import json
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 
+from slipstream.core.run_folder import ADVICE, TRACE
+from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.core.step_simulation import Setting
 from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.ledger import made_for_one
+from slipstream.learner.controller.reporting.advisor import Advisor
 from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.run_facts import Ending
+from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.restoration import journal_evaluation, journal_servers
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.services.trainer_service import OrderTimes
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.v1 import status_pb2, trainer_pb2
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
 
 
 class Results:
@@ -34,9 +44,30 @@ class Results:
         self._run, self._books, self._recorder = run, books, recorder
         self._intake, self._former = intake, former
         self._publisher, self._scheduler = publisher, scheduler
+        self._folder, self._times = run.config.run_dir, StepTimes()
+        learner = run.config.learner
+        self._replicas = RankLayout.of(learner.parallel, learner.world_size).dp
+        self.advisor = Advisor(lambda text: self._write(ADVICE, text))
 
-    def stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> bool:
-        """Writes the row of a step; returns False for a step that is trained again."""
+    def _write(self, name: str, text: str) -> None:
+        write_result(self._folder / name, text.encode(), self._run.events.warn)
+
+    def server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        """Notes what a server did since its report before."""
+        self._recorder.server_report(report)
+        self.advisor.note_report(self._times.report(session.key, report))
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Forgets a server that is gone."""
+        self._times.lost(session.key)
+
+    def stepped(
+        self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
+    ) -> bool:
+        """Writes the row of a step; returns False for a step that is trained again.
+
+        `orders`: those that the trainer was given since the step before.
+        """
         books = self._books
         journal_servers(books.journal, books.ledger)
         batch, now = trained.batch, time.time()
@@ -63,9 +94,31 @@ class Results:
                 **self._publisher.totals.gauges(),
                 **books.fleet.gauges(),
                 **self._scheduler.gauges(),
+                **self._times.step(
+                    batch.groups,
+                    orders,
+                    waited_s=self._former.waits.total_s(time.monotonic()),
+                    lease_waits_s=self._scheduler.waited_s(),
+                ),
+                **self.advisor.gauges(),
             },
         )
-        books.journal.append("busy", **asdict(self._recorder.facts.busy.of_this_start()))
+        serving = books.fleet.serving()
+        self.advisor.note_step(
+            row,
+            batch.groups,
+            setting=Setting(
+                servers=len(serving),
+                replicas=self._replicas,
+                max_staleness=books.leases.max_staleness,
+                group_size=books.leases.group_size,
+            ),
+            places=min((session.hello.max_episodes for session in serving), default=0),
+            waste=made_for_one(snapshot),
+        )
+        if batch.step % self._run.config.controller.sample_every_steps == 0:
+            training = (now - report.wall_s, now)
+            self._write(TRACE, json.dumps(trace(row, batch.groups, orders, training=training)))
         overflows, scale = int(row.get("gradient_overflows", 0)), row.get("loss_scale")
         if overflows:
             self._run.events.add(
@@ -98,6 +151,7 @@ class Results:
             set_aside_batches=self._former.num_set_aside,
             evaluations=evaluations,
             publish=self._publisher.totals.summary(),
+            advice=self.advisor.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
             ending=Ending(

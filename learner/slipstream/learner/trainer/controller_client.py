@@ -65,7 +65,9 @@ class ControllerClient:
         self._address = config.controller.address
         self._channel = open_blocking_channel(self._address, credentials)
         self._stub: Stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        self._metadata = call_metadata(credentials)
+        self._token = call_metadata(credentials)
+        # The epoch of the newest registration.
+        self._epoch: tuple[tuple[str, str], ...] = ()
         # Half of the other ranks' limit, so that they outlast a call that rank 0 abandons.
         self._long_timeout_s = config.learner.timeout_s / 2
         self._retry_s = retry_s
@@ -89,8 +91,7 @@ class ControllerClient:
         """Registers once the place is free; later calls carry the epoch of this registration."""
         until_s = time.monotonic() + self._long_timeout_s
         backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
-        metadata = tuple(pair for pair in self._metadata if pair[0] != TRAINER_EPOCH)
-        call = functools.partial(self._stub.Register, metadata=metadata)
+        call = functools.partial(self._stub.Register, metadata=self._token)
         while True:
             try:
                 welcome: pb.TrainerWelcome = self._retried("Register", call, hello, CALL_TIMEOUT_S)
@@ -101,8 +102,13 @@ class ControllerClient:
                     raise self._failure("Register", error) from error
                 logger.warning("waiting for the place in the run: %s", _describe(error))
             time.sleep(backoff.take_s())
-        self._metadata = (*metadata, (TRAINER_EPOCH, str(welcome.trainer_epoch)))
+        self._epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
         return welcome
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of a call that starts now."""
+        return (*self._token, *self._epoch)
 
     def _keep_place(self) -> None:
         """Keeps the stream open that shows the controller that this process runs."""
@@ -275,12 +281,12 @@ class ControllerClient:
     ) -> Answer:
         until_s = time.monotonic() + self._retry_s
         while True:
-            metadata = self._metadata
+            epoch = self._epoch
             try:
                 return call(request, timeout=timeout)
             except grpc.RpcError as error:
                 with self._entering:
-                    has_entered = self._metadata is not metadata
+                    has_entered = self._epoch is not epoch
                 if self._fault is not None:
                     raise self._fault from error
                 if has_entered:

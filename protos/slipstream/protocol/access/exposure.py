@@ -18,6 +18,7 @@ from typing import TypeAlias
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.config import Config
+from slipstream.protocol.access.tokens import role_token
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -95,8 +96,12 @@ def interface_to(host: str) -> str | None:
 
 
 def rendezvous_secret(token: str | None, run_name: str) -> str:
-    """Returns the value of `RENDEZVOUS_VARIABLE` on all nodes; with a token it is a secret."""
-    return hmac.new((token or "").encode(), run_name.encode(), hashlib.sha256).hexdigest()
+    """Returns the value of `RENDEZVOUS_VARIABLE` on all nodes; with a token it is a secret.
+
+    Nodes with the run's token and with that of trainers get the same.
+    """
+    key = "" if token is None else role_token(token, "trainer")
+    return hmac.new(key.encode(), run_name.encode(), hashlib.sha256).hexdigest()
 
 
 def _unprotected(config: Config) -> dict[str, str]:

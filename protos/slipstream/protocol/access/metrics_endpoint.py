@@ -17,6 +17,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -62,6 +63,17 @@ class LabelledRegistry:
             yield metric
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """The metrics of one moment, for the library's writers."""
+
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        """Returns the metrics."""
+        return self.metrics
+
+
 class MetricsEndpoint:
     """Answers GET /metrics, and nothing else; each connection has one request."""
 
@@ -102,7 +114,7 @@ class MetricsEndpoint:
             connection.receive_data(await reader.read(MAX_HEAD_BYTES))
         if not isinstance(event, h11.Request):
             return
-        status, kind, body = self._answer(event)
+        status, kind, body = await self._answer(event)
         headers = [("Content-Type", kind), ("Content-Length", str(len(body)))]
         headers.append(("Connection", "close"))
         if status == 401:
@@ -117,7 +129,7 @@ class MetricsEndpoint:
         writer.close()
         await writer.wait_closed()
 
-    def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
+    async def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
         """Returns status, type and body."""
         plain = "text/plain; charset=utf-8"
         headers = dict(request.headers)
@@ -132,7 +144,9 @@ class MetricsEndpoint:
         if request.target.partition(b"?")[0] != b"/metrics":
             return 404, plain, b"only /metrics is here\n"
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
-        return 200, kind, encode(self._registry)
+        # The text of hundreds of servers would hold the loop for tens of milliseconds.
+        found = Snapshot(list(self._registry.collect()))
+        return 200, kind, await asyncio.to_thread(encode, found)
 
 
 def _is_local(host: bytes) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import re
+import ssl
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -18,6 +21,16 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.checked_calls import CheckingInterceptor, handler_like
+from slipstream.protocol.access.tokens import (
+    RIGHTS,
+    TOKEN_KEY,
+    CallMetadata,
+    Tokens,
+    may_call,
+    read_tokens,
+    role_of,
+    role_token,
+)
 from slipstream.protocol.rich_errors import Reason, abort
 
 # grpc's classes are generic in their type stubs only.
@@ -27,9 +40,9 @@ if TYPE_CHECKING:
 else:
     _Interceptor = grpc.aio.ServerInterceptor
 
-MIN_TOKEN_CHARACTERS = 32
 MAX_MESSAGE_BYTES = 64 << 20
-TOKEN_KEY = "authorization"
+logger = logging.getLogger(__name__)
+
 # Words that redis-py takes for "no".
 _NO = ("0", "f", "false", "n", "no")
 
@@ -61,6 +74,9 @@ class Credentials:
     key: bytes | None
     ca: bytes | None
     token: str | None
+    client_ca: bytes | None = None
+    # Where they were read; files that change are read again. None: they were given.
+    files: SecuritySection | None = None
     # Opens /metrics alone.
     metrics_token: str | None = None
 
@@ -76,9 +92,25 @@ class Credentials:
             certificate=_read_optional(section.tls_certificate, "security.tls_certificate"),
             key=_read_optional(section.tls_key, "security.tls_key"),
             ca=_read_optional(section.tls_ca, "security.tls_ca"),
-            token=_read_token(section.token_file, "security.token_file"),
-            metrics_token=_read_token(section.metrics_token_file, "security.metrics_token_file"),
+            client_ca=_read_optional(section.tls_client_ca, "security.tls_client_ca"),
+            token=_first_token(section.token_file, "security.token_file"),
+            metrics_token=_first_token(section.metrics_token_file, "security.metrics_token_file"),
+            files=section,
         )
+
+    def same_tls(self, other: Credentials) -> bool:
+        """Whether the other ones have the same certificate, key and authorities."""
+        ours, theirs = (replace(each, token=None) for each in (self, other))
+        return ours == theirs
+
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """The tokens of this process as they are now; None without any."""
+        if self.token is None:
+            return None
+        if self.files is not None and self.files.token_file is not None:
+            return Tokens.read(self.files.token_file)
+        return Tokens((self.token,))
 
 
 def is_loopback(address: str) -> bool:
@@ -122,14 +154,15 @@ def check_metrics_address(address: str, credentials: Credentials) -> None:
 
 
 def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
-    """Creates a gRPC server that refuses callers without the token, if there is a token.
+    """Creates a gRPC server that refuses callers without a token of the run, if there is one.
 
     It also refuses messages out of their bounds; a handler that fails ends its own call only.
+    Raises ConfigError if a token is that of a role: from these no other can be made.
     """
-    token = unix_token or credentials.token
+    tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
-    if token is not None:
-        interceptors.insert(0, TokenInterceptor(token))
+    if tokens is not None:
+        interceptors.insert(0, TokenInterceptor(tokens))
     return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
 
 
@@ -138,10 +171,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
     check_address(address, credentials, what="the address")
     try:
         if credentials.has_tls and not address.startswith("unix:"):
-            assert credentials.key is not None
-            assert credentials.certificate is not None
-            secret = grpc.ssl_server_credentials([(credentials.key, credentials.certificate)])
-            return server.add_secure_port(address, secret)
+            return server.add_secure_port(address, _server_tls(credentials))
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: is the port in use?") from error
@@ -150,14 +180,12 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     """Opens a channel to `address`, without TLS on loopback only.
 
-    The channel uses TLS if the credentials have an authority or a certificate.
+    The channel uses TLS if the credentials have an authority or a certificate. It shows the
+    certificate to a controller that asks for one.
     """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
-        secret = grpc.ssl_channel_credentials(
-            root_certificates=credentials.ca or credentials.certificate
-        )
-        return grpc.aio.secure_channel(address, secret, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, _caller_tls(credentials), options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -169,10 +197,7 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
     """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
-        secret = grpc.ssl_channel_credentials(
-            root_certificates=credentials.ca or credentials.certificate
-        )
-        return grpc.secure_channel(address, secret, options=_BLOCKING_OPTIONS)
+        return grpc.secure_channel(address, _caller_tls(credentials), options=_BLOCKING_OPTIONS)
     return grpc.insecure_channel(address, options=_BLOCKING_OPTIONS)
 
 
@@ -229,16 +254,25 @@ def without_password(config: Config) -> Config:
     return config.model_copy(update={"queue": queue})
 
 
-def call_metadata(credentials: Credentials) -> tuple[tuple[str, str], ...]:
+def call_metadata(credentials: Credentials) -> CallMetadata:
     """Returns the metadata that every call carries."""
-    return ((TOKEN_KEY, f"Bearer {credentials.token}"),) if credentials.token is not None else ()
+    return CallMetadata(credentials.tokens)
 
 
 class TokenInterceptor(_Interceptor):
-    """Answers UNAUTHENTICATED to a call without the token; compares in constant time."""
+    """Refuses calls without a token of the run, and those that a role's token does not open."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, tokens: Tokens) -> None:
+        """Takes the run's own tokens; raises ConfigError if one of them is a role's."""
+        self._tokens = tokens
+        self._of: tuple[str, ...] = ()
+        self._expected: list[tuple[bytes, str | None]] = []
+        for token in tokens.lines:
+            if (role := role_of(token)) is not None:
+                raise ConfigError(
+                    f"security.token_file: the controller needs the run's own token, this is that "
+                    f"of a {role}"
+                )
 
     async def intercept_service(
         self,
@@ -246,17 +280,35 @@ class TokenInterceptor(_Interceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """Returns the call's handler, or a refusal of the same shape."""
-        shown = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
+        shown = str(dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, ""))
+        method = str(handler_call_details.method)
         handler = await continuation(handler_call_details)
-        if handler is None or hmac.compare_digest(str(shown).encode(), self._expected):
+        if handler is None:
             return handler
-        return _refusal(handler)
+        roles = self._roles_of(shown.encode())
+        if not roles:
+            text = "the token is missing or wrong (security.token_file)"
+            return _refusal(handler, grpc.StatusCode.UNAUTHENTICATED, text, Reason.WRONG_TOKEN)
+        if any(may_call(role, method) for role in roles):
+            return handler
+        text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
+        return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, text, Reason.NOT_OF_THE_ROLE)
+
+    def _roles_of(self, shown: bytes) -> list[str | None]:
+        """Returns whose token it is, None for the run's own; compares in constant time."""
+        if (lines := self._tokens.lines) != self._of:
+            self._of = lines
+            self._expected = [
+                (f"Bearer {token}".encode(), role)
+                for line in lines
+                for token, role in [(line, None), *((role_token(line, r), r) for r in RIGHTS)]
+            ]
+        return [role for token, role in self._expected if hmac.compare_digest(shown, token)]
 
 
-def _refusal(handler: Handler) -> Handler:
+def _refusal(handler: Handler, code: grpc.StatusCode, text: str, reason: Reason) -> Handler:
     async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        text = "the token is missing or wrong (security.token_file)"
-        await abort(context, grpc.StatusCode.UNAUTHENTICATED, text, Reason.WRONG_TOKEN)
+        await abort(context, code, text, reason)
 
     async def refuse_stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
         await refuse(request, context)
@@ -265,6 +317,49 @@ def _refusal(handler: Handler) -> Handler:
     behavior = refuse_stream if handler.response_streaming else refuse
     return handler_like(
         handler, behavior, handler.request_deserializer, handler.response_serializer
+    )
+
+
+def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=credentials.ca or credentials.certificate,
+        private_key=credentials.key,
+        certificate_chain=credentials.certificate,
+    )
+
+
+def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
+    """Returns TLS with the certificate as its file is at each handshake."""
+    shown = credentials
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        assert shown.key is not None
+        assert shown.certificate is not None
+        pair = (shown.key, shown.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=shown.client_ca)
+
+    # None, which gRPC takes for "as before", is missing in its type stubs.
+    def changed() -> Any:  # noqa: ANN401
+        nonlocal shown
+        if (section := credentials.files) is None or section.tls_certificate is None:
+            return None
+        try:
+            found = Credentials.load(section)
+            if found.same_tls(shown):
+                return None
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(section.tls_certificate, section.tls_key)
+        except (ConfigError, OSError) as error:
+            # One file of the two may be there already, and the other one not yet.
+            logger.warning("the certificate stays as it was: %s", error)
+            return None
+        shown = found
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        changed,
+        require_client_authentication=credentials.client_ca is not None,
     )
 
 
@@ -286,19 +381,8 @@ def _read_text(path: Path, what: str) -> str:
         raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
 
 
-def _read_token(path: Path | None, what: str) -> str | None:
-    if path is None:
-        return None
-    token = _read_text(path, what).strip()
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(
-            f"{what} must hold one line of printable ASCII characters, {path} has others"
-        )
-    if len(token) < MIN_TOKEN_CHARACTERS:
-        raise ConfigError(
-            f"{what} must hold at least {MIN_TOKEN_CHARACTERS} characters, {path} has {len(token)}"
-        )
-    return token
+def _first_token(path: Path | None, what: str) -> str | None:
+    return None if path is None else read_tokens(path, what)[0]
 
 
 def _read_optional(path: Path | None, what: str) -> bytes | None:

@@ -9,7 +9,7 @@ Tasks that may end their worker run alone in a worker of their own (`LoneWorkers
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -155,7 +155,7 @@ class HostedEnvironment:
 class ClientEnvironments:
     """The environments that clients serve; one stream through the controller takes all calls."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
         self._stub = fleet_pb2_grpc.FleetServiceStub(channel)
         self._metadata = metadata
         self._calls: asyncio.Queue[fleet_pb2.EnvironmentCall] = asyncio.Queue(_MAX_QUEUED_CALLS)

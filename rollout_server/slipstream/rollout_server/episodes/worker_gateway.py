@@ -14,7 +14,8 @@ import grpc
 import grpc.aio
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.owned_folder import OwnedFolder, remove_abandoned
-from slipstream.protocol.access.security import CHANNEL_OPTIONS, TOKEN_KEY
+from slipstream.protocol.access.security import CHANNEL_OPTIONS
+from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
 from slipstream.rollout_server.episodes.worker_process import (

@@ -7,9 +7,12 @@ its scheduler sends once a second while it works.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from slipstream.rollout_server.vllm.engine_requests import EngineRequests
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.vllm.engine_requests import EngineRequests
 
 
 class EngineCollector:

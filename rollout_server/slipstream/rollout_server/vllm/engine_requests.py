@@ -81,6 +81,7 @@ class EngineRequests:
             judged_tokens=self._judged_tokens,
             drafted_tokens=self.counter.drafted_tokens,
             accepted_tokens=self.counter.accepted_tokens,
+            steps=self.counter.steps,
         )
 
     @contextlib.asynccontextmanager
@@ -218,6 +219,8 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     generated_tokens = 0
     # Tokens that were proposed before they were sampled, and those of them that were sampled.
     drafted_tokens = accepted_tokens = 0
+    # Steps that handed out tokens.
+    steps = 0
     # Tokens of prompts, those looked up in the prefix cache and found there; requests whose memory
     # was taken away.
     prompt_tokens = looked_up_tokens = found_tokens = preemptions = 0
@@ -252,6 +255,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         self.prompt_tokens += iteration_stats.num_prompt_tokens
         self.preemptions += iteration_stats.num_preempted_reqs
         self.generated_tokens += iteration_stats.num_generation_tokens
+        self.steps += iteration_stats.num_generation_tokens > 0
         for request in iteration_stats.finished_requests:
             if request.request_id.startswith(PROBE_PREFIX):
                 self.generated_tokens -= request.num_generation_tokens

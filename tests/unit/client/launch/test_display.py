@@ -39,7 +39,8 @@ SUMMARY = {
     "publishes_verified": 1,
     "logprob_gap_mean": None,
     "logprob_gap_max": None,
-    "busy": {"generation": 0.5},
+    "time": {"trainer": {"training": 0.7, "publish": 0.001}, "servers": {"sampling": 0.5}},
+    "advice": {},
     "wall_s": 12.0,
 }
 
@@ -103,13 +104,15 @@ def test_the_table_says_that_publishes_are_those_since_the_last_start(tmp_path: 
     assert "publishes            0 since the last start, 2 probes compared\n" in text
 
 
-def test_a_run_that_samples_nothing_shows_no_shares_from_its_first_generation_on(
-    tmp_path: Path,
-) -> None:
+def test_a_run_shows_where_its_time_went_and_what_would_gain_most(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path))
-    assert "busy                 generation 50%\n" in text
-    _, text = shown(config_of(tmp_path), busy={"generation": 0.0, "training": 0.0, "both": 0.0})
-    assert "busy" not in text
+    assert "time of the trainer  training 70%\n" in text
+    assert "time of the servers  sampling 50%\n" in text
+    assert "advice" not in text
+    gains = {"one rollout server more": 0.2, "max_staleness doubled": 0.31}
+    _, text = shown(config_of(tmp_path), advice={"gains": gains, "prediction_error": -0.04})
+    told = "max_staleness doubled would gain +31% steps/s (the last prediction was off by -4%)"
+    assert f"advice               {told}\n" in text
 
 
 def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:

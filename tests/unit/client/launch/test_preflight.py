@@ -114,7 +114,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(make, cwd=folder, check=True, capture_output=True)
     (folder / "text").write_text("no PEM")
     (folder / "binary").write_bytes(b"\xff" * 64)
-    (folder / "lines").write_text(f"{'x' * 32}\n{'y' * 32}\n")
+    (folder / "lines").write_text(f"{'x' * 32}\nshort\n")
     return folder
 
 
@@ -138,7 +138,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"token_file": "binary"},
             r"security\.token_file must hold text in UTF-8, .*binary does not",
         ),
-        ({"token_file": "lines"}, r"security\.token_file must hold one line of printable ASCII"),
+        ({"token_file": "lines"}, r"security\.token_file must hold at least 32 characters a line"),
     ],
 )
 def test_files_of_security_are_tried_before_anything_starts(
@@ -150,7 +150,7 @@ def test_files_of_security_are_tried_before_anything_starts(
     model = config.model.model_copy(update={"path": tmp_path})
     config = config.model_copy(update={"security": security, "model": model})
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        asyncio.run(require(Scene(config, frozenset({"replay"}), dry_run=True), Stage.SETTINGS))
+        asyncio.run(require(Scene(config, frozenset({"learner"}), dry_run=True), Stage.SETTINGS))
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,7 @@ def test_credentials_name_the_file_that_is_missing_or_too_short(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         Credentials.load(SecuritySection(token_file=short))
     assert str(caught.value) == (
-        f"security.token_file must hold at least 32 characters, {short} has 6"
+        f"security.token_file must hold at least 32 characters a line, {short} has 6"
     )
     with pytest.raises(ConfigError, match="security.tls_ca: "):
         Credentials.load(SecuritySection(tls_ca=tmp_path / "none"))
@@ -247,6 +247,62 @@ async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(
     assert TOKEN not in str(caught.value)
     # The token never left.
     assert seen == []
+    await server.stop(None)
+
+
+@pytest.mark.process
+async def test_a_controller_may_ask_callers_for_a_certificate(tmp_path: Path) -> None:
+    own = make_certificate(tmp_path / "server", "DNS:localhost")
+    theirs = make_certificate(tmp_path / "host", "DNS:host")
+    strange = make_certificate(tmp_path / "stranger", "DNS:host")
+    serving = Credentials.load(
+        SecuritySection(tls_certificate=own, tls_key=own.with_name("key.pem"), tls_client_ca=theirs)
+    )
+    server = create_server(serving)
+    server.add_generic_rpc_handlers((echo_handlers(),))
+    address = f"localhost:{bind(server, 'localhost:0', serving)}"
+    await server.start()
+    for shown in (theirs, strange, None):
+        key = shown and shown.with_name("key.pem")
+        section = SecuritySection(tls_ca=own, tls_certificate=shown, tls_key=key)
+        calling = Credentials.load(section)
+        async with open_channel(address, calling) as channel:
+            if shown is theirs:
+                assert await call(channel, "UnaryUnary", calling) == b"hello"
+                continue
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, "UnaryUnary", calling)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(None)
+
+
+@pytest.mark.process
+async def test_a_certificate_changes_while_the_run_goes_on(tmp_path: Path) -> None:
+    first = make_certificate(tmp_path / "first", "DNS:localhost")
+    later = make_certificate(tmp_path / "later", "DNS:localhost")
+    shown, key = tmp_path / "server.pem", tmp_path / "server.key"
+    shown.write_bytes(first.read_bytes())
+    key.write_bytes(first.with_name("key.pem").read_bytes())
+    serving = Credentials.load(SecuritySection(tls_certificate=shown, tls_key=key))
+    server = create_server(serving)
+    server.add_generic_rpc_handlers((echo_handlers(),))
+    address = f"localhost:{bind(server, 'localhost:0', serving)}"
+    await server.start()
+
+    async def trusts(authority: Path) -> bool:
+        calling = Credentials.load(SecuritySection(tls_ca=authority))
+        async with open_channel(address, calling) as channel:
+            try:
+                return await call(channel, "UnaryUnary", calling) == b"hello"
+            except grpc.aio.AioRpcError:
+                return False
+
+    assert [await trusts(first), await trusts(later)] == [True, False]
+    key.write_bytes(later.with_name("key.pem").read_bytes())
+    # Key and certificate are no pair until the second file is there too.
+    assert [await trusts(first), await trusts(later)] == [True, False]
+    shown.write_bytes(later.read_bytes())
+    assert [await trusts(first), await trusts(later)] == [False, True]
     await server.stop(None)
 
 

@@ -42,6 +42,10 @@ class Group:
     closed: bool = False
     # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
+    # Unix times of the present lease, and by member of its trajectory's arrival; 0 and empty for a
+    # group of an earlier controller.
+    leased_s: float = 0.0
+    back_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:

@@ -48,7 +48,7 @@ class Scheduler:
         # Abandoned groups whose tasks are leased again, before new tasks.
         self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
-        self._queue_waits = Stopwatch()
+        self._waits = {wait: Stopwatch() for wait in LeaseWait}
         # Number of episodes that an evaluation is about to start on each server; no training
         # lease takes their slots.
         self.reserved: dict[ServerKey, int] = {}
@@ -89,6 +89,7 @@ class Scheduler:
 
     def _record(self, grant: Grant) -> None:
         group, session = grant.group, grant.session
+        group.leased_s = time.time()
         self._journal.append(
             "lease",
             group=group.group_id,
@@ -209,10 +210,12 @@ class Scheduler:
 
     def gauges(self) -> dict[str, float]:
         """Numbers of the leases; docs/metrics.md says what each name means."""
-        return {
-            "reserved_bytes": float(self.reserved_bytes),
-            "lease_queue_wait_s": self._queue_waits.total_s(time.monotonic()),
-        }
+        return {"reserved_bytes": float(self.reserved_bytes)}
+
+    def waited_s(self) -> dict[str, float]:
+        """Seconds since the start in which the next lease waited, by the thing that it lacked."""
+        now_s = time.monotonic()
+        return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 
     def _free_bytes(self) -> int:
         return reservation.free_bytes(
@@ -224,7 +227,9 @@ class Scheduler:
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait
-        self._queue_waits.note(time.monotonic(), running=wait is LeaseWait.QUEUE)
+        now_s = time.monotonic()
+        for each, watch in self._waits.items():
+            watch.note(now_s, running=each is wait)
 
     def _evaluated_soon(self) -> int:
         """Number of evaluation episodes that would start now if the queue had room."""

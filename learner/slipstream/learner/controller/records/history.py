@@ -118,30 +118,6 @@ class TaskResults:
         return list(self._newest)
 
 
-@dataclass(frozen=True)
-class BusySeconds:
-    """Seconds of a watched window, and the parts of it in which work was done."""
-
-    window: float = 0.0
-    generation: float = 0.0
-    training: float = 0.0
-    both: float = 0.0
-
-    def __add__(self, other: BusySeconds) -> BusySeconds:
-        """Adds the seconds of two windows that do not overlap."""
-        return BusySeconds(
-            self.window + other.window,
-            self.generation + other.generation,
-            self.training + other.training,
-            self.both + other.both,
-        )
-
-    def shares(self) -> dict[str, float]:
-        """Shares of the window, between 0 and 1. All are 0 if the window is empty."""
-        times = {"generation": self.generation, "training": self.training, "both": self.both}
-        return {name: time / self.window if self.window else 0.0 for name, time in times.items()}
-
-
 class TrajectoryEnd(Enum):
     """The last thing that happens to a trajectory."""
 
@@ -235,8 +211,6 @@ class RunHistory:
     with_several_versions: int = 0
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     # Busy seconds of all starts except the last.
-    busy: BusySeconds = BusySeconds()
-    _busy_of_start: BusySeconds = BusySeconds()
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     batch_tokens: dict[int, int] = field(default_factory=dict)
@@ -303,9 +277,6 @@ class RunHistory:
                 self._servers(record)
             case "solved":
                 self.solved, self.solved_step = record["cause"], record["step"]
-            case "busy":
-                names = ("window", "generation", "training", "both")
-                self._busy_of_start = BusySeconds(*(record[name] for name in names))
             case "checkpoint":
                 self.checkpoint = PolicyVersion(*record["version"])
             case "submitted":
@@ -322,8 +293,6 @@ class RunHistory:
                 f"the journal has format {record['format']}, this version reads {FORMAT}"
             )
         self.servers.all_died()
-        self.busy += self._busy_of_start
-        self._busy_of_start = BusySeconds()
         self.run_id = record["run_id"]
         self.starts += 1
 

@@ -21,6 +21,16 @@ from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
 
 
+def made_for_one(ledger: status_pb2.Ledger) -> float:
+    """Returns the tokens of episodes that engines made for each that is trained or still may be."""
+    made = ledger.generated - ledger.judged
+    wasted = sum(
+        (ledger.filtered, ledger.failed, ledger.cancelled, ledger.quarantined, ledger.evaluated)
+    )
+    useful = made - wasted - ledger.set_aside - ledger.lost
+    return made / useful if 0 < useful < made else 1.0
+
+
 class TokenLedger:
     """Counts sampled tokens from the engines to their ends; duplicates count once."""
 

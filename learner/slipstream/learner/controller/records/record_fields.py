@@ -52,7 +52,6 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     },
     "servers": {"generated": _TOKENS},
     "solved": {"cause": str, "step": int},
-    "busy": dict.fromkeys(("window", "generation", "training", "both"), _NUMBER),
     "checkpoint": {"version": (int, int)},
     "submitted": {"environment": str, "spec": str},
     "unsubmitted": {"environment": str},

@@ -101,7 +101,6 @@ class RunRecorder:
         """Takes over the sums over the whole run."""
         facts = self.facts
         self.rate.earlier = history.servers.generated
-        facts.busy.earlier = history.busy
         facts.lag_counts.update(history.lags)
         facts.with_several_versions = history.with_several_versions
         facts.steps = history.version.step
@@ -125,12 +124,11 @@ class RunRecorder:
         self._samples.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
-        """Notes the busy intervals of an engine."""
-        intervals = [(span.start_s, span.end_s) for span in report.busy_intervals]
-        self.facts.busy.generated(intervals)
-        if intervals:
+        """Notes when an engine began."""
+        if report.busy_intervals:
             # By the server's clock, which may be ahead of this one.
-            self.rate.began(time.monotonic() - max(0.0, time.time() - intervals[0][0]))
+            began_s = report.busy_intervals[0].start_s
+            self.rate.began(time.monotonic() - max(0.0, time.time() - began_s))
 
     def look(self, suspended: dict[str, str]) -> None:
         """Writes the causes of `suspended` environments, by name."""
@@ -172,7 +170,7 @@ class RunRecorder:
         }
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
-        self._count(batch, training)
+        self._count(batch)
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
             return row
@@ -217,6 +215,7 @@ class RunRecorder:
         set_aside_batches: int,
         evaluations: list[EvaluationResult],
         publish: Mapping[str, float],
+        advice: Mapping[str, JsonValue],
         weight_digest: str,
         trainer_ranks: int,
         ending: Ending,
@@ -257,7 +256,8 @@ class RunRecorder:
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
-            "busy": dict(facts.busy.of_the_run().shares()),
+            "time": facts.time.shares(),
+            "advice": dict(advice),
             "resources": facts.resources.told(trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
             "wall_s": time.monotonic() - self._started_s,
@@ -269,16 +269,13 @@ class RunRecorder:
         self._close_files()
         return finite
 
-    def _count(self, batch: FormedBatch, training: Interval) -> None:
+    def _count(self, batch: FormedBatch) -> None:
         facts = self.facts
         # Restored counts already contain a step that is trained again because its row was lost.
         if batch.version > facts.steps:
             facts.steps = batch.version
             facts.with_several_versions += batch.num_with_several_versions
             facts.lag_counts += batch.token_lags
-        facts.busy.trained(training)
-        # Every server has reported on the time before this limit, or was removed.
-        facts.busy.settle(training[1] - 2 * self._config.controller.heartbeat_timeout_s)
 
 
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:

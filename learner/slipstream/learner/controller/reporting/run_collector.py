@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from slipstream.core.advice import CHANGES, LEASE_WAITS
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -62,12 +63,29 @@ STEP_METRICS: Mapping[str, tuple[str, str]] = {
     "step_s": ("duration_seconds", "Time since the step before."),
     "training_s": ("training_seconds", "Time from the batch to the new weights."),
     "waiting_s": ("waiting_seconds", "Time that the trainer waited for orders."),
+    "groups_wait_s": ("groups_wait_seconds", "Time of it in which groups were missing."),
+    "publish_s": ("publish_seconds", "Time in which the trainer sent weights."),
+    "checkpoint_s": ("checkpoint_seconds", "Time in which a checkpoint stopped training."),
+    "queue_s_mean": ("queue_mean_seconds", "Mean time from a group's completion to its step."),
+    "episode_rest_s_mean": (
+        "episode_rest_mean_seconds",
+        "Mean time of an episode neither in the engine nor in its environment.",
+    ),
+    "servers_sampling_share": ("servers_sampling_ratio", "Servers' time in which they sampled."),
+    "servers_paused_share": ("servers_paused_ratio", "Servers' time of pauses for new weights."),
+    "servers_idle_share": ("servers_idle_ratio", "Servers' time without requests."),
     "mfu": ("mfu_ratio", "Used share of the device's peak FLOP/s."),
     "trainer_rss_bytes": ("trainer_memory_bytes", "Main memory of the largest trainer rank."),
     "gpu_reserved_bytes": ("gpu_reserved_bytes", "Most memory that torch held on one rank."),
     "pause_s": ("publish_pause_seconds", "Newest pause of generation for new weights."),
     "weights_send_s": ("publish_send_seconds", "Time of the newest publish on the trainer."),
     "weights_bytes": ("publish_sent_bytes", "Bytes of the newest publish."),
+}
+# Predictions in the newest step's row: the metric's name, and its meaning.
+ADVICE_METRICS = {
+    "predicted_steps_per_s": ("predicted_steps_per_second", "Predicted steps in a second."),
+    "prediction_error": ("prediction_error_ratio", "Predicted / measured - 1 of the last one."),
+    "wanted_servers": ("wanted_servers", "Rollout servers that are enough."),
 }
 # Fates of the ledger; the sum of all is the generated tokens.
 FATES = (
@@ -119,9 +137,16 @@ class RunCollector:
         yield from self._environments(status.environments)
         yield from self._publishes()
         yield from self._disk.collect()
-        for name, (own, meaning) in STEP_METRICS.items():
-            if name in self._recorder.newest:
-                yield _gauge(f"step_{own}", meaning, self._recorder.newest[name])
+        row = self._recorder.newest
+        for table, prefix in ((STEP_METRICS, "step_"), (ADVICE_METRICS, "")):
+            for name, (own, meaning) in table.items():
+                if name in row:
+                    yield _gauge(f"{prefix}{own}", meaning, row[name])
+        yield _labelled(
+            _gauge("predicted_gain_ratio", "Steps a second that a change would bring in addition."),
+            "change",
+            {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row},
+        )
 
     def _progress(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
         states = {
@@ -150,6 +175,7 @@ class RunCollector:
         )
 
     def _queue(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
+        waited = self._scheduler.waited_s()
         yield _gauge("leased_groups", "Groups leased and not trained.", status.leased_groups)
         yield _gauge("complete_groups", "Those of them that are complete.", status.complete_groups)
         yield _gauge("queue_bytes", "Trajectories in the queue.", status.queued_bytes)
@@ -159,10 +185,10 @@ class RunCollector:
             status.reserved_bytes,
         )
         yield _gauge("queue_limit_bytes", "Size of the queue.", self._config.queue.max_bytes)
-        yield _counter(
-            "lease_queue_wait_seconds",
-            "Time in which the queue had no room for a lease.",
-            self._scheduler.gauges()["lease_queue_wait_s"],
+        yield _labelled(
+            _counter("lease_wait_seconds", "Time in which the next lease lacked something."),
+            "cause",
+            {cause: waited[cause] for cause in LEASE_WAITS},
         )
 
     def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:

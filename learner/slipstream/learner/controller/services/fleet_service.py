@@ -32,7 +32,7 @@ MAX_ENGINE_WORKERS = 1024
 MAX_TOKENS_PER_S = 1e7
 _COUNTERS = (
     *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
-    *("drafted_tokens", "accepted_tokens"),
+    *("drafted_tokens", "accepted_tokens", "engine_steps"),
 )
 # Processes that were turned away whose event is remembered.
 _MAX_TURNED_AWAY = 1000

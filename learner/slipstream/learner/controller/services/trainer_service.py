@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -140,6 +141,15 @@ NEXT_LIMIT_S = 5.0
 LOOK_S = 5.0
 
 
+@dataclass(frozen=True)
+class OrderTimes:
+    """When the trainer asked for an order, and got it; Unix seconds."""
+
+    kind: str
+    asked_s: float
+    given_s: float
+
+
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves one trainer, whose rank 0 calls for all ranks."""
 
@@ -164,6 +174,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.hello: trainer_pb2.TrainerHello | None = None
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
+        # The orders since the newest step, and when the trainer first asked for the next one.
+        self._orders_given: list[OrderTimes] = []
+        self._asked_s: float | None = None
+
+    def take_orders(self) -> list[OrderTimes]:
+        """Returns the orders since the last call."""
+        taken, self._orders_given = self._orders_given, []
+        return taken
 
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
@@ -230,8 +248,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Yields the first possible order: stop, publish, or the next batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
+        self._asked_s = self._asked_s or time.time()
         async with self._lock:
             order = await self._next_order(request, context)
+        kind = "batch" if isinstance(order, FormedBatch) else order.WhichOneof("directive")
+        if kind != "wait":
+            self._orders_given.append(OrderTimes(kind, self._asked_s, time.time()))
+            self._asked_s = None
         if not isinstance(order, FormedBatch):
             yield order
             return

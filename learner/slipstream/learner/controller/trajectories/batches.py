@@ -5,6 +5,7 @@ acknowledged.
 """
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
+from slipstream.learner.controller.loop_clock import Stopwatch
 from slipstream.learner.controller.records.history import (
     JournaledStep,
     RunHistory,
@@ -89,6 +91,8 @@ class BatchFormer:
         self._set_aside_in_a_row = 0
         self._set_aside: FormedBatch | None = None
         self.num_set_aside = 0
+        # Runs while the trainer waits for groups.
+        self.waits = Stopwatch()
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the batches and steps of the journal."""
@@ -180,6 +184,7 @@ class BatchFormer:
         if self._forming is None:
             step = self._book.step
             groups = self._book.take_batch()
+            self.waits.note(time.monotonic(), running=groups is None)
             if groups is None:
                 return None
             batch = FormedBatch(step, batch_name(step, self._attempts[step]), tuple(groups))

@@ -8,6 +8,7 @@ acknowledged as soon as the journal has its end.
 import asyncio
 import logging
 import statistics
+import time
 from collections.abc import Sequence
 
 from slipstream.core.errors import ProtocolError
@@ -193,7 +194,11 @@ class Intake:
 
     def _file(self, trajectory: Trajectory) -> None:
         group = self._book.groups.get(trajectory.group_id)
-        match self._book.add(trajectory):
+        fate = self._book.add(trajectory)
+        if fate in (Fate.HELD, Fate.COMPLETED_GROUP):
+            assert group is not None
+            group.back_s[trajectory.member] = time.time()
+        match fate:
             case Fate.HELD:
                 pass
             case Fate.COMPLETED_GROUP:

@@ -9,7 +9,6 @@ from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.history import (
-    BusySeconds,
     FilteredGroups,
     FilterVerdict,
     JournaledStep,
@@ -294,17 +293,6 @@ def test_a_solved_run_stays_solved_until_it_goes_on():
     # The batch before was being written meanwhile.
     records[-1]["step"] = 1
     assert read_history([*records, batch(0, "g000000")]).solved == "why"
-
-
-def busy(window: float, both: float):
-    times = {"window": window, "generation": 3.0, "training": 2.0, "both": both}
-    return {"kind": "busy"} | times
-
-
-def test_the_last_of_each_start_says_how_busy_it_was():
-    first, second = [start(), busy(5.0, 1.0), busy(10.0, 2.0)], [start(), busy(4.0, 1.0)]
-    assert read_history([*first, *second]).busy == BusySeconds(10.0, 3.0, 2.0, 2.0)
-    assert read_history([*first, *second, start()]).busy == BusySeconds(14.0, 6.0, 4.0, 3.0)
 
 
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():

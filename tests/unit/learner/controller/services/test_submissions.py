@@ -1,4 +1,4 @@
-"""The adapter of an environment that is submitted to a run."""
+"""What a run asks of an environment that a client submits."""
 
 import pytest
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
@@ -35,3 +35,22 @@ def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, probl
     again.CopyFrom(spec)
     again.adapter = adapter
     assert EnvironmentServicer(run, books, None)._problem(again) == problem  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("ours:Sums", ""),
+        ("ours.below:Sums", ""),
+        ("oursalike:Sums", "security.submitted_modules has no oursalike, only ours"),
+        ("os:Sums", "security.submitted_modules has no os, only ours"),
+    ],
+)
+def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem: str) -> None:
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    run = run_of(security={"submitted_modules": ["ours"]})
+    spec = environment_pb2.EnvironmentSpec(
+        name="e", reference=reference, weight=1.0, timeout_s=1.0, num_workers=1, purpose=purpose
+    )
+    servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]
+    assert servicer._problem(spec) == problem

@@ -1,0 +1,121 @@
+"""Where the time of a run's newest step went, and what another setting would gain, in lines.
+
+`profile_lines` says the same of a run before its start, from the profile of an earlier one.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.core.advice import (
+    CHANGES,
+    LEASE_WAITS,
+    SERVER_SHARES,
+    TRAINER_PARTS,
+    Advice,
+    advise,
+    profile_from_json,
+    waits_for,
+)
+from slipstream.core.errors import ConfigError
+from slipstream.core.run_folder import ADVICE
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.core.step_simulation import Profile, Setting
+
+
+def time_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Returns where the time of the newest step went; no lines before the first step."""
+    step_s = metrics.get("step_s", 0.0)
+    if not step_s or "groups_wait_s" not in metrics:
+        return []
+    parts = {words: metrics.get(name, 0.0) for name, words in TRAINER_PARTS.items()}
+    parts["other"] = max(0.0, step_s - sum(parts.values()))
+    lines = [
+        f"a step takes {step_s:.2f} s: {waits_for(metrics)}",
+        f"  trainer: {_shares(parts, step_s)}",
+    ]
+    if SERVER_SHARES[0] in metrics:
+        servers = {name.split("_")[1]: metrics[name] for name in SERVER_SHARES}
+        lines.append(f"  servers: {_shares(servers, 1.0)}")
+    causes = {
+        words: metrics.get(f"lease_wait_{name}_s", 0.0) for name, words in LEASE_WAITS.items()
+    }
+    if any(causes.values()):
+        lines.append(f"  the next lease waits for {_shares(causes, step_s)}")
+    waited = metrics.get("queue_s_mean")
+    if waited is not None:
+        lines.append(f"  queue: a complete group waits {waited:.2f} s for its step")
+    episode = {
+        "engine": metrics.get("generation_s_mean", 0.0),
+        "environment": metrics.get("environment_s_mean", 0.0),
+        "rest": metrics.get("episode_rest_s_mean", 0.0),
+    }
+    told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in episode.items())
+    return [*lines, f"  episode: {told}"]
+
+
+def advice_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Returns what other settings would gain; no lines before the first prediction."""
+    gains = {name: metrics[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in metrics}
+    if not gains:
+        return []
+    error = metrics.get("prediction_error")
+    told = "not checked yet" if error is None else f"the last one was off by {error:+.0%}"
+    return [
+        f"predicted: {metrics['predicted_steps_per_s']:.3g} steps/s ({told}); rollout servers "
+        f"wanted: {metrics['wanted_servers']:.0f}",
+        *_gain_lines(gains),
+    ]
+
+
+def profile_lines(config: Config, run: Path) -> list[str]:
+    """Returns what `config` would do on the machines of `run`, an earlier run's folder.
+
+    Raises ConfigError if the folder has no profile.
+    """
+    profile = _read_profile(run / ADVICE)
+    layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
+    setting = Setting(
+        servers=config.rollout_server.count,
+        replicas=layout.dp,
+        max_staleness=config.algorithm.max_staleness,
+        group_size=config.algorithm.group_size,
+    )
+    share = profile.setting.replicas / setting.replicas
+    planned = replace(
+        profile,
+        setting=setting,
+        groups_per_step=config.algorithm.groups_per_step,
+        places=config.rollout_server.max_episodes,
+        training_token_s=profile.training_token_s * share,
+    )
+    advice: Advice = advise(planned)
+    gains = {each.name: each.gain for each in advice.alternatives}
+    return [
+        f"By the profile of {run}: {advice.now.steps_per_s:.3g} steps/s, the trainer waits for "
+        f"groups for {advice.now.waiting_share:.0%} of the time, {advice.now.places_share:.0%} of "
+        f"the servers' places are taken; rollout servers wanted: {advice.wanted_servers}",
+        *_gain_lines(gains),
+    ]
+
+
+def _read_profile(path: Path) -> Profile:
+    try:
+        return profile_from_json(json.loads(path.read_text())["profile"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(
+            f"--profile needs the folder of a run of some 20 steps or more, "
+            f"{path} is missing or damaged"
+        ) from None
+
+
+def _gain_lines(gains: Mapping[str, float]) -> list[str]:
+    ordered = sorted(gains, key=lambda name: -gains[name])
+    width = max(len(CHANGES[name]) for name in ordered)
+    return [f"  {CHANGES[name]:<{width}}  {gains[name]:+.0%} steps/s" for name in ordered]
+
+
+def _shares(parts: Mapping[str, float], whole: float) -> str:
+    return ", ".join(f"{name} {value / whole:.0%}" for name, value in parts.items() if value)

@@ -1,0 +1,167 @@
+"""What a run waits for, and what another setting would gain: pure, from a measured profile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slipstream.core.step_simulation import Episode, Profile, Setting, Simulated, Simulation
+
+# The metrics of a step that are the parts of the trainer's time, in words; the rest is on the way.
+TRAINER_PARTS = {
+    "training_s": "training",
+    "groups_wait_s": "waiting for groups",
+    "publish_s": "publish",
+    "checkpoint_s": "checkpoint",
+    "export_s": "digests",
+}
+# The metrics of a step that are the parts of the servers' time.
+SERVER_SHARES = ("servers_sampling_share", "servers_paused_share", "servers_idle_share")
+# The metrics of what the next lease waited for in a step, without `lease_wait_` and `_s`.
+LEASE_WAITS = {
+    "staleness": "a step, by max_staleness",
+    "slots": "a free place on a server",
+    "server": "a server that serves",
+    "environment": "an environment",
+    "queue": "room in the queue",
+}
+# The changes of which the gain is predicted, in words; a doubled max_staleness of 0 is 1.
+CHANGES = {
+    "server_more": "one rollout server more",
+    "server_less": "one rollout server less",
+    "rank_more": "one data-parallel rank more",
+    "rank_less": "one data-parallel rank less",
+    "staleness_doubled": "max_staleness doubled",
+    "staleness_halved": "max_staleness halved",
+    "group_doubled": "group_size doubled",
+    "group_halved": "group_size halved",
+}
+# The trainer waits for groups if it does so for more than this share of a step.
+NEGLIGIBLE = 0.05
+# A fleet is large enough if a larger one would gain less than this share of the steps.
+ENOUGH = 0.03
+# A larger fleet than this many times the measured one is not advised in one go.
+MOST_GROWTH = 2
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another setting, its name in `CHANGES`, and what it would gain."""
+
+    name: str
+    setting: Setting
+    steps_per_s: float
+    # Share of the present steps per second that would come in addition; negative: fewer steps.
+    gain: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The prediction for the present setting, and the alternatives to it."""
+
+    setting: Setting
+    now: Simulated
+    alternatives: tuple[Alternative, ...]
+    # The smallest fleet that is fast enough.
+    wanted_servers: int
+
+    @property
+    def best(self) -> Alternative:
+        """The alternative with the most steps per second."""
+        return max(self.alternatives, key=lambda each: each.steps_per_s)
+
+    def predictions(self) -> dict[Setting, float]:
+        """Steps per second by setting."""
+        others = {each.setting: each.steps_per_s for each in self.alternatives}
+        return {**others, self.setting: self.now.steps_per_s}
+
+
+def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
+    """Yields the name and the setting of each change that could be made."""
+    now = profile.setting
+    staleness, size = now.max_staleness, now.group_size
+    yield "server_more", replace(now, servers=now.servers + 1)
+    if now.servers > 1:
+        yield "server_less", replace(now, servers=now.servers - 1)
+    yield "rank_more", replace(now, replicas=now.replicas + 1)
+    if now.replicas > 1:
+        yield "rank_less", replace(now, replicas=now.replicas - 1)
+    yield "staleness_doubled", replace(now, max_staleness=max(1, 2 * staleness))
+    if staleness:
+        yield "staleness_halved", replace(now, max_staleness=staleness // 2)
+    if 2 * size <= profile.places:
+        yield "group_doubled", replace(now, group_size=2 * size)
+    if size >= 4:
+        yield "group_halved", replace(now, group_size=size // 2)
+
+
+def advise(profile: Profile, *, seed: int = 0) -> Advice:
+    """Predicts the present setting and its alternatives; takes some tenths of a second."""
+    now = Simulation(profile, profile.setting, seed=seed).run()
+    found = []
+    for name, setting in alternatives(profile):
+        rate = Simulation(profile, setting, seed=seed).run().steps_per_s
+        found.append(Alternative(name, setting, rate, rate / now.steps_per_s - 1))
+    return Advice(profile.setting, now, tuple(found), _wanted_servers(profile, now, seed))
+
+
+def _wanted_servers(profile: Profile, now: Simulated, seed: int) -> int:
+    """The smallest number of servers that a larger one beats by less than `ENOUGH`.
+
+    It lies between half and twice the present number: what is further away is not known well.
+    """
+    present = profile.setting.servers
+    rates = {present: now.steps_per_s}
+
+    def rate(servers: int) -> float:
+        if servers not in rates:
+            setting = replace(profile.setting, servers=servers)
+            rates[servers] = Simulation(profile, setting, seed=seed).run().steps_per_s
+        return rates[servers]
+
+    most, least = MOST_GROWTH * present, max(1, present // MOST_GROWTH)
+    enough = rate(most) / (1 + ENOUGH)
+    # The rate grows with the servers, so the smallest number that is enough is found by halving.
+    while least < most:
+        middle = (least + most) // 2
+        if rate(middle) >= enough:
+            most = middle
+        else:
+            least = middle + 1
+    return most
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """Returns a profile as plain values; `profile_from_json` reads them."""
+    table = dataclasses.asdict(profile)
+    table["groups"] = [[list(episode) for episode in group] for group in profile.groups]
+    return table
+
+
+def profile_from_json(table: Mapping[str, Any]) -> Profile:
+    """Returns the profile in a table; raises KeyError, TypeError or ValueError for another one."""
+    groups = tuple(tuple(Episode(*map(float, e)) for e in group) for group in table["groups"])
+    if not groups:
+        raise ValueError("a profile needs groups")
+    return Profile(**{**table, "setting": Setting(**table["setting"]), "groups": groups})
+
+
+def waits_for(metrics: Mapping[str, float]) -> str:
+    """Says which fleet waits for which by the metrics of a step; empty if they do not tell."""
+    step_s = metrics.get("step_s", 0.0)
+    if not step_s or "groups_wait_s" not in metrics:
+        return ""
+    share = metrics["groups_wait_s"] / step_s
+    causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
+    cause = max(causes, key=lambda name: causes[name])
+    if share < NEGLIGIBLE:
+        return "the servers wait for the trainer" if cause == "staleness" else "no fleet waits"
+    if not causes[cause]:
+        return "the trainer waits for groups"
+    if cause == "slots":
+        return "the trainer waits for the servers, which are full"
+    if cause == "staleness":
+        return "the trainer waits for long replies; new ones wait for a step, by max_staleness"
+    return f"the trainer waits for groups, and new ones for {LEASE_WAITS[cause]}"

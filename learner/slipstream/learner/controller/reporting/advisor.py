@@ -1,0 +1,223 @@
+"""Measures the profile of a run, lets the model predict from it, and checks what it predicted.
+
+Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
+Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, and take at
+most a hundredth of the time.
+"""
+
+import asyncio
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+from slipstream.core.advice import CHANGES, Advice, advise, profile_to_json
+from slipstream.core.step_simulation import Episode, Group, Profile, Setting
+from slipstream.learner.controller.leasing.groups import Group as LeasedGroup
+from slipstream.learner.controller.reporting.step_times import ServerWork, outside_s
+
+# Steps between two predictions, and over which costs are means.
+EVERY_STEPS = 10
+WINDOW_STEPS = 40
+# Time between two predictions, in units of the time that the last one took.
+PAUSE = 100.0
+# Groups and server reports from which the model takes lengths and speeds.
+MOST_EPISODES, LEAST_GROUPS = 4096, 32
+MOST_REPORTS = 1024
+# Relative spread of the running replies below which their cost cannot be told from a step's.
+LEAST_SPREAD = 0.05
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What the trainer's part of one step took."""
+
+    setting: Setting
+    step_s: float
+    waited_s: float
+    training_s: float
+    # The part of training that grows with the tokens.
+    computing_s: float
+    publish_s: float
+    pause_s: float
+    tokens: float
+
+
+def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
+    """Returns the seconds of an engine's step, and of each running reply in addition.
+
+    Least squares of the sampling seconds of each report by its steps and tokens, both parts at
+    least 0. While the number of running replies hardly changes, all is taken for the step's. None
+    without any step.
+    """
+    points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
+    steps = sum(n for _, n, _ in points)
+    if not steps:
+        return None
+    seconds = sum(s for s, _, _ in points)
+    mean = sum(t for _, _, t in points) / steps
+    # Weighted by steps: the error of a report's seconds grows with their number.
+    spread = sum(n * (t / n - mean) ** 2 for _, n, t in points) / steps
+    if spread < (LEAST_SPREAD * mean) ** 2:
+        return seconds / steps, 0.0
+    common = sum(n * (s / n - seconds / steps) * (t / n - mean) for s, n, t in points) / steps
+    token_s = min(max(0.0, common / spread), seconds / steps / mean)
+    return max(0.0, seconds / steps - token_s * mean), token_s
+
+
+class Advisor:
+    """Gathers what the model needs; `gauges` has its newest advice and how wrong the last was.
+
+    note_report(work)         # of each server report
+    note_step(row, groups)    # of each step
+    await advise_forever()    # predicts in between
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        """`write` replaces the file of the advice."""
+        self._write = write
+        self._steps: deque[StepCosts] = deque(maxlen=WINDOW_STEPS)
+        self._groups: deque[Group] = deque()
+        self._work: deque[ServerWork] = deque(maxlen=MOST_REPORTS)
+        self._due = asyncio.Event()
+        self._places = self._groups_per_step = 0
+        self._waste = 1.0
+        self.advice: Advice | None = None
+        # Predicted over measured, less 1, of the last prediction that could be checked.
+        self.error = math.nan
+        # Steps of one setting in a row, since the last prediction, and their seconds.
+        self._since, self._since_s = 0, 0.0
+        self._may_at_s = 0.0
+        self._is_first = True
+
+    def note_report(self, work: ServerWork) -> None:
+        """Notes the work of a server between two reports."""
+        self._work.append(work)
+
+    def note_step(
+        self,
+        row: Mapping[str, float],
+        groups: Sequence[LeasedGroup],
+        *,
+        setting: Setting,
+        places: int,
+        waste: float,
+    ) -> None:
+        """Notes a step that was trained under `setting`, on servers with `places` each.
+
+        `waste`: generated tokens for each that is trained.
+        """
+        if self._steps and self._steps[-1].setting != setting:
+            self._since, self._since_s = -1, 0.0
+        computing_s = sum(_number(row, name) for name in ("forward_s", "forward_backward_s"))
+        costs = StepCosts(
+            setting=setting,
+            step_s=row["step_s"],
+            waited_s=_number(row, "groups_wait_s"),
+            training_s=row["training_s"],
+            computing_s=min(computing_s, row["training_s"]),
+            publish_s=_number(row, "publish_s"),
+            pause_s=_number(row, "pause_s"),
+            tokens=row["num_tokens"],
+        )
+        if self._is_first:
+            # Its seconds are those of loading.
+            self._is_first = False
+        else:
+            self._since += 1
+            self._since_s += costs.step_s if self._since else 0.0
+            self._steps.append(costs)
+        self._places, self._groups_per_step, self._waste = places, len(groups), waste
+        for group in groups:
+            members = group.in_order()
+            self._groups.append(
+                tuple(
+                    Episode(each.num_sampled_tokens, len(each.token_ids), outside_s(group, each))
+                    for each in members
+                )
+            )
+        kept = max(LEAST_GROUPS, MOST_EPISODES // max(1, setting.group_size))
+        while len(self._groups) > kept:
+            self._groups.popleft()
+        if self._since >= EVERY_STEPS and time.monotonic() >= self._may_at_s:
+            self._due.set()
+
+    async def advise_forever(self) -> None:
+        """Predicts after each `EVERY_STEPS` steps of one setting, until it is cancelled."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            self._check()
+            profile = self.profile()
+            if profile is None:
+                continue
+            started_s = time.monotonic()
+            self.advice = await asyncio.to_thread(advise, profile)
+            took_s = time.monotonic() - started_s
+            self._may_at_s = time.monotonic() + PAUSE * took_s
+            table = {"profile": profile_to_json(profile), **self.summary()}
+            self._write(json.dumps(table) + "\n")
+
+    def _check(self) -> None:
+        """Compares the last prediction for this setting with the steps that followed it."""
+        setting = self._steps[-1].setting
+        if self.advice is not None and setting in (told := self.advice.predictions()):
+            self.error = told[setting] * self._since_s / self._since - 1
+        self._since, self._since_s = 0, 0.0
+
+    def profile(self) -> Profile | None:
+        """Returns what was measured. None before there is enough of it for a prediction."""
+        engine = engine_costs(self._work)
+        setting = self._steps[-1].setting if self._steps else None
+        if engine is None or setting is None or setting.servers < 1:
+            return None
+        if self._places < setting.group_size:
+            return None
+        steps = list(self._steps)
+        tokens = sum(step.tokens for step in steps)
+        busy_s = [s.step_s - s.waited_s - s.training_s - s.publish_s for s in steps]
+        return Profile(
+            setting=setting,
+            groups_per_step=self._groups_per_step,
+            places=self._places,
+            engine_step_s=engine[0] * self._waste,
+            engine_token_s=engine[1] * self._waste,
+            training_fixed_s=statistics.fmean(s.training_s - s.computing_s for s in steps),
+            training_token_s=sum(s.computing_s for s in steps) / tokens if tokens else 0.0,
+            publish_s=statistics.fmean(s.publish_s for s in steps),
+            order_s=max(0.0, statistics.fmean(busy_s)),
+            pause_s=statistics.fmean(s.pause_s for s in steps),
+            groups=tuple(self._groups),
+        )
+
+    def gauges(self) -> dict[str, float]:
+        """The newest advice as metrics; empty before the first."""
+        advice = self.advice
+        if advice is None:
+            return {}
+        return {
+            "predicted_steps_per_s": advice.now.steps_per_s,
+            **({} if math.isnan(self.error) else {"prediction_error": self.error}),
+            **{f"gain/{each.name}": each.gain for each in advice.alternatives},
+            "wanted_servers": float(advice.wanted_servers),
+        }
+
+    def summary(self) -> dict[str, JsonValue]:
+        """The newest advice in words and numbers; empty before the first."""
+        if self.advice is None:
+            return {}
+        return {
+            "predicted_steps_per_s": self.advice.now.steps_per_s,
+            "prediction_error": None if math.isnan(self.error) else self.error,
+            "wanted_servers": self.advice.wanted_servers,
+            "gains": {CHANGES[each.name]: each.gain for each in self.advice.alternatives},
+        }
+
+
+def _number(row: Mapping[str, float], name: str) -> float:
+    value = row.get(name, 0.0)
+    return value if math.isfinite(value) else 0.0

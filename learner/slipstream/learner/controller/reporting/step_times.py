@@ -1,0 +1,210 @@
+"""Where the time of a step went: trainer, servers, queue, episodes; and a trace of one step.
+
+The trace is Chrome's trace format, which ui.perfetto.dev opens. Times are seconds of the Unix
+clock on the controller's machine.
+"""
+
+import heapq
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.core.advice import LEASE_WAITS, SERVER_SHARES
+from slipstream.core.types import Trajectory
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.services.trainer_service import OrderTimes
+from slipstream.v1 import fleet_pb2
+
+# Parts of training in their order.
+_TRAINING = ("forward_s", "forward_backward_s", "optimizer_s")
+# A trace has at most so many episodes; larger ones take a browser long to open.
+MOST_EPISODES = 4096
+_COUNTED = ("busy_s", "paused_s", "uptime_s", "engine_steps", "generated_tokens")
+
+
+@dataclass(frozen=True)
+class ServerWork:
+    """What servers did between two of their reports, or the sum of several of these."""
+
+    busy_s: float = 0.0
+    paused_s: float = 0.0
+    uptime_s: float = 0.0
+    engine_steps: float = 0.0
+    generated_tokens: float = 0.0
+
+    @classmethod
+    def between(cls, before: fleet_pb2.ServerReport, after: fleet_pb2.ServerReport) -> "ServerWork":
+        """The work of one server from report to report."""
+        return cls(*(getattr(after, name) - getattr(before, name) for name in _COUNTED))
+
+    @property
+    def sampling_s(self) -> float:
+        """Seconds in which the engine sampled."""
+        return max(0.0, self.busy_s - self.paused_s)
+
+    def __add__(self, other: "ServerWork") -> "ServerWork":
+        return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the servers' time; empty if no server has reported."""
+        if self.uptime_s <= 0:
+            return {}
+        sampling, paused = self.sampling_s / self.uptime_s, self.paused_s / self.uptime_s
+        values = (min(1.0, sampling), min(1.0, paused), max(0.0, 1.0 - sampling - paused))
+        return dict(zip(SERVER_SHARES, values, strict=True))
+
+
+class StepTimes:
+    """Turns what counts since the start into the times of one step.
+
+    Call `report` for each report of a server, and `step` for each step.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[object, fleet_pb2.ServerReport] = {}
+        self._work = ServerWork()
+        self._before: dict[str, float] = {}
+
+    def report(self, key: object, report: fleet_pb2.ServerReport) -> ServerWork:
+        """Notes the report of the server `key`; returns its work since its report before."""
+        work = ServerWork.between(self._reports.get(key, fleet_pb2.ServerReport()), report)
+        self._reports[key] = report
+        self._work += work
+        return work
+
+    def lost(self, key: object) -> None:
+        """Forgets a server that is gone."""
+        self._reports.pop(key, None)
+
+    def step(
+        self,
+        groups: Sequence[Group],
+        orders: Sequence[OrderTimes],
+        *,
+        waited_s: float,
+        lease_waits_s: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Returns the times of a step by name, of what was counted until now.
+
+        `waited_s`: seconds in which the trainer waited for groups; `lease_waits_s`: those in which
+        a lease waited, by cause. Both count from the start.
+        """
+        totals = {"groups_wait_s": waited_s} | {
+            f"lease_wait_{name}_s": lease_waits_s[name] for name in LEASE_WAITS
+        }
+        passed = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
+        self._before = totals
+        work, self._work = self._work, ServerWork()
+        given_s = orders[-1].given_s if orders else time.time()
+        return {**passed, **work.shares(), **group_times(groups, given_s)}
+
+
+def outside_s(group: Group, trajectory: Trajectory) -> float:
+    """Seconds of an episode beside the engine, from its lease until it was back."""
+    back_s = group.back_s.get(trajectory.member)
+    if back_s is None or not group.leased_s:
+        # A controller before this one has leased it.
+        return trajectory.environment_s
+    return max(0.0, back_s - group.leased_s - trajectory.generation_s)
+
+
+def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
+    """Means over the groups of a step that was given to the trainer at `given_s`."""
+    waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
+    rests = [
+        max(0.0, outside_s(group, each) - each.environment_s)
+        for group in groups
+        for each in group.in_order()
+    ]
+    return {
+        **({"queue_s_mean": statistics.fmean(waits)} if waits else {}),
+        **({"episode_rest_s_mean": statistics.fmean(rests)} if rests else {}),
+    }
+
+
+def trace(
+    row: Mapping[str, float],
+    groups: Sequence[Group],
+    orders: Sequence[OrderTimes],
+    *,
+    training: tuple[float, float],
+) -> dict[str, Any]:
+    """Returns the step of `row` as a trace: one process for the trainer, one for each server.
+
+    `training`: when the trainer began and ended to train. Each server has a line for each of its
+    places; what follows in it is the wait of the complete group for its step.
+    """
+    events = [*_trainer_events(row, orders, training)]
+    number = 0
+    servers: dict[str, int] = {}
+    lanes: dict[str, list[tuple[float, int]]] = {}
+    given_s = orders[-1].given_s if orders else training[0]
+    for group in sorted(groups, key=lambda each: each.leased_s):
+        for each in group.in_order():
+            back_s = group.back_s.get(each.member)
+            if back_s is None or not group.leased_s or number >= MOST_EPISODES:
+                continue
+            number += 1
+            server = servers.setdefault(each.server_id, len(servers) + 2)
+            free = lanes.setdefault(each.server_id, [])
+            # The line of a place that was free when the episode was leased.
+            if free and free[0][0] <= group.leased_s:
+                lane = heapq.heappop(free)[1]
+            else:
+                lane = len(free) + 1
+            heapq.heappush(free, (back_s, lane))
+            details = {
+                "environment": each.environment,
+                "task": each.task_index,
+                "sampled_tokens": each.num_sampled_tokens,
+                "engine_s": each.generation_s,
+                "environment_s": each.environment_s,
+                "versions": [span.version.step for span in each.version_spans],
+                "complete_group_waited_s": max(0.0, given_s - max(group.back_s.values())),
+            }
+            name = f"{group.group_id}.{each.member}"
+            events.append(_span(name, server, lane, (group.leased_s, back_s), details))
+    names = {1: "trainer", **{place: f"server {name}" for name, place in servers.items()}}
+    for place, name in names.items():
+        events.append({"ph": "M", "name": "process_name", "pid": place, "args": {"name": name}})
+    return {"traceEvents": events, "otherData": {"step": row["step"], "episodes": number}}
+
+
+def _trainer_events(
+    row: Mapping[str, float], orders: Sequence[OrderTimes], training: tuple[float, float]
+) -> Iterator[dict[str, Any]]:
+    for order, after in zip(orders, [*orders[1:], None], strict=True):
+        yield _span(f"waits for: {order.kind}", 1, 1, (order.asked_s, order.given_s), {})
+        if after is not None:
+            yield _span(order.kind, 1, 1, (order.given_s, after.asked_s), {})
+        else:
+            yield _span("batch on its way", 1, 1, (order.given_s, training[0]), {})
+    details = {
+        name: value
+        for name, value in row.items()
+        if name.endswith(("_s", "_tokens")) and math.isfinite(value)
+    }
+    yield _span(f"training of step {row['step']:.0f}", 1, 1, training, details)
+    at_s = training[0]
+    for name in _TRAINING:
+        if (took_s := row.get(name, 0.0)) > 0:
+            yield _span(name.removesuffix("_s"), 1, 1, (at_s, at_s + took_s), {})
+            at_s += took_s
+
+
+def _span(
+    name: str, process: int, line: int, times: tuple[float, float], details: Mapping[str, Any]
+) -> dict[str, Any]:
+    start_s, end_s = times
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": line,
+        "ts": round(start_s * 1e6),
+        "dur": round(max(0.0, end_s - start_s) * 1e6),
+        "args": dict(details),
+    }

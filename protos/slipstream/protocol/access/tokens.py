@@ -1,0 +1,134 @@
+"""Tokens of callers: the run's own opens every method, that of a role what the role needs.
+
+A role's token is made from the run's: `ROLE.` and the HMAC-SHA256 of `slipstream ROLE` under it, in
+hexadecimal. So the controller keeps one secret, and a host gets the token of its role alone;
+deploy/make_certificates.sh writes all of them.
+
+A token file has the token that its owner shows in its first line. On the controller further lines
+are tokens that count as well. A file is read again when it changes: a new first line, and the old
+one below it until all hosts have the new token, change the token of a run that goes on.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+from slipstream.core.errors import ConfigError
+
+MIN_TOKEN_CHARACTERS = 32
+TOKEN_KEY = "authorization"
+
+_PREFIX = "/slipstream.v1."
+_READS = ("StatusService/GetStatus", "StatusService/Watch", "EnvironmentService/ListEnvironments")
+# What each role may call besides: all methods of a service, or one.
+RIGHTS: dict[str, tuple[str, ...]] = {
+    "trainer": ("TrainerService/", "StatusService/StopRun"),
+    "rollout-server": ("FleetService/", "TrajectoryService/"),
+    "client": ("EnvironmentService/",),
+    "reader": (),
+}
+
+logger = logging.getLogger(__name__)
+
+
+def role_token(token: str, role: str) -> str:
+    """Returns the token of a role; `token` is the run's, or that of the role already."""
+    if role_of(token) == role:
+        return token
+    return f"{role}.{hmac.digest(token.encode(), f'slipstream {role}'.encode(), 'sha256').hex()}"
+
+
+def role_of(token: str) -> str | None:
+    """Returns the role whose token this is; None of a run's own token."""
+    role, dot, _ = token.partition(".")
+    return role if dot and role in RIGHTS else None
+
+
+def may_call(role: str | None, method: str) -> bool:
+    """Whether the holder of a token may call `method`, such as /slipstream.v1.FleetService/Join.
+
+    `role` is None for the run's own token. Methods of others, such as those of gRPC's health check,
+    are open to all.
+    """
+    if role is None or not method.startswith(_PREFIX):
+        return True
+    return method.removeprefix(_PREFIX).startswith((*_READS, *RIGHTS[role]))
+
+
+def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...]:
+    """Returns the lines of a file of tokens; raises ConfigError, with the setting `what`."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
+    lines = tuple(line.strip() for line in text.strip().splitlines()) or ("",)
+    for line in lines:
+        if not (line.isascii() and line.isprintable()):
+            raise ConfigError(f"{what} must hold printable ASCII characters, {path} has others")
+        if len(line) < MIN_TOKEN_CHARACTERS:
+            raise ConfigError(
+                f"{what} must hold at least {MIN_TOKEN_CHARACTERS} characters a line, {path} has "
+                f"{len(line)}"
+            )
+    return lines
+
+
+class Tokens:
+    """The tokens of one process; those of a file are read again when the file changes."""
+
+    def __init__(self, lines: Sequence[str], path: Path | None = None) -> None:
+        self._lines, self._path = tuple(lines), path
+        self._seen = self._look()
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """Reads a token file; raises ConfigError for an unfit one."""
+        return cls(read_tokens(path), path)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The tokens as they are now. While the file cannot be used, they stay as they were."""
+        if self._path is not None and (seen := self._look()) != self._seen:
+            self._seen = seen
+            try:
+                self._lines = read_tokens(self._path)
+            except ConfigError as error:
+                logger.warning("the token stays as it was: %s", error)
+        return self._lines
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path) if self._path is not None else None
+        except OSError:
+            return None
+        return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+class CallMetadata(Sequence[tuple[str, str]]):
+    """The metadata of calls with the token as it is when a call starts; empty without tokens."""
+
+    def __init__(self, tokens: Tokens | None) -> None:
+        self._tokens = tokens
+
+    def _now(self) -> tuple[tuple[str, str], ...]:
+        return ((TOKEN_KEY, f"Bearer {self._tokens.lines[0]}"),) if self._tokens is not None else ()
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, str]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[str, str]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, str] | Sequence[tuple[str, str]]:
+        return self._now()[index]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())

@@ -1,0 +1,116 @@
+"""Where the time of a step went, and its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from slipstream.core.types import GroupId, Purpose
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.reporting.step_times import (
+    ServerWork,
+    StepTimes,
+    outside_s,
+    trace,
+)
+from slipstream.learner.controller.services.trainer_service import OrderTimes
+from slipstream.v1 import fleet_pb2
+from support.fakes.fake_trajectories import GOOD
+
+NOTHING = dict.fromkeys(("staleness", "slots", "server", "environment", "queue", "nothing"), 0.0)
+
+
+def report(busy_s: float, paused_s: float, uptime_s: float, **more: int) -> fleet_pb2.ServerReport:
+    return fleet_pb2.ServerReport(busy_s=busy_s, paused_s=paused_s, uptime_s=uptime_s, **more)
+
+
+def group_of(*back_s: float, leased_s: float = 100.0) -> Group:
+    """A group whose members came back then, each with 2 s in the engine and 0.5 beside it."""
+    found = Group(
+        group_id=GroupId("g000001"),
+        environment="e",
+        task_index=7,
+        seed=0,
+        purpose=Purpose.TRAINING,
+        size=len(back_s),
+        deadline_step=3,
+        holder=None,
+        leased_s=leased_s,
+    )
+    for member, at_s in enumerate(back_s):
+        found.finished[member] = dataclasses.replace(
+            GOOD, member=member, generation_s=2.0, environment_s=0.5
+        )
+        found.back_s[member] = at_s
+    return found
+
+
+def test_the_time_of_servers_is_split_between_two_steps() -> None:
+    times = StepTimes()
+    times.report("a", report(4.0, 1.0, 10.0))
+    times.report("b", report(5.0, 0.0, 10.0))
+    first = times.step([], [], waited_s=1.5, lease_waits_s=NOTHING | {"slots": 2.0})
+    assert first["groups_wait_s"] == 1.5
+    assert first["lease_wait_slots_s"] == 2.0
+    # (4 - 1 + 5) of 20 s.
+    assert first["servers_sampling_share"] == pytest.approx(0.4)
+    assert first["servers_paused_share"] == pytest.approx(0.05)
+    assert first["servers_idle_share"] == pytest.approx(0.55)
+    times.report("a", report(14.0, 1.0, 20.0))
+    second = times.step([], [], waited_s=1.75, lease_waits_s=NOTHING | {"slots": 2.0})
+    assert second["groups_wait_s"] == 0.25
+    assert second["lease_wait_slots_s"] == 0.0
+    assert second["servers_sampling_share"] == pytest.approx(1.0)
+    # Without a report since then the shares are not known.
+    third = times.step([], [], waited_s=1.75, lease_waits_s=NOTHING)
+    assert "servers_sampling_share" not in third
+
+
+def test_a_server_that_comes_back_counts_from_its_new_start() -> None:
+    times = StepTimes()
+    times.report("a", report(9.0, 0.0, 9.0, engine_steps=90))
+    times.lost("a")
+    work = times.report("a", report(1.0, 0.0, 2.0, engine_steps=10))
+    assert work == ServerWork(1.0, 0.0, 2.0, 10.0, 0.0)
+
+
+def test_what_an_episode_does_beside_the_engine_counts_from_its_lease() -> None:
+    group = group_of(103.0, 106.0)
+    assert [outside_s(group, each) for each in group.in_order()] == [1.0, 4.0]
+    # A controller before this one had leased it.
+    restored = group_of(103.0, leased_s=0.0)
+    assert outside_s(restored, restored.finished[0]) == 0.5
+
+
+def test_the_queue_is_the_time_from_the_last_member_to_the_batch() -> None:
+    orders = [OrderTimes("batch", 100.0, 110.0)]
+    found = StepTimes().step([group_of(103.0, 106.0)], orders, waited_s=0, lease_waits_s=NOTHING)
+    assert found["queue_s_mean"] == pytest.approx(4.0)
+    # 1 and 4 s beside the engine, half a second of each in the environment.
+    assert found["episode_rest_s_mean"] == pytest.approx(2.0)
+
+
+def test_a_trace_has_a_line_for_each_episode_at_one_time() -> None:
+    orders = [OrderTimes("publish", 99.0, 99.5), OrderTimes("batch", 101.0, 108.0)]
+    row = {"step": 4.0, "training_s": 2.0, "forward_backward_s": 1.5, "loss_s": math.nan}
+    groups = [group_of(103.0, 106.0), group_of(107.0, leased_s=104.0)]
+    found = trace(row, groups, orders, training=(109.0, 111.0))
+    # Strict JSON, as browsers read it.
+    json.loads(json.dumps(found, allow_nan=False))
+    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    trainer = {event["name"]: (event["ts"], event["dur"]) for event in spans if event["pid"] == 1}
+    assert trainer == {
+        "waits for: publish": (99_000_000, 500_000),
+        "publish": (99_500_000, 1_500_000),
+        "waits for: batch": (101_000_000, 7_000_000),
+        "batch on its way": (108_000_000, 1_000_000),
+        "training of step 4": (109_000_000, 2_000_000),
+        "forward_backward": (109_000_000, 1_500_000),
+    }
+    episodes = [event for event in spans if event["pid"] != 1]
+    assert [(e["ts"] / 1e6, e["dur"] / 1e6) for e in episodes] == [(100, 3), (100, 6), (104, 3)]
+    # The third begins where the first has ended.
+    assert [event["tid"] for event in episodes] == [1, 2, 1]
+    assert episodes[0]["args"]["complete_group_waited_s"] == pytest.approx(2.0)

@@ -1,0 +1,193 @@
+"""Tokens of roles open what the role needs; files of tokens are read again when they change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.sections import SecuritySection
+from slipstream.protocol.access.exposure import rendezvous_secret
+from slipstream.protocol.access.security import (
+    Credentials,
+    TokenInterceptor,
+    bind,
+    call_metadata,
+    create_server,
+    open_channel,
+)
+from slipstream.protocol.access.tokens import RIGHTS, Tokens, may_call, role_of, role_token
+from slipstream.v1 import (
+    environment_pb2,
+    fleet_pb2,
+    status_pb2,
+    trainer_pb2,
+    trajectory_pb2,
+)
+
+TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
+ROOT = Path(__file__).parents[4]
+FILES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
+
+
+def methods() -> Iterator[str]:
+    """All methods that a controller serves."""
+    for file in FILES:
+        for service in file.DESCRIPTOR.services_by_name.values():
+            # That one is served by rollout servers on a socket, with tokens of its own.
+            if service.name != "WorkerService":
+                yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
+
+
+def test_each_method_is_open_to_the_roles_that_need_it() -> None:
+    trainer = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
+    reads = {"GetStatus", "Watch", "ListEnvironments"}
+    opened = {
+        role: {m.rpartition("/")[2] for m in methods() if may_call(role, m)} for role in RIGHTS
+    }
+    assert opened == {
+        "reader": reads,
+        "client": reads | {"SubmitEnvironment", "ServeEpisodes"},
+        "rollout-server": reads | {"Join", "CallEnvironments", "Deliver"},
+        "trainer": reads | {"StopRun"} | {method.name for method in trainer.methods},
+    }
+    # Only the run's own token sends a server away.
+    assert may_call(None, "/slipstream.v1.StatusService/DrainServer")
+
+
+def test_services_of_others_are_open_to_all_roles() -> None:
+    assert all(may_call(role, "/grpc.health.v1.Health/Check") for role in RIGHTS)
+    # A service of ours whose name only begins like one that is open.
+    assert not may_call("rollout-server", "/slipstream.v1.FleetServiceTwo/Join")
+
+
+def test_a_roles_token_tells_nothing_of_the_runs_and_is_made_once() -> None:
+    made = {role: role_token(TOKEN, role) for role in RIGHTS}
+    assert len(set(made.values())) == len(RIGHTS)
+    assert all(role_of(token) == role and TOKEN not in token for role, token in made.items())
+    assert role_token(made["trainer"], "trainer") == made["trainer"]
+    assert role_of(TOKEN) is None
+    assert role_of("unknown." + TOKEN) is None
+
+
+def test_ranks_meet_with_the_runs_token_and_with_that_of_trainers() -> None:
+    trainer = role_token(TOKEN, "trainer")
+    assert rendezvous_secret(TOKEN, "run") == rendezvous_secret(trainer, "run")
+    assert rendezvous_secret(TOKEN, "run") != rendezvous_secret(OLD, "run")
+
+
+def test_a_controller_with_the_token_of_a_role_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="needs the run's own token, this is that of a trainer"):
+        TokenInterceptor(Tokens((TOKEN, role_token(TOKEN, "trainer"))))
+
+
+@pytest.mark.process
+def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) -> None:
+    command = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "localhost"]
+    subprocess.run(command, check=True, capture_output=True)
+    folder = tmp_path / "secrets"
+    token = (folder / "token").read_text().strip()
+    for role in RIGHTS:
+        file = folder / f"{role.replace('-', '_')}_token"
+        assert file.read_text().strip() == role_token(token, role)
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def answer_to(channel: grpc.aio.Channel, method: str, credentials: Credentials) -> str:
+    """The code with which a call without a handler behind it ends: UNIMPLEMENTED if it is open."""
+    call = channel.unary_unary(method)
+    try:
+        await call(b"", metadata=call_metadata(credentials), timeout=20)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+def holding(token: str) -> Credentials:
+    return Credentials(certificate=None, key=None, ca=None, token=token)
+
+
+class Answers(grpc.GenericRpcHandler):
+    """Answers every method with nothing."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def answer(request: bytes, context: object) -> bytes:
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
+    server = create_server(holding(TOKEN))
+    server.add_generic_rpc_handlers((Answers(),))
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', holding(TOKEN))}"
+    await server.start()
+    rollout = holding(role_token(TOKEN, "rollout-server"))
+    submit = "/slipstream.v1.EnvironmentService/SubmitEnvironment"
+    async with open_channel(address, rollout) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(submit)(b"", metadata=call_metadata(rollout), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert caught.value.details() == (
+            f"the token of a rollout-server does not open {submit} (docs/security.md)"
+        )
+        status = "/slipstream.v1.StatusService/GetStatus"
+        assert await answer_to(channel, status, rollout) == "OK"
+        assert await answer_to(channel, submit, holding(TOKEN)) == "OK"
+        forged = holding("rollout-server." + "0" * 64)
+        assert await answer_to(channel, status, forged) == "UNAUTHENTICATED"
+    await server.stop(None)
+
+
+def write(path: Path, text: str) -> None:
+    """Puts a new file in the place, as whoever changes secrets does."""
+    path.with_suffix(".new").write_text(text)
+    os.replace(path.with_suffix(".new"), path)
+
+
+async def test_a_token_changes_while_the_run_goes_on(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "controller", tmp_path / "host"
+    write(ours, OLD)
+    write(theirs, OLD)
+    serving = Credentials.load(SecuritySection(token_file=ours))
+    calling = Credentials.load(SecuritySection(token_file=theirs))
+    server = create_server(serving)
+    server.add_generic_rpc_handlers((Answers(),))
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', serving)}"
+    await server.start()
+    method = "/slipstream.v1.FleetService/Join"
+    async with open_channel(address, calling) as channel:
+
+        async def told() -> str:
+            return await answer_to(channel, method, calling)
+
+        assert await told() == "OK"
+        write(ours, f"{NEW}\n{OLD}\n")
+        assert await told() == "OK"
+        write(theirs, role_token(NEW, "rollout-server"))
+        assert await told() == "OK"
+        # While a file cannot be used, what it said last counts.
+        write(ours, "short")
+        assert await told() == "OK"
+        write(ours, NEW)
+        assert await told() == "OK"
+        assert await answer_to(channel, method, holding(OLD)) == "UNAUTHENTICATED"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{TOKEN}\nshort", "at least 32 characters a line, .* has 5"),
+        (f"{TOKEN}\n\n{OLD}", "at least 32 characters a line, .* has 0"),
+        ("ü" * 40, "printable ASCII"),
+    ],
+)
+def test_each_line_of_a_token_file_must_be_a_token(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Tokens.read(tmp_path / "token")
