@@ -58,11 +58,6 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-ep2": (2, "moe", {"parallel": {"ep": 2}}),
     "experts-etp2": (2, "moe", {"parallel": SP}),
     "experts-pp2": (2, "moe", {"parallel": {"pp": 2}}),
-    "experts-layout": (
-        2,
-        "moe",
-        {"parallel": {"pp": 2}, "transformer": {"pipeline_model_parallel_layout": "E|ttL"}},
-    ),
     # The first stage has no layer, and so no adapter.
     "experts-after-embedding": (
         2,
