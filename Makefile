@@ -17,6 +17,9 @@ TEST_WORKERS ?= 2
 FAST_WORKERS ?= 6
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
+# For `make images`: Podman does as well as Docker, and IMAGE_FLAGS="--build-arg PYTHON_IMAGE=NAME" is passed on.
+DOCKER ?= docker
+IMAGE_FLAGS ?=
 
 export TORCHDYNAMO_DISABLE := 1
 # Hundreds of processes of the tests would compile the same modules each time.
@@ -27,7 +30,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-fast test-slow compose-test mutants fuzz lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -107,6 +110,12 @@ test-slow: $(STAMP)
 # Needs Docker Engine with Compose, and no `make install`: docs/guides/deployment.md says what it does.
 compose-test:
 	$(PYTHON) tests/compose/run.py $(COMPOSE_FLAGS)
+
+# slipstream:cpu and slipstream:gpu; `make image-cpu` builds that one alone. No `make install` is needed.
+images: image-cpu image-gpu
+
+image-cpu image-gpu: image-%:
+	$(DOCKER) build $(IMAGE_FLAGS) --file deploy/$*.Dockerfile --tag slipstream:$* .
 
 # Takes the code behind each row of tests/parity/feature-parity.md away and shows that its tests notice.
 mutants: $(STAMP)

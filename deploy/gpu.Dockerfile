@@ -6,19 +6,20 @@
 # Debian with Python 3.12 as `python`; CUDA and cuDNN come as wheels. A host without Docker Hub names an image of its own.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
-# A stack of docs/support.md: gpu or gpu-measured.
-ARG STACK=gpu
+# A stack of docs/support.md: gpu-measured or gpu.
+ARG STACK=gpu-measured
 ARG MAX_JOBS=8
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update && apt-get install --yes --no-install-recommends g++
 COPY requirements/common.txt requirements/gpu.txt requirements/gpu-measured.txt /build/requirements/
-COPY deploy/build_te_wheel.sh deploy/make_lock.py /build/deploy/
-RUN /build/deploy/build_te_wheel.sh ${STACK} /wheels
+# With the wheel of TransformerEngine's extension from dist/ where it is there, nothing is compiled.
+COPY deploy/build_te_wheel.sh deploy/make_lock.py dist/transformer_engine_torch-*.whl /build/deploy/
+RUN /build/deploy/build_te_wheel.sh ${STACK} /build/deploy
 RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH
 RUN python /build/deploy/make_lock.py ${STACK} > /build/pins.txt \
-    && pip install --no-deps --find-links /wheels --requirement /build/pins.txt \
-    && python -c "import transformer_engine.pytorch"
+    && pip install --no-deps --find-links /build/deploy --requirement /build/pins.txt \
+    && python -c "import transformer_engine.pytorch, megatron.bridge, vllm.v1.engine.core"
 COPY pyproject.toml README.md LICENSE /build/
 COPY protos /build/protos
 COPY core /build/core

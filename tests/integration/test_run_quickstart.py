@@ -411,6 +411,13 @@ def test_no_secret_comes_into_a_receipt(
         assert b"the-password" not in data
     assert load_config(tmp_path / "files" / "config.toml").queue.redis_url == "rediss://far:1/0"
 
+    socket = (copy / "config.toml").read_text().replace(url, 'redis_url = "unix://a:b@/run/x"')
+    (copy / "config.toml").write_text(socket)
+    pack(copy, tmp_path / "local")
+    (tmp_path / "of-local").mkdir()
+    unpack(tmp_path / "local", tmp_path / "of-local")
+    assert load_config(tmp_path / "of-local/config.toml").queue.redis_url == "unix:///run/x"
+
     monkeypatch.setenv("MY_API_KEY", "echo-heldout")
     with pytest.raises(ConfigError, match=r"\$MY_API_KEY in it: no receipt is made of it"):
         pack(copy, tmp_path / "other")

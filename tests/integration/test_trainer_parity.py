@@ -109,6 +109,7 @@ def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) 
         assert {name: found[name] for name in ("loss", "grad_norm", "importance_weight_mean")} == {
             name: metrics[name] for name in ("loss", "grad_norm", "importance_weight_mean")
         }
+        assert 0 <= found["own_reward"] <= 1
         assert found["own_clip_fraction"] == metrics["clip_fraction"]
         assert found["own_ratio_max"] == metrics["importance_ratio_max"]
     assert own["weights"].keys() == built_in["weights"].keys()

@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from make_lock import lock_of
+from make_lock import ROOT, lock_of, pins_of
 
 pytestmark = pytest.mark.process
 UV = """#!/bin/sh
@@ -109,6 +109,20 @@ def test_a_stack_takes_the_extension_that_was_built_for_its_torch(
             f'cp312-cp312-linux_x86_64.whl ; python_version == "3.12" --hash=sha256:{built[number]}'
         )
         assert "\nsmall==1.0 --hash=sha256:" in lock
+
+
+def test_an_extension_that_is_there_is_not_built_again(tmp_path: Path) -> None:
+    version = pins_of("gpu")["transformer-engine-torch"]
+    tag = f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux_x86_64"
+    write_wheel(tmp_path, "transformer_engine_torch", f"{version}-213", tag)
+    python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [ROOT / "deploy" / "build_te_wheel.sh", "gpu", tmp_path]
+    # Without pip's indices a build would fail.
+    variables = os.environ | {"PATH": python, "PIP_NO_INDEX": "1", "TMPDIR": str(tmp_path)}
+    subprocess.run(command, check=True, timeout=60, env=variables)
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run([command[0], "gpu-measured", tmp_path], check=True, env=variables)
 
 
 def test_a_wheel_of_ours_that_is_missing_is_named(tmp_path: Path, lists: Path) -> None:

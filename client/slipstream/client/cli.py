@@ -28,6 +28,7 @@ EXAMPLES = {
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
     "dashboard": "slipstream dashboard runs --port 0",
+    "compare": "slipstream compare runs/first runs/second --out both.html",
     "roles": "slipstream roles deploy/configs/quickstart.toml --for slurm --out slurm",
     "doctor": "slipstream doctor deploy/configs/quickstart.toml",
 }
@@ -246,6 +247,11 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     check.set_defaults(execute=_check)
 
+    compare = commands.add_parser("compare", help="what differs in two runs, and their curves")
+    compare.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="a run folder")
+    compare.add_argument("--out", type=Path, metavar="FILE", help="also one page of HTML")
+    compare.set_defaults(execute=_compare)
+
     dashboard = commands.add_parser(
         "dashboard", help="a page of runs, for a browser on this machine"
     )
@@ -409,6 +415,12 @@ async def _check(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_check
 
     return await run_check(arguments.config, arguments.overrides)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from slipstream.client.compare import compare
+
+    return compare(arguments.runs, arguments.out)
 
 
 def _dashboard(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from slipstream.learner.algorithms.episodes import FloatArray, RewardedEpisode, ScoredEpisode
+from slipstream.learner.algorithms.episodes import (
+    FloatArray,
+    RewardedEpisode,
+    ScoredEpisode,
+    ShapedReward,
+)
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms, TokenWeights
 
 
@@ -33,6 +38,6 @@ def advantage(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     return found
 
 
-def reward(group: Sequence[RewardedEpisode]) -> list[float]:
-    """The environment's rewards."""
-    return [episode.reward for episode in group]
+def reward(group: Sequence[RewardedEpisode]) -> list[ShapedReward]:
+    """The environment's rewards, which are reported too."""
+    return [ShapedReward(episode.reward, {"own_reward": episode.reward}) for episode in group]

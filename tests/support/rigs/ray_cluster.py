@@ -1,13 +1,16 @@
-"""Runs the program that `slipstream roles --for ray` writes on a Ray cluster of several nodes.
+"""Submits the program that `slipstream roles --for ray` writes to a Ray cluster of several nodes.
 
-`python ray_cluster.py PROGRAM LOG STEP`, by an interpreter that has Ray: once LOG shows step STEP,
-a node with a rollout server dies. Ends with the code of the program.
+`python ray_cluster.py PROGRAM FOLDER STEP`, by an interpreter that has Ray. At STEP a node with a
+rollout server dies, and once that server has started elsewhere the learner's node; then the program
+is submitted again. What `ray job logs` shows of both jobs comes into FOLDER. Ends with 0 if the
+first job failed and the second one did not.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,31 +19,59 @@ from typing import Any
 
 from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 
-NODES = 4
+NODES, SERVERS = 4, 2
+RAY = Path(sys.executable).with_name("ray")
+NODE_NEEDS = {"num_cpus": 2}
 
 
 def main() -> int:
-    """Starts the cluster and the program; returns its code."""
-    program, log, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(NODES)]
-    environ = {**os.environ, "RAY_ADDRESS": cluster.address}
-    with log.open("wb") as output:
-        run = subprocess.Popen(
-            [sys.executable, program], env=environ, stdout=output, stderr=subprocess.STDOUT
-        )
-    is_whole = True
-    while run.poll() is None:
-        steps = [int(found) for found in re.findall(r"step +(\d+)/", log.read_text())]
-        if is_whole and max(steps, default=0) >= step:
-            cluster.remove_node(next(filter(has_server, nodes)), allow_graceful=False)
-            is_whole = False
-        time.sleep(0.5)
-    return run.returncode or int(is_whole)
+    """Starts the cluster and both jobs; returns 0 when they ended as they should."""
+    program, folder = Path(sys.argv[1]).absolute(), Path(sys.argv[2])
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True}
+    )
+    nodes = [cluster.add_node(**NODE_NEEDS) for _ in range(NODES)]
+    address = f"--address=http://{cluster.head_node.webui_url}"
+    deaths, codes = ["rollout-server", "learner"], []
+    for name in ("first", "second"):
+        log = folder / f"{name}.tail"
+        submit = [RAY, "job", "submit", address, f"--submission-id={name}"]
+        with log.open("wb") as output:
+            job = subprocess.Popen(
+                [*submit, "--", sys.executable, program], stdout=output, stderr=output
+            )
+        while job.poll() is None:
+            text = log.read_text()
+            steps = [int(found) for found in re.findall(r"step +(\d+)/", text)]
+            is_due = {
+                "rollout-server": max(steps, default=0) >= int(sys.argv[3]),
+                "learner": text.count(" joins ") > SERVERS,
+            }
+            if deaths and is_due[deaths[0]]:
+                words = f"slipstream {deaths.pop(0)}"
+                dead = next(node for node in nodes if processes(node, words))
+                nodes[nodes.index(dead)] = cluster.add_node(**NODE_NEEDS)
+                kill(cluster, dead)
+            time.sleep(0.5)
+        codes.append(job.returncode)
+        with (folder / f"{name}.log").open("wb") as output:
+            subprocess.run([RAY, "job", "logs", address, name], stdout=output, check=True)
+    return int(bool(deaths) or codes[0] == 0 or codes[1] != 0)
 
 
-def has_server(node: Any) -> bool:
-    """Whether a process below the node's daemon is the command of a rollout server."""
+def kill(cluster: Any, node: Any) -> None:
+    """Ends a node and all below it at once, as a host that loses its power."""
+    below = processes(node)
+    cluster.remove_node(node, allow_graceful=False)
+    for pid in below:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def processes(node: Any, words: str = "") -> list[int]:
+    """Returns the processes below the node's daemon whose command line has these words."""
     daemon = node.all_processes["raylet"][0].process.pid
     shown = subprocess.check_output(["ps", "-eo", "pid=,ppid=,args="], text=True)
     rows = [line.split(None, 2) for line in shown.splitlines()]
@@ -48,7 +79,7 @@ def has_server(node: Any) -> bool:
     # A process that is started later has a higher number, but for numbers that begin anew.
     while more := {pid for pid, parent, _ in rows if parent in below} - below:
         below |= more
-    return any(pid in below and "rollout-server" in args for pid, _, args in rows)
+    return [int(pid) for pid, _, args in rows if pid in below and words in args]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""A folder of the user's modules, as schedulers without a shared folder bring it to a run."""
+"""What schedulers without a shared folder bring to a run: the user's modules and models."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.core.configuration.roles import role_folders
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
 # What Python and editors leave in a folder.
 _LEFT = ("__pycache__", ".git", ".venv")
+# A model on the hub in a state that the name says.
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*@[\w./-]+")
 
 
 @dataclass(frozen=True)
@@ -70,4 +74,21 @@ def left_behind(config: Config, code: ShippedCode) -> list[str]:
             each in code.files for each in names
         ):
             found.append(module)
+    return found
+
+
+def model_folders(config: Config) -> dict[str, Path]:
+    """Returns the folder of each model by its setting, none for a model on the hub.
+
+    Raises ConfigError for two folders that would have one name where they are brought.
+    """
+    settings = {"model.path": config.model.path}
+    settings |= {f"{name}.path": path for name, path in role_folders(config)}
+    found = {k: path for k, path in settings.items() if not _HUB_MODEL.fullmatch(str(path))}
+    names = {path.name: path for path in found.values()}
+    for setting, path in found.items():
+        if names[path.name] != path:
+            raise ConfigError(
+                f"{setting} must end with a name of its own, got {path} beside {names[path.name]}"
+            )
     return found

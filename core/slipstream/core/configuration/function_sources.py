@@ -9,12 +9,16 @@ from pathlib import Path
 
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 
+# Folders of installed packages, which have nothing to do with each other.
+INSTALLED = ("site-packages", "dist-packages")
+
 
 def source_digests(algorithms: EnvironmentAlgorithms) -> dict[str, str]:
     """Returns a digest for each function of the user's own, by its name.
 
-    It covers the function's module and the modules in the same folder that this imports. A module
-    that is not found here has none: another host may have it.
+    It covers the function's module, its packages and the modules that these import from the same
+    folder of Python's path; of an installed one, from the same package. A module that is not found
+    here has none: another host may have it.
     """
     names = sorted({name for each in algorithms.distinct for name in each.own_functions.values()})
     found = {name: _digest(name.partition(":")[0]) for name in names}
@@ -23,35 +27,34 @@ def source_digests(algorithms: EnvironmentAlgorithms) -> dict[str, str]:
 
 def _digest(module: str) -> str:
     """Returns the digest of a module's sources, "" if there is no such file."""
-    first = _file(module)
-    if first is None:
+    folders = (Path(one) for one in (os.getcwd(), *sys.path))
+    folder = next((one for one in folders if _file(module, one)), None)
+    if folder is None:
         return ""
-    files, left = {module: first}, [module]
+    package = module.partition(".")[0] if folder.name in INSTALLED else None
+    files: dict[str, Path] = {}
+    left = [module]
     while left:
         name = left.pop()
-        for other in _imports(files[name], name):
-            file = None if other in files else _file(other)
-            if file is not None and _is_beside(file, first.parent):
-                files[other] = file
-                left.append(other)
+        file = _file(name, folder)
+        if file is None or name in files or package not in (None, name.partition(".")[0]):
+            continue
+        files[name] = file
+        for other in (name, *_imports(file, name)):
+            parts = other.split(".")
+            left += [".".join(parts[:size]) for size in range(1, len(parts) + 1)]
     found = hashlib.sha256()
     for name, file in sorted(files.items()):
         found.update(f"{name}\n".encode() + file.read_bytes())
     return found.hexdigest()
 
 
-def _is_beside(file: Path, folder: Path) -> bool:
-    return file.is_relative_to(folder) and "site-packages" not in file.relative_to(folder).parts
-
-
-def _file(module: str) -> Path | None:
-    """Returns the source of a module: in the folder of the command first, then in Python's path."""
-    *packages, name = module.split(".")
-    for folder in (os.getcwd(), *sys.path):
-        place = Path(folder, *packages)
-        for file in (place / name / "__init__.py", place / f"{name}.py"):
-            if file.is_file():
-                return file
+def _file(module: str, folder: Path) -> Path | None:
+    """Returns the source of a module of a folder of Python's path."""
+    place = folder.joinpath(*module.split("."))
+    for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+        if file.is_file():
+            return file
     return None
 
 

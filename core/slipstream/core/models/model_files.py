@@ -50,6 +50,10 @@ def missing_weights(folder: Path, setting: str) -> list[str]:
     Only headers are read. The usual cause is an incomplete download.
     """
     if not any(folder.glob("*.safetensors")):
+        if folder.parent.name == "snapshots":
+            return [
+                f"{setting} has no weights in the hub's cache yet, {folder}: a dry run brings none"
+            ]
         return [f"{setting} must hold safetensors weights, but {folder} has none"]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     # Rollout servers read no other folder.

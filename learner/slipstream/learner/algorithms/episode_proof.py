@@ -105,10 +105,17 @@ def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) ->
     if proved.kind == "filter":
         return [np.array(float(filtered(proved.algorithm, episodes, where=where)))]
     if proved.kind == "reward":
-        return [np.array(e.reward) for e in rewarded(proved.algorithm, episodes, where=where)]
+        shaped = rewarded(proved.algorithm, episodes, where=where)
+        return [np.array([e.reward, *e.reports.values()]) for e in shaped]
     found = token_advantages(proved.algorithm, episodes, where=where)
     return [
-        np.stack([each.advantages, *([] if each.returns is None else [each.returns])])
+        np.concatenate(
+            [
+                each.advantages,
+                *([] if each.returns is None else [each.returns]),
+                [*each.reports.values()],
+            ]
+        )
         for each in found
     ]
 

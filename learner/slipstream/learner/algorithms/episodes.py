@@ -1,7 +1,7 @@
 """The inputs and results of advantages, rewards and filters: the episodes of a batch or group.
 
     def advantage(episodes: Sequence[ScoredEpisode], *, ...) -> FloatArray | Sequence[FloatArray]
-    def reward(group: Sequence[RewardedEpisode], *, ...) -> Sequence[float]
+    def reward(group: Sequence[RewardedEpisode], *, ...) -> Sequence[float | ShapedReward]
     def filter(group: Sequence[RewardedEpisode], *, ...) -> bool
 
 All are pure functions. What stands behind the star are arguments from the configuration, checked by
@@ -51,10 +51,22 @@ class ScoredEpisode:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages of one episode, [sampled tokens]; `returns` are the critic's targets."""
+    """Advantages of one episode, [sampled tokens]; `returns` are the critic's targets.
+
+    `reports` become metrics by their names: the means over the episodes that have them.
+    """
 
     advantages: FloatArray
     returns: FloatArray | None = None
+    reports: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShapedReward:
+    """The reward of one episode, with `reports` as in `TokenAdvantages`."""
+
+    reward: float
+    reports: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,3 +90,5 @@ class RewardedEpisode:
     task_index: int
     # The name of the branches with a reward of their own; "" for all others.
     side: str = ""
+    # What the function `reward` reported of it.
+    reports: Mapping[str, float] = field(default_factory=dict)

@@ -10,10 +10,11 @@ import json
 import math
 import numbers
 import os
+import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +30,20 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.episodes import (
     RewardedEpisode,
     ScoredEpisode,
+    ShapedReward,
     TokenAdvantages,
 )
 
 _FOLDER = __package__
+_REPORT = re.compile(r"[a-z][a-z0-9_/]*")
+# Metrics of every step of the trainer, whose names no report may have.
+TAKEN = frozenset(
+    (
+        *("loss", "entropy", "kl", "kl_reference", "trained_tokens", "importance_weight_mean"),
+        *("effective_sample_size", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_tokens"),
+        *("grad_norm", "learning_rate", "num_micro_batches", "forward_backward_s", "optimizer_s"),
+    )
+)
 _MODULES: dict[FunctionKind, str] = {
     "loss": "losses",
     "advantage": "advantages",
@@ -71,6 +82,26 @@ class Function:
             raise
         except (Exception, SystemExit) as error:
             raise self.fault(_describe(error), where) from error
+
+    def check_reports(self, names: Iterable[str], where: str) -> None:
+        """Raises RunFailed for a name that no metric can have."""
+        for name in names:
+            if _REPORT.fullmatch(name) is None:
+                raise self.fault(f"the report {name} needs a name of a-z, 0-9, _ and /", where)
+            if name in TAKEN:
+                raise self.fault(f"the report {name} has the name of another metric", where)
+
+    def check_numbers(self, reports: Mapping[str, float], where: str) -> None:
+        """Raises RunFailed for a report of an episode that is no finite number."""
+        self.check_reports(reports, where)
+        for name, value in reports.items():
+            if not is_number(value):
+                raise self.fault(f"the report {name} is no finite number: {value!r}", where)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
@@ -170,11 +201,14 @@ def rewarded(
         found = list(function.call(tuple(group)))
     if len(found) != len(group):
         raise function.fault(f"{len(found)} rewards of {len(group)} episodes", where)
-    for each in found:
-        if not isinstance(each, numbers.Real) or not math.isfinite(each):
-            raise function.fault(f"a reward is no finite number: {each!r}", where)
+    shaped = [one if isinstance(one, ShapedReward) else ShapedReward(one) for one in found]
+    for each in shaped:
+        if not is_number(each.reward):
+            raise function.fault(f"a reward is no finite number: {each.reward!r}", where)
+        function.check_numbers(each.reports, where)
     return [
-        replace(episode, reward=float(reward)) for episode, reward in zip(group, found, strict=True)
+        replace(episode, reward=float(each.reward), reports=each.reports)
+        for episode, each in zip(group, shaped, strict=True)
     ]
 
 
@@ -219,6 +253,7 @@ def _of_tokens(
         found = TokenAdvantages(np.asarray(found, dtype=np.float64))
         if not found.advantages.shape:
             found = TokenAdvantages(np.repeat(found.advantages, number))
+    function.check_numbers(found.reports, at)
     arrays = (found.advantages, found.advantages if found.returns is None else found.returns)
     for array in arrays:
         if array.shape != (number,):

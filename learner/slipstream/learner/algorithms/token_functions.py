@@ -1,6 +1,5 @@
 """Calls of losses and weights, with checks of what they return and leave alone."""
 
-import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -13,16 +12,6 @@ from slipstream.learner.algorithms.inputs import (
     TokenWeights,
 )
 from torch import Tensor
-
-_NAME = re.compile(r"[a-z][a-z0-9_/]*")
-# Metrics of every step, whose names no report may have.
-TAKEN = frozenset(
-    (
-        *("loss", "entropy", "kl", "kl_reference", "trained_tokens", "importance_weight_mean"),
-        *("effective_sample_size", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_tokens"),
-        *("grad_norm", "learning_rate", "num_micro_batches", "forward_backward_s", "optimizer_s"),
-    )
-)
 
 
 def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerms:
@@ -101,6 +90,7 @@ def _check(
     where: str,
 ) -> None:
     wanted = tokens.logprobs
+    function.check_reports(reports, where)
     for name, tensor in (
         ("result", values),
         *((f"report {name}", reports[name]) for name in reports),
@@ -108,10 +98,6 @@ def _check(
         if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise function.fault(f"the {name} is {shape}, not {list(wanted.shape)}", where)
-        if name != "result" and _NAME.fullmatch(name.removeprefix("report ")) is None:
-            raise function.fault(f"the {name} needs a name of a-z, 0-9, _ and /", where)
-        if name.removeprefix("report ") in TAKEN:
-            raise function.fault(f"the {name} has the name of another metric", where)
     # Proofs compute in float64; what is float32 there is so in a run too.
     if values.dtype not in (wanted.dtype, torch.float32):
         raise function.fault(f"the result is {values.dtype}, not {wanted.dtype}", where)

@@ -174,9 +174,8 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
 def _without_password(config: Config) -> Config:
     """Returns the settings without what logs in to Redis; raises ConfigError for other secrets."""
     if config.queue.redis_url is not None:
-        url = urlsplit(config.queue.redis_url)
-        url = url._replace(netloc=url.netloc.rpartition("@")[2], query="")
-        queue = config.queue.model_copy(update={"redis_url": url.geturl()})
+        url = re.sub(r"//[^/?#]*@", "//", config.queue.redis_url.partition("?")[0])
+        queue = config.queue.model_copy(update={"redis_url": url})
         config = config.model_copy(update={"queue": queue})
     _check_settings(config.model_dump(mode="json", exclude_none=True), ())
     return config

@@ -68,9 +68,7 @@ class Story:
     def read(cls, receipt: Receipt, folder: Path) -> Story:
         """Reads the unpacked files; raises SlipstreamError if one is damaged."""
         records = list(read_records(folder / JOURNAL))
-        summary = json.loads((folder / SUMMARY).read_text())
-        if not isinstance(summary, dict):
-            raise ProtocolError(f"{SUMMARY} is no table")
+        summary = _table(SUMMARY, (folder / SUMMARY).read_text())
         config = load_config(folder / CONFIG)
         return cls(receipt, folder, config, records, read_history(records), summary)
 
@@ -202,13 +200,24 @@ def _curve(story: Story) -> Iterator[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    rows: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
-    for number, row in enumerate(rows, start=1):
-        known = row if isinstance(row, dict) else {}
-        needed = ("step", "reward_mean") if "step" in known else ("evaluation_step",)
-        if not all(isinstance(known.get(name), int | float) for name in needed):
-            raise ProtocolError(f"{METRICS}: line {number} is no row")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        row = _table(f"{METRICS}, line {number},", line)
+        needed = ("step", "reward_mean") if "step" in row else ("evaluation_step",)
+        if not all(isinstance(row.get(name), int | float) for name in needed):
+            raise ProtocolError(f"{METRICS}, line {number}, is no row")
+        rows.append(row)
     return rows
+
+
+def _table(name: str, text: str) -> dict[str, Any]:
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"{name} is no JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ProtocolError(f"{name} is no table")
+    return table
 
 
 def _here(story: Story, kind: str, now: Callable[[], Mapping[str, Any]]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
+from slipstream.learner.trainer.algorithms.sequences import Reports, training_sequences, weighted
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
@@ -139,15 +140,17 @@ class TrainingStep:
             check_references(batch, top_k=reference.top_k, vocab_size=vocab_size)
         totals = _Totals(StepStatistics(self._config.algorithm.epochs, self._reports))
         metrics: dict[str, float] = {}
+        reports: Reports = {}
         adapters = self._policy.adapters
         for name, part in batch.by_adapter(adapters.names):
             with adapters.active(name):
-                found, of_critic = self._train_part(part)
+                found, of_critic = self._train_part(part, reports)
             totals.join(found)
             metrics |= of_critic
             if adapters.are_several:
                 own = self._metrics(found, 0.0)
                 metrics |= {f"adapter/{name}/{key}": own[key] for key in BY_ADAPTER}
+        metrics |= {name: statistics.fmean(values) for name, values in reports.items()}
         metrics |= self._metrics(totals, learning_rate(self._config, batch.step))
         if self._replays:
             policy = self._policy
@@ -160,9 +163,10 @@ class TrainingStep:
             metrics["weights_moved"] = moved
         return TrainedStep(metrics, time.monotonic() - started, saved)
 
-    def _train_part(self, batch: Batch) -> tuple[_Totals, dict[str, float]]:
+    def _train_part(self, batch: Batch, reports: Reports) -> tuple[_Totals, dict[str, float]]:
         """Trains the active adapter, or all of the policy; returns the critic's metrics too.
 
+        `reports` gets what advantages and rewards report.
         A part with fewer groups than `mini_batches` has one mini-batch for each group.
         """
         number = self._config.algorithm.mini_batches
@@ -173,7 +177,7 @@ class TrainingStep:
         if self._roles != NO_ROLES:
             with self.stages.measure("estimates"):
                 estimates = self._roles.estimates(batch)
-        sequences = training_sequences(batch, self._config, estimates)
+        sequences = training_sequences(batch, self._config, estimates, reports)
         environments = [batch.trajectories[owner].environment for owner in batch.owners]
         sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import re
 import ssl
@@ -18,6 +17,7 @@ import grpc
 import grpc.aio
 from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.checked_calls import CheckingInterceptor, handler_like
@@ -117,13 +117,7 @@ def is_loopback(address: str) -> bool:
     """Whether only this machine can reach `address` ("host:port" or "unix:path")."""
     if address.startswith("unix:"):
         return True
-    host, _ = address_parts(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback_host(address_parts(address)[0])
 
 
 def check_address(address: str, credentials: Credentials, *, what: str) -> None:

@@ -17,6 +17,10 @@ SOURCES = {
     "parts/deep/__init__.py": "",
     "parts/deep/third.py": "from ..second import two\n",
     "parts/unused.py": "",
+    "package/__init__.py": "",
+    "package/common.py": "clip = 0.2\n",
+    "package/losses/__init__.py": "",
+    "package/losses/mine.py": "from ..common import clip\nfrom parts.first import second\n",
     "broken.py": "def loss(:\n",
 }
 
@@ -37,14 +41,39 @@ def digests(*functions: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("file", SOURCES)
-def test_a_digest_covers_the_module_and_those_in_its_folder_that_it_imports(
+def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them(
     file: str, folder: Path
 ) -> None:
-    before = digests("losses:loss")["losses:loss"]
+    before = digests("losses:loss", "package.losses.mine:reward")
     (folder / file).write_text(f"{SOURCES[file]}# more\n")
-    is_covered = file not in ("parts/unused.py", "broken.py")
-    assert (digests("losses:loss")["losses:loss"] != before) == is_covered
+    after = digests("losses:loss", "package.losses.mine:reward")
+    changed = {name for name, digest in after.items() if digest != before[name]}
+    covers = {
+        "losses:loss": ("losses.py", "parts/"),
+        "package.losses.mine:reward": ("package/", "parts/"),
+    }
+    assert changed == {
+        name for name, files in covers.items() if file.startswith(files) and "unused" not in file
+    }
     assert "losses" not in sys.modules
+
+
+def test_a_digest_of_an_installed_module_covers_its_own_package_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = folder / "site-packages"
+    (installed / "own").mkdir(parents=True)
+    (installed / "other.py").write_text("")
+    (installed / "own" / "__init__.py").write_text("import other, own.part\n")
+    (installed / "own" / "part.py").write_text("")
+    monkeypatch.syspath_prepend(str(installed))
+    found = []
+    for file in ("other.py", "own/part.py"):
+        (installed / file).write_text("more = True\n")
+        found.append(digests("own:loss"))
+    assert found[0] != found[1]
+    (installed / "other.py").write_text("")
+    assert digests("own:loss") == found[1]
 
 
 def test_each_function_has_a_digest_and_built_in_ones_have_none() -> None:

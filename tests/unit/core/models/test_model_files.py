@@ -31,6 +31,14 @@ def test_a_folder_without_weights_is_found(folder: Path) -> None:
     ]
 
 
+def test_weights_that_the_hub_still_has_are_no_fault_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "models--some--tiny" / "snapshots" / "c0ffee"
+    (said,) = missing_weights(folder, "model.path")
+    assert said == (
+        f"model.path has no weights in the hub's cache yet, {folder}: a dry run brings none"
+    )
+
+
 def test_weights_that_were_cut_off_are_found(folder: Path) -> None:
     path = folder / "model.safetensors"
     write_safetensors(path, 1000)

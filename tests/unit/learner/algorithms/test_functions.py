@@ -34,7 +34,7 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from slipstream.learner.algorithms.episodes import TokenAdvantages
+from slipstream.learner.algorithms.episodes import ShapedReward, TokenAdvantages
 from slipstream.learner.algorithms.inputs import TokenTerms, TokenWeights
 
 def steep(tokens, *, factor: Annotated[float, Field(gt=0)], side: Literal["low", "high"] = "low"):
@@ -87,6 +87,18 @@ def bare(tokens, *, factor=1.0):
 
 def nothing():
     return None
+
+def shaped(group):
+    return [ShapedReward(e.reward / 2, {"half": e.reward / 2}) for e in group]
+
+def half_reported(episodes):
+    return [TokenAdvantages(np.ones(len(e.lags)), reports={"ones": 1.0}) for e in episodes]
+
+def missing(group):
+    return [ShapedReward(e.reward, {"half": math.nan}) for e in group]
+
+def taken_name(group):
+    return [ShapedReward(e.reward, {"loss": 1.0}) for e in group]
 
 half = 0.5
 """
@@ -230,6 +242,8 @@ def test_a_faulty_advantage_is_named_in_one_line(module: str, function: str, wha
         ("raises", "ZeroDivisionError: division by zero (own_"),
         ("short", "1 rewards of 2 episodes"),
         ("infinite", "a reward is no finite number: inf"),
+        ("missing", "the report half is no finite number: nan"),
+        ("taken_name", "the report loss has the name of another metric"),
     ],
 )
 def test_a_faulty_reward_or_filter_is_named_in_one_line(
@@ -241,6 +255,16 @@ def test_a_faulty_reward_or_filter_is_named_in_one_line(
     assert str(caught.value).startswith(f"reward {module}:{function} at group g1: {what}")
     with pytest.raises(RunFailed, match=f"filter {module}:text at group g1: the result is neither"):
         filtered(algorithm(filter=f"{module}:text"), group, where="group g1")
+
+
+def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
+    group = [RewardedEpisode(reward, {}, False, (2,), 10, "e", 0) for reward in (1.0, 3.0)]
+    found = rewarded(algorithm(reward=f"{module}:shaped"), group, where="group g1")
+    assert [(one.reward, one.reports["half"]) for one in found] == [(0.5, 0.5), (1.5, 1.5)]
+    settings = algorithm(advantage=f"{module}:half_reported")
+    assert [one.reports for one in token_advantages(settings, episodes(), where="")] == [
+        {"ones": 1.0}
+    ] * 2
 
 
 def with_sources(config: Config) -> Config:

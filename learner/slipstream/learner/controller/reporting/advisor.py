@@ -30,6 +30,10 @@ MOST_EPISODES, LEAST_GROUPS = 4096, 32
 MOST_REPORTS = 1024
 # Relative spread of the running replies below which their cost cannot be told from a step's.
 LEAST_SPREAD = 0.05
+# An engine's step takes longer; one of no time would make endless steps.
+LEAST_STEP_S = 1e-6
+# Exceptions of a prediction from figures that cannot be.
+FAULTS = (ArithmeticError, AssertionError, LookupError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ class Advisor:
     await advise_forever()    # predicts in between
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
         """`write` replaces the file of the advice."""
-        self._write = write
+        self._write, self._warn, self._has_warned = write, warn, False
         self._steps: deque[StepCosts] = deque(maxlen=WINDOW_STEPS)
         self._groups: deque[Group] = deque()
         self._work: deque[ServerWork] = deque(maxlen=MOST_REPORTS)
@@ -156,7 +160,14 @@ class Advisor:
             if profile is None:
                 continue
             started_s = time.monotonic()
-            self.advice = await asyncio.to_thread(advise, profile)
+            try:
+                self.advice = await asyncio.to_thread(advise, profile)
+            except FAULTS as error:
+                # A report that no server sends in earnest must not end the run.
+                if not self._has_warned:
+                    self._warn(f"there is no advice: {type(error).__name__}: {error}")
+                self._has_warned = True
+                continue
             took_s = time.monotonic() - started_s
             self._may_at_s = time.monotonic() + PAUSE * took_s
             table = {"profile": profile_to_json(profile), **self.summary()}
@@ -184,7 +195,7 @@ class Advisor:
             setting=setting,
             groups_per_step=self._groups_per_step,
             places=self._places,
-            engine_step_s=engine[0] * self._waste,
+            engine_step_s=max(engine[0] * self._waste, LEAST_STEP_S),
             engine_token_s=engine[1] * self._waste,
             training_fixed_s=statistics.fmean(s.training_s - s.computing_s for s in steps),
             training_token_s=sum(s.computing_s for s in steps) / tokens if tokens else 0.0,

@@ -20,19 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from pydantic import JsonValue
+from slipstream.core.configuration.told_settings import told_settings
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.reporting.result_files import parse_object, write_result
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker
-
-# Settings that hold or locate secrets, which no tracking service should get.
-_UNTOLD = (
-    "queue.redis_url",
-    "queue.redis_password_file",
-    "queue.controller",
-    "queue.rollout_server",
-    "security",
-)
 
 # Takes a warning about a tracker; called on any thread.
 Complain: TypeAlias = Callable[[str], None]
@@ -54,23 +46,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Sends the numbers that are left."""
-
-
-def told_settings(config: Config) -> dict[str, JsonValue]:
-    """All settings but secrets, by flat names like `algorithm.max_staleness`."""
-    flat: dict[str, JsonValue] = {}
-
-    def flatten(prefix: str, value: JsonValue) -> None:
-        if prefix in _UNTOLD:
-            return
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            flat[prefix] = value
-
-    flatten("", config.model_dump(mode="json"))
-    return flat
 
 
 # Opens a tracker; raises the errors of the tracker's package.

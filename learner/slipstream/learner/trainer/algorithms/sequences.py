@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from slipstream.v1 import trajectory_pb2
 LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 
 
+# What functions report of the episodes, by name.
+Reports: TypeAlias = dict[str, list[float]]
+
+
 @dataclass(frozen=True)
 class ModelEstimates:
     """Estimates of the reference model and the critic for one trajectory, [sampled tokens] each."""
@@ -39,7 +44,10 @@ class ModelEstimates:
 
 
 def training_sequences(
-    batch: Batch, config: Config, estimates: Sequence[ModelEstimates] | None = None
+    batch: Batch,
+    config: Config,
+    estimates: Sequence[ModelEstimates] | None = None,
+    reports: Reports | None = None,
 ) -> list[TrainingSequence]:
     """Returns the sequences of the batch, in order; the same on every rank.
 
@@ -47,11 +55,14 @@ def training_sequences(
     that `leave_out_truncated` removes has no trained token and is in no statistic. The advantages
     of a branch are its side's advantages times its share. Raises UntrainableBatch if an advantage
     is not finite.
+
+    `reports` gets what the functions report of each episode.
     """
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
     places = [config.algorithms.place(t.environment) for t in trajectories]
-    found = _advantages(batch, config, known, [config.algorithms.distinct[p] for p in places])
+    own = [config.algorithms.distinct[place] for place in places]
+    found = _advantages(batch, config, known, own, {} if reports is None else reports)
     has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
         trajectories,
@@ -147,10 +158,11 @@ def _advantages(
     config: Config,
     known: Sequence[ModelEstimates],
     own: Sequence[AlgorithmSection],
+    reports: Reports,
 ) -> dict[int, TokenAdvantages]:
     """Returns the advantages of each episode that counts, by its place in the batch.
 
-    `own` has the algorithm of each.
+    `own` has the algorithm of each; `reports` gets what is reported.
     """
     shaped = shaped_rewards(batch.trajectories, config)
     rewards = np.array([side.reward for sides in shaped for side in sides], dtype=np.float64)
@@ -175,6 +187,10 @@ def _advantages(
     estimated = _by_function(episodes, [own[index] for index, _ in owners], where)
     for (index, side), one in zip(owners, estimated, strict=True):
         found.setdefault(index, []).append((side, one))
+    reported = [side.reports for sides in shaped for side in sides]
+    reported += [one.reports for one in estimated]
+    for name, value in (item for each in reported for item in each.items()):
+        reports.setdefault(name, []).append(float(value))
     return {
         index: joined(sides, batch.trajectories[index].num_sampled_tokens)
         for index, sides in found.items()

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+from slipstream.core.configuration.told_settings import told_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.measurement_sections import TrackingSection
 from slipstream.core.settings.tracking import check_trackers
@@ -18,7 +19,6 @@ from slipstream.learner.controller.reporting.tensorboard import TensorBoardTrack
 from slipstream.learner.controller.reporting.trackers import (
     RunIds,
     Trackers,
-    told_settings,
     ways_to_open,
 )
 from support.rigs.controller_runs import make_config

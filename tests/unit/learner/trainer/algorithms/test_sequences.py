@@ -73,6 +73,13 @@ def test_sampled_tokens_get_the_advantage_of_their_episode() -> None:
     assert advantages(found) == pytest.approx([-1, 0, 1, -1, -1, 2])
 
 
+def test_reports_of_episodes_are_collected() -> None:
+    reports: dict[str, list[float]] = {}
+    own = config(reward="support.fakes.own_grpo:reward")
+    training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), own, reports=reports)
+    assert reports == {"own_reward": [0, 1, 2, 5, 5, 8]}
+
+
 def test_only_sampled_tokens_are_trained() -> None:
     """What the chat template appends behind a reply is context: no loss, whatever its logprob."""
     one = batch([0, 1, 2, 5, 5, 8])

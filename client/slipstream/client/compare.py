@@ -1,0 +1,182 @@
+"""Compares two runs: what differs in their settings, and their curves side by side.
+
+The page holds all that it shows: it asks for nothing, so that it can be sent to somebody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+from statistics import fmean
+from typing import TypeAlias
+
+from pydantic import JsonValue
+from slipstream.client.dashboard.server import RunFolders, UnknownRun
+from slipstream.client.run_folder import settings_of
+from slipstream.client.terminal import plain, say
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.configuration.told_settings import told_settings
+from slipstream.core.errors import ConfigError
+
+# What the table shows of the metrics; the page has curves of all.
+CURVES = (
+    *("reward_mean", "reward_heldout", "lag_mean", "generated_tokens_per_s"),
+    *("trained_tokens_per_s", "step_s", "training_s", "entropy", "kl", "grad_norm"),
+    *("reply_tokens_mean", "truncated_fraction"),
+)
+# Newest steps over which the table has means.
+LAST = 10
+# Settings that two runs never share, and by which nothing else differs.
+_OF_EACH = ("run.name", "run.dir")
+_MISSING = "–"
+MOST_CHARACTERS = 48
+Points: TypeAlias = list[tuple[float, float]]
+# A name, and the text of each run.
+Row: TypeAlias = tuple[str, str, str]
+
+_SCRIPT = """
+const { names, curves } = JSON.parse(document.getElementById("curves").textContent);
+for (const [title, both] of curves) {
+  const figure = element("figure");
+  document.getElementById("plots").append(figure);
+  draw(figure, title, both.map((points, place) => ({ name: names[place], points })));
+}
+"""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What the files of a run say: settings by flat names, and points (step, value) by metric."""
+
+    name: str
+    settings: dict[str, JsonValue]
+    curves: dict[str, Points]
+
+
+def compare(folders: Sequence[Path], out: Path | None) -> int:
+    """Prints the tables of two runs, and writes the page to `out`; raises ConfigError."""
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists already: remove it, or name another file by --out")
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    tables = {"settings": list(differences(*runs)), "means": list(means(*runs))}
+    say(as_text(names, tables))
+    if out is not None:
+        try:
+            out.write_text(as_page(names, tables, runs), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def read_run(folder: Path) -> ComparedRun:
+    """Reads settings and metrics of a run that goes on or has ended; raises ConfigError."""
+    folder = folder.resolve()
+    config = load_config(settings_of(folder))
+    curves: dict[str, dict[float, float]] = {}
+    reader, begin, is_all = RunFolders(folder), 0, False
+    while not is_all:
+        try:
+            part = reader.metrics(folder.name, begin)
+        except UnknownRun:
+            raise ConfigError(f"{folder} has no metrics yet") from None
+        is_all, begin = part.is_all or part.end == begin, part.end
+        for row in part.rows:
+            step = row.get("step", row.get("evaluation_step"))
+            for name, value in row.items():
+                if isinstance(step, int | float) and isinstance(value, int | float):
+                    curves.setdefault(name, {})[step] = value
+    for name in ("step", "evaluation_step", "wall_s"):
+        curves.pop(name, None)
+    points = {name: sorted(found.items()) for name, found in curves.items()}
+    return ComparedRun(config.run.name, dict(_flat(told_settings(config))), points)
+
+
+def _flat(settings: dict[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """Yields settings by flat names; the tables of a list are named by their places, from 1."""
+    for name, value in settings.items():
+        tables = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif tables:
+            for place, table in enumerate(tables, start=1):
+                yield from _flat(table, f"{prefix}{name}[{place}].")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def differences(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    """Yields the settings that differ."""
+    for name in dict.fromkeys([*one.settings, *other.settings]):
+        texts = [_text(run.settings.get(name)) for run in (one, other)]
+        if texts[0] != texts[1] and name not in _OF_EACH:
+            yield name, texts[0], texts[1]
+
+
+def _text(value: JsonValue) -> str:
+    return _MISSING if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
+    """Yields means of the newest steps up to the last one that both runs have trained."""
+    for name in CURVES:
+        both = [run.curves.get(name, []) for run in (one, other)]
+        if any(both):
+            last = min(points[-1][0] for points in both if points)
+            found = [[value for step, value in points if step <= last][-LAST:] for points in both]
+            texts = [f"{fmean(values):.4g}" if values else _MISSING for values in found]
+            yield f"{name}, to step {last:g}", texts[0], texts[1]
+
+
+def as_text(names: Sequence[str], tables: dict[str, list[Row]]) -> str:
+    """Returns the tables for a terminal."""
+    rows = [("", *names), *(row for table in tables.values() for row in table)]
+    shown = [[plain(_cut(text)) for text in row] for row in rows]
+    sizes = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = [
+        "  ".join(f"{text:{size}}" for text, size in zip(row, sizes, strict=True)).rstrip()
+        for row in shown
+    ]
+    split = 1 + len(tables["settings"])
+    return "\n".join([*lines[:split], "", *lines[split:]])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+
+
+def as_page(names: Sequence[str], tables: dict[str, list[Row]], runs: Sequence[ComparedRun]) -> str:
+    """Returns one page of HTML with the tables, and a chart of each metric."""
+    files = resources.files("slipstream.client.dashboard")
+    style, chart = (files.joinpath(name).read_text() for name in ("page.css", "chart.js"))
+    known = sorted(set().union(*(run.curves for run in runs)) - set(CURVES))
+    shown = [name for name in (*CURVES, *known) if any(name in run.curves for run in runs)]
+    curves = [(name, [run.curves.get(name, []) for run in runs]) for name in shown]
+    data = json.dumps({"names": names, "curves": curves}).replace("<", "\\u003c")
+    title = escape(" and ".join(names))
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">",
+        f"<title>{title}</title><style>{style}</style><header><h1>{title}</h1></header><main>",
+        _table("Settings that differ", names, tables["settings"]),
+        _table(f"Means of the last {LAST} steps that both have", names, tables["means"]),
+        '<h2>Curves</h2><div id="plots"></div></main>',
+        f'<script type="application/json" id="curves">{data}</script>',
+        f'<script type="module">{chart}{_SCRIPT}</script></html>',
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> str:
+    lines = [
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
+        for name, *texts in [("", *names), *rows]
+    ]
+    return f"<h2>{title}</h2><table>{''.join(lines)}</table>"
