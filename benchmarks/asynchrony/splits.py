@@ -8,7 +8,7 @@ table.
 
     PYTHONPATH=tests python -m benchmarks.asynchrony.splits
 
-Writes benchmarks/results/splits.json at its end.
+Writes benchmarks/results/splits.json after each repeat.
 """
 
 from __future__ import annotations
@@ -138,8 +138,10 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def row_of(profile: Profile, setting: Setting, means: dict[str, float]) -> dict[str, float]:
-    """Returns what was measured under a setting, and what the profile predicts."""
+def row_of(profile: Profile, setting: Setting, runs: list[dict[str, float]]) -> dict[str, float]:
+    """Returns what several runs under a setting measured, and what the profile predicts."""
+    means = {name: statistics.fmean(run[name] for run in runs) for name in runs[0]}
+    measured = [run["measured"] for run in runs]
     started_s = time.perf_counter()
     predicted = Simulation(profile, setting).run()
     return {
@@ -147,6 +149,8 @@ def row_of(profile: Profile, setting: Setting, means: dict[str, float]) -> dict[
         "ranks": setting.replicas,
         "max_staleness": setting.max_staleness,
         **means,
+        "least": min(measured),
+        "greatest": max(measured),
         "predicted": predicted.steps_per_s,
         "predicted_waiting": predicted.waiting_share,
         "error": predicted.steps_per_s / means["measured"] - 1,
@@ -173,7 +177,8 @@ def write(
         cells.append(
             [
                 *(f"{row[name]:.0f}" for name in ("max_staleness", "servers", "ranks")),
-                *(f"{row[name]:.3f}" for name in ("measured", "predicted")),
+                f"{row['measured']:.3f} ({row['least']:.3f}-{row['greatest']:.3f})",
+                f"{row['predicted']:.3f}",
                 f"{row['error']:+.1%}",
                 f"{row['groups_wait_s'] / row['step_s']:.0%}, {row['predicted_waiting']:.0%}",
                 f"best {marks}" if marks else "",
@@ -198,7 +203,8 @@ def write(
         f"for {len(best) // 2 - len(missed)} of {len(best) // 2} bounds",
     ]
     record = {"settings": settings_of(arguments), "results": rows, "table": lines}
-    more = {"profile": profile_to_json(profile)}
+    costs = {name: v for name, v in profile_to_json(profile).items() if name != "groups"}
+    more = {"profile": {**costs, "num_groups": len(profile.groups)}}
     write_result("splits", {**record, **more}, arguments.out or RESULTS / "splits.json")
     return lines
 
@@ -220,17 +226,21 @@ async def measure(arguments: argparse.Namespace) -> list[str]:
         return played
 
     chosen = settings(arguments)
-    async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(one(base, arguments.base_steps))
-        others = [tasks.create_task(one(setting, arguments.steps)) for setting in chosen]
-    profile = first.result().profile
-    if profile is None:
-        raise SystemExit("the base run was too short for a profile: give more --base-steps")
-    found = [
-        row_of(profile, setting, other.result().means(setting, arguments.steps))
-        for setting, other in zip(chosen, others, strict=True)
-    ]
-    return write(arguments, profile, found)
+    runs: dict[Setting, list[dict[str, float]]] = {setting: [] for setting in chosen}
+    profile: Profile | None = None
+    lines: list[str] = []
+    for _ in range(arguments.repeats):
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(one(base, arguments.base_steps))
+            others = [tasks.create_task(one(setting, arguments.steps)) for setting in chosen]
+        # Only the first run of the base predicts.
+        profile = profile or first.result().profile
+        if profile is None:
+            raise SystemExit("the base run was too short for a profile: give more --base-steps")
+        for setting, other in zip(chosen, others, strict=True):
+            runs[setting].append(other.result().means(setting, arguments.steps))
+        lines = write(arguments, profile, [row_of(profile, *pair) for pair in runs.items()])
+    return lines
 
 
 def main() -> None:
@@ -246,6 +256,7 @@ def main() -> None:
     parser.add_argument("--groups-per-step", type=int, default=8)
     parser.add_argument("--max-episodes", type=int, default=64)
     parser.add_argument("--slower", type=float, default=8.0, help="factor of all costs")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     print("\n".join(uvloop.run(measure(arguments))), flush=True)

@@ -39,8 +39,8 @@ UNPRIVILEGED = (
 )
 # Servers may start before the learner, and wait for it between two of its starts.
 PATIENCE_S = 3600.0
-# What the API server takes for the data of a ConfigMap.
-CONFIG_MAP_BYTES = 1 << 20
+# `kubectl apply` keeps a second copy in an annotation, which may have 256 KiB; this leaves room.
+CONFIG_MAP_BYTES = 250_000
 # The number of servers that the run itself would like to have.
 SCALING_QUERY = 'max(slipstream_wanted_servers{run="%s"})'
 MOST_SERVERS = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,30 +34,28 @@ class ShippedCode:
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
     """Returns the files of `folder`, none for None; `place` is where they are shipped from.
 
-    Raises ConfigError for more than `most_bytes`, and for a file that is no text.
+    Raises ConfigError for more than `most_bytes` as JSON, and for a file that is no text.
     """
     if folder is None:
         return ShippedCode()
     if not folder.is_dir():
         raise ConfigError(f"--code {folder}: no such folder")
     files: dict[str, str] = {}
-    size = 0
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if not path.is_file() or any(part in _LEFT for part in name.parts):
             continue
         try:
-            data = path.read_bytes()
-            files[name.as_posix()] = data.decode()
+            files[name.as_posix()] = path.read_bytes().decode()
         except UnicodeDecodeError:
             raise ConfigError(f"--code {folder}: {name} is no text; put it into a volume") from None
         except OSError as error:
             raise ConfigError(f"--code {folder}: {name}: {error.strerror}") from error
-        size += len(data)
+    size = len(json.dumps(files, ensure_ascii=False).encode())
     if most_bytes is not None and size > most_bytes:
         raise ConfigError(
-            f"--code {folder} has {size:,} bytes, a ConfigMap takes {most_bytes:,}: put what is "
-            "large into a volume"
+            f"--code {folder} makes a ConfigMap of {size:,} bytes, at most {most_bytes:,} can be "
+            "applied: put what is large into a volume"
         )
     return ShippedCode(files, folder.resolve() == place.resolve())
 

@@ -187,7 +187,9 @@ def test_code_goes_into_a_config_map_with_its_folders(tmp_path: Path) -> None:
         (volume,) = [each for each in spec["volumes"] if each["name"] == "code"]
         placed = {keys[item["key"]]: item["path"] for item in volume["configMap"]["items"]}
         assert placed == {"code/task.py": "task.py", "code/mine/words.py": "mine/words.py"}
-    with pytest.raises(ConfigError, match=r"--code .* has 26 bytes, a ConfigMap takes 20"):
+    with pytest.raises(
+        ConfigError, match=r"makes a ConfigMap of 64 bytes, at most 20 can be applied"
+    ):
         read_code(tmp_path, tmp_path, most_bytes=20)
     (tmp_path / "image.png").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"image\.png is no text; put it into a volume"):

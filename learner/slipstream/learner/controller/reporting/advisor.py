@@ -2,7 +2,7 @@
 
 Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
 Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, and take at
-most a hundredth of the time.
+most a hundredth of a core.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from slipstream.learner.controller.reporting.step_times import ServerWork, outsi
 # Steps between two predictions, and over which costs are means.
 EVERY_STEPS = 10
 WINDOW_STEPS = 40
-# Time between two predictions, in units of the time that the last one took.
+# Time between two predictions, in units of the processor time that the last one took.
 PAUSE = 100.0
 # Groups and server reports from which the model takes lengths and speeds.
 MOST_EPISODES, LEAST_GROUPS = 4096, 32
@@ -159,16 +159,14 @@ class Advisor:
             profile = self.profile()
             if profile is None:
                 continue
-            started_s = time.monotonic()
             try:
-                self.advice = await asyncio.to_thread(advise, profile)
+                self.advice, took_s = await asyncio.to_thread(_timed_advice, profile)
             except FAULTS as error:
                 # A report that no server sends in earnest must not end the run.
                 if not self._has_warned:
                     self._warn(f"there is no advice: {type(error).__name__}: {error}")
                 self._has_warned = True
                 continue
-            took_s = time.monotonic() - started_s
             self._may_at_s = time.monotonic() + PAUSE * took_s
             table = {"profile": profile_to_json(profile), **self.summary()}
             self._write(json.dumps(table) + "\n")
@@ -227,6 +225,12 @@ class Advisor:
             "wanted_servers": self.advice.wanted_servers,
             "gains": {CHANGES[each.name]: each.gain for each in self.advice.alternatives},
         }
+
+
+def _timed_advice(profile: Profile) -> tuple[Advice, float]:
+    """Returns the advice, and the processor time that it took."""
+    started_s = time.thread_time()
+    return advise(profile), time.thread_time() - started_s
 
 
 def _number(row: Mapping[str, float], name: str) -> float:
