@@ -54,7 +54,7 @@ openssl x509 -req -in "$scratch/request" -CA ca.pem -CAkey ca.key -days $days -e
 mv "$scratch/server.key" "$scratch/server.pem" .
 chmod 644 server.pem
 
-for secret in token redis_controller_password redis_rollout_password; do
+for secret in token metrics_token redis_controller_password redis_rollout_password; do
     [ -e $secret ] || openssl rand -hex 32 > $secret
 done
 # A role's token is made from the run's (docs/security.md).

@@ -8,7 +8,7 @@ table.
 
     PYTHONPATH=tests python -m benchmarks.asynchrony.splits
 
-Writes benchmarks/results/splits.json after each run.
+Writes benchmarks/results/splits.json after each repeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.step_simulation import Profile, Setting, Simulation
 from slipstream.learner.controller.reporting.result_files import read_rows
-from support.fakes.timed_fleet import HEARTBEAT_S, Costs, TimedServer, TimedTrainer
+from support.fakes.timed_fleet import Costs, TimedServer, TimedTrainer
 
 from benchmarks.common.measure import RESULTS, progress, settings_of, table, write_result
 from benchmarks.common.rig import SteeredController
@@ -53,7 +53,7 @@ def config_of(arguments: argparse.Namespace, setting: Setting, folder: Path, ste
             "learner": {"world_size": setting.replicas},
             "controller": {
                 "address": f"127.0.0.1:{free_port('127.0.0.1')}",
-                "heartbeat_s": HEARTBEAT_S,
+                "heartbeat_s": Costs().slower(arguments.slower).heartbeat_s,
                 "heartbeat_timeout_s": 60.0,
             },
             "environments": [{"name": "e", "reference": "m:E"}],
@@ -71,24 +71,30 @@ class Played:
     # Mean seconds by which the machine woke the run too late from a sleep.
     late_s: float
 
-    def means(self, setting: Setting) -> dict[str, float]:
-        """Steps per second, and parts of a step, after the first rounds of the bound."""
-        counted = self.rows[2 * (setting.max_staleness + 1) + 1 :]
+    def means(self, setting: Setting, steps: int) -> dict[str, float]:
+        """Steps per second, and parts of a step, of `steps` after the first rounds of the bound."""
+        first = warmup(setting)
+        counted = self.rows[first : first + steps]
         parts = ("step_s", "training_s", "groups_wait_s", "publish_s")
         means = {name: statistics.fmean(row[name] for row in counted) for name in parts}
         return {"measured": 1 / means["step_s"], **means, "late_s": self.late_s}
+
+
+def warmup(setting: Setting) -> int:
+    """Returns the steps before those that count."""
+    return 2 * (setting.max_staleness + 1) + 1
 
 
 async def note_lateness(lateness: list[float]) -> None:
     """Adds by how many seconds each of many sleeps was too long, until it is cancelled."""
     while True:
         started_s = time.monotonic()
-        await asyncio.sleep(0.1)
-        lateness.append(time.monotonic() - started_s - 0.1)
+        await asyncio.sleep(0.5)
+        lateness.append(time.monotonic() - started_s - 0.5)
 
 
 async def play(
-    arguments: argparse.Namespace, setting: Setting, steps: int, *, limit_s: float = 600.0
+    arguments: argparse.Namespace, setting: Setting, steps: int, *, limit_s: float = 3600.0
 ) -> Played:
     """Runs `steps` steps under `setting`."""
     costs = Costs().slower(arguments.slower)
@@ -132,8 +138,10 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def row_of(profile: Profile, setting: Setting, means: dict[str, float]) -> dict[str, float]:
-    """Returns what was measured under a setting, and what the profile predicts."""
+def row_of(profile: Profile, setting: Setting, runs: list[dict[str, float]]) -> dict[str, float]:
+    """Returns what several runs under a setting measured, and what the profile predicts."""
+    means = {name: statistics.fmean(run[name] for run in runs) for name in runs[0]}
+    measured = [run["measured"] for run in runs]
     started_s = time.perf_counter()
     predicted = Simulation(profile, setting).run()
     return {
@@ -141,6 +149,8 @@ def row_of(profile: Profile, setting: Setting, means: dict[str, float]) -> dict[
         "ranks": setting.replicas,
         "max_staleness": setting.max_staleness,
         **means,
+        "least": min(measured),
+        "greatest": max(measured),
         "predicted": predicted.steps_per_s,
         "predicted_waiting": predicted.waiting_share,
         "error": predicted.steps_per_s / means["measured"] - 1,
@@ -167,7 +177,8 @@ def write(
         cells.append(
             [
                 *(f"{row[name]:.0f}" for name in ("max_staleness", "servers", "ranks")),
-                *(f"{row[name]:.3f}" for name in ("measured", "predicted")),
+                f"{row['measured']:.3f} ({row['least']:.3f}-{row['greatest']:.3f})",
+                f"{row['predicted']:.3f}",
                 f"{row['error']:+.1%}",
                 f"{row['groups_wait_s'] / row['step_s']:.0%}, {row['predicted_waiting']:.0%}",
                 f"best {marks}" if marks else "",
@@ -192,40 +203,43 @@ def write(
         f"for {len(best) // 2 - len(missed)} of {len(best) // 2} bounds",
     ]
     record = {"settings": settings_of(arguments), "results": rows, "table": lines}
-    more = {"profile": profile_to_json(profile)}
+    costs = {name: v for name, v in profile_to_json(profile).items() if name != "groups"}
+    more = {"profile": {**costs, "num_groups": len(profile.groups)}}
     write_result("splits", {**record, **more}, arguments.out or RESULTS / "splits.json")
     return lines
 
 
 async def measure(arguments: argparse.Namespace) -> list[str]:
-    """Measures the profile, then each setting in turn; returns the table."""
+    """Runs the base and all settings side by side; returns the table."""
     base = Setting(
         arguments.base_servers,
         arguments.budget - arguments.base_servers,
         arguments.base_staleness,
         arguments.group_size,
     )
-    played = await play(arguments, base, arguments.base_steps)
-    profile = played.profile
-    if profile is None:
-        raise SystemExit("the base run was too short for a profile: give more --base-steps")
-    progress(f"profile of {base}: {played.means(base)}")
-    found: list[dict[str, float]] = []
+
+    async def one(setting: Setting, steps: int) -> Played:
+        # The last steps of a run train the long replies that all steps have left behind.
+        rest = setting.max_staleness + 2
+        played = await play(arguments, setting, warmup(setting) + steps + rest)
+        progress(f"{setting}: {played.means(setting, steps)}")
+        return played
+
+    chosen = settings(arguments)
+    runs: dict[Setting, list[dict[str, float]]] = {setting: [] for setting in chosen}
+    profile: Profile | None = None
     lines: list[str] = []
-    places = asyncio.Semaphore(arguments.at_once)
-
-    async def one(setting: Setting) -> None:
-        nonlocal lines
-        steps = arguments.steps + 2 * (setting.max_staleness + 1) + 1
-        async with places:
-            played = await play(arguments, setting, steps)
-        found.append(row_of(profile, setting, played.means(setting)))
-        progress(f"{ {name: round(value, 3) for name, value in found[-1].items()} }")
-        lines = write(arguments, profile, found)
-
-    async with asyncio.TaskGroup() as tasks:
-        for setting in settings(arguments):
-            tasks.create_task(one(setting))
+    for _ in range(arguments.repeats):
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(one(base, arguments.base_steps))
+            others = [tasks.create_task(one(setting, arguments.steps)) for setting in chosen]
+        # Only the first run of the base predicts.
+        profile = profile or first.result().profile
+        if profile is None:
+            raise SystemExit("the base run was too short for a profile: give more --base-steps")
+        for setting, other in zip(chosen, others, strict=True):
+            runs[setting].append(other.result().means(setting, arguments.steps))
+        lines = write(arguments, profile, [row_of(profile, *pair) for pair in runs.items()])
     return lines
 
 
@@ -241,8 +255,8 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--groups-per-step", type=int, default=8)
     parser.add_argument("--max-episodes", type=int, default=64)
-    parser.add_argument("--slower", type=float, default=2.0, help="factor of all costs")
-    parser.add_argument("--at-once", type=int, default=1, help="runs side by side: they sleep")
+    parser.add_argument("--slower", type=float, default=8.0, help="factor of all costs")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     print("\n".join(uvloop.run(measure(arguments))), flush=True)

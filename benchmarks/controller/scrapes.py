@@ -66,10 +66,11 @@ async def measure(folder: Path, *, steps: int, servers: int, scrapes: bool) -> s
             num_bytes = await scrape(target)
             num_scrapes += 1
         used_s, passed_s = processor_s(controller.pid) - before_s, time.monotonic() - began_s
-    for task in tasks[:-1]:
+    await tasks[-1]
+    await controller.wait()
+    for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await controller.wait()
     return (
         f"{num_scrapes} scrapes of {num_bytes} bytes: {used_s:.2f} s in {passed_s:.0f} s, "
         f"{used_s / passed_s:.2%} of a core"

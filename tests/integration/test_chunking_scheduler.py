@@ -623,6 +623,24 @@ def test_the_server_is_told_at_once_that_an_engine_takes_steps_again(
         assert json.loads(ours.recv(1024)) == [f"resumed {number}", None]
 
 
+def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypatch) -> None:
+    from slipstream.rollout_server.vllm import chunking_scheduler
+
+    now_s = [100.0]
+    monkeypatch.setattr(chunking_scheduler.time, "monotonic", lambda: now_s[0])
+    engine = start(ours=True, overlapping=False)
+    for number in range(3):
+        add(engine, f"r{number}", 80)
+    engine.step()
+    stats = [engine.scheduler.make_stats() for _ in range(2)]
+    now_s[0] += chunking_scheduler.STATS_S
+    stats += [engine.scheduler.make_stats() for _ in range(2)]
+    # The first step has told the load already.
+    assert [each is None for each in stats] == [True, True, False, True]
+    assert stats[2].num_running_reqs == 3
+    assert 0 < stats[2].kv_cache_usage <= 1
+
+
 @both
 def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool) -> None:
     from vllm.v1.core.sched.interface import PauseState

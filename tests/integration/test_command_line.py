@@ -168,7 +168,7 @@ COMMANDS = {
     "node rank": (["learner", "config.toml", "--node-rank", "1"], "must be 0 to 0, got 1"),
     "negative node rank": (["learner", "config.toml", "--node-rank=-1"], "got -1"),
     "node without a port": (
-        ["learner", "config.toml", "learner={world_size=2, ranks_per_node=1}"],
+        ["learner", "config.toml", "learner={world_size=2, ranks_per_node=1}", "--node-rank=0"],
         "learner.master needs a port",
     ),
     "redis without an address": (

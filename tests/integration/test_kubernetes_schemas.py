@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ pytestmark = [
 ]
 
 
+METRICS = 'tracking.prometheus="127.0.0.1:9400"'
+
+
 def written(folder: Path, *settings: str) -> Path:
     """The folder of the quickstart with these settings, with its secrets."""
     (folder / "mine" / "inner").mkdir(parents=True)
@@ -48,10 +52,10 @@ def written(folder: Path, *settings: str) -> Path:
 def built(folder: Path, *components: str) -> str:
     """What kustomize makes of a folder, and its claims."""
     path = folder / "kustomization.yaml"
-    text = path.read_text()
-    chosen = f"components: [{', '.join(components)}]"
-    path.write_text(text.replace("# components: [kueue, scaling]", chosen))
-    assert chosen in path.read_text()
+    chosen = f"\ncomponents: [{', '.join(components)}]\n"
+    text, count = re.subn(r"\n# components: .*\n", chosen, path.read_text())
+    assert count == 1
+    path.write_text(text)
     command = [KUBECTL, "kustomize", folder]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
@@ -69,22 +73,22 @@ def judged(manifests: str) -> list[dict[str, str | None]]:
 @pytest.mark.parametrize(
     ("settings", "more"),
     [
-        pytest.param((), set(), id="smallest"),
-        pytest.param((*SEVERAL, "--gpus"), set(), id="several"),
-        pytest.param(('queue.kind="redis"',), {"StatefulSet", "Service"}, id="queue"),
+        pytest.param((METRICS,), set(), id="smallest"),
+        pytest.param((*SEVERAL, METRICS, "--gpus"), set(), id="several"),
+        pytest.param(('queue.kind="redis"', METRICS), {"StatefulSet", "Service"}, id="queue"),
     ],
 )
 def test_the_schemas_of_three_versions_and_of_the_crds_take_it(
     settings: tuple[str, ...], more: set[str], tmp_path: Path
 ) -> None:
-    found = judged(built(written(tmp_path, *settings), "kueue", "scaling"))
+    found = judged(built(written(tmp_path, *settings), "kueue", "monitor", "scaling"))
     assert [each for each in found if each["wrong"]] == []
-    assert {each["kind"] for each in found} == KINDS | {"ScaledObject"} | more
+    assert {each["kind"] for each in found} == KINDS | {"ScaledObject", "PodMonitor"} | more
     assert {each["version"] for each in found} == {"CRD", *VERSIONS}
 
 
 def test_the_schemas_refuse_what_is_wrong(tmp_path: Path) -> None:
-    manifests = built(written(tmp_path), "scaling")
+    manifests = built(written(tmp_path, METRICS), "scaling")
     wrong = {
         "failurePolicy": "failurePolicies",
         "terminationGracePeriodSeconds": "gracePeriod",
@@ -96,7 +100,7 @@ def test_the_schemas_refuse_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_kustomize_joins_what_belongs_together(tmp_path: Path) -> None:
-    text = built(written(tmp_path, *SEVERAL, "--gpus"), "kueue", "scaling")
+    text = built(written(tmp_path, *SEVERAL, METRICS, "--gpus"), "kueue", "scaling")
     resources = {
         (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)
     }
@@ -123,4 +127,5 @@ def test_kustomize_joins_what_belongs_together(tmp_path: Path) -> None:
         {*resources["Secret", f"quickstart-{name}"]["data"]}
         for name in ("learner", "learner-node", "rollout-server")
     ]
-    assert keys == [{"ca.pem", "token", "server.pem", "server.key"}, *[{"ca.pem", "token"}] * 2]
+    own = {"server.pem", "server.key", "metrics_token"}
+    assert keys == [{"ca.pem", "token", *own}, *[{"ca.pem", "token"}] * 2]

@@ -208,14 +208,6 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
             {"heartbeat": fleet_pb2.ServerReport(drafted_tokens=10**12)},
             "rollout server liar reports 1000000000000 drafted tokens after ",
         ),
-        (
-            {
-                "heartbeat": fleet_pb2.ServerReport(
-                    busy_intervals=[fleet_pb2.BusyInterval(start_s=1, end_s=1e11)]
-                )
-            },
-            "rollout server liar reports that its engine was busy for 99999999999.0 s, ",
-        ),
         *(
             (
                 {"heartbeat": fleet_pb2.ServerReport(**{name: 1e8})},

@@ -1,5 +1,6 @@
 """One short run with all real parts, and everything that it leaves."""
 
+import fcntl
 import json
 import math
 import re
@@ -305,6 +306,16 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     ]
 
 
+def test_a_receipt_is_of_a_run_that_has_ended(run: Path, tmp_path: Path) -> None:
+    with (run / "command.lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        packed = run_command("receipt", run, "--out", tmp_path / "out")
+    assert packed.returncode == 2
+    assert packed.stderr == (
+        f"slipstream: {run} is written by a run that goes on: a receipt is of one that has ended\n"
+    )
+
+
 def drop(files: Path) -> None:
     path = files / "journal" / "journal.log"
     lines = path.read_text().splitlines(keepends=True)
@@ -422,6 +433,12 @@ def test_no_secret_comes_into_a_receipt(
     with pytest.raises(ConfigError, match=r"\$MY_API_KEY in it: no receipt is made of it"):
         pack(copy, tmp_path / "other")
     monkeypatch.delenv("MY_API_KEY")
+    (tmp_path / "token").write_text(f"{'x' * 32}\n{key[:20]}\n")
+    held = f'[security]\ntoken_file = "{tmp_path}/token"\n'
+    (copy / "config.toml").write_text(settings.replace("[security]\n", held))
+    (copy / "metrics.jsonl").write_text((copy / "metrics.jsonl").read_text() + key[:20])
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has the value of security\.token_file"):
+        pack(copy, tmp_path / "other")
     (copy / "config.toml").write_text(settings.replace("num_symbols", 'api_key = "x"\nnum_symbols'))
     with pytest.raises(ConfigError, match=r"environments\.0\.args\.api_key looks like a secret"):
         pack(copy, tmp_path / "other")

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from slipstream.learner.controller.records.journal import read_records
 from support.rigs import namespaces
 from support.rigs.compose_file import DEPLOY, read_env, resolve, write_env
 from support.rigs.namespaces import Container, Host, Mount, Network, Socket, image_environ, poll
@@ -339,8 +340,7 @@ def test_both_learner_hosts_train(cluster: Cluster) -> None:
 
 
 def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, Any]) -> None:
-    journal = cluster.folder / "learner-0" / "runs" / "first" / "journal" / "journal.log"
-    records = [json.loads(line.partition(" ")[2]) for line in journal.read_text().splitlines()]
+    records = read_records(cluster.folder / "learner-0" / "runs" / "first" / "journal")
     leases = [record for record in records if record["kind"] == "lease"]
     assert len(leases) == NUM_STEPS * GROUPS_PER_STEP
     assert {lease["server"] for lease in leases} == {"rollout-0", "rollout-1"}

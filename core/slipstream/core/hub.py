@@ -1,6 +1,5 @@
 """Brings files of the Hugging Face hub; one line says what is in the way."""
 
-import importlib.metadata
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.description import installed
 
 # What the name of a data set begins with in the arguments of an environment.
 DATA_PREFIX = "hf:"
@@ -96,11 +96,7 @@ class HubFiles:
 
 def is_installed(package: str) -> bool:
     """Whether there is a distribution; a folder of data with its name is a module too."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return bool(installed([package]))
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,6 +19,9 @@ from slipstream.core import staleness
 
 # Members of a group that are simulated one by one; those of a larger group end together by eights.
 MOST_MEMBERS = 8
+# A larger run is simulated by a part of it: so many groups of a step, and engines that stand for
+# several servers each.
+MOST_GROUPS, MOST_ENGINES = 64, 8
 # Least number of steps that are counted, and number of episodes that is enough for more of them.
 LEAST_STEPS, ENOUGH_EPISODES = 24, 4096
 
@@ -150,8 +153,13 @@ class Simulation:
         # Each group comes once before any comes again: the same work under every setting.
         self._next: list[int] = []
         self._drawn = drawn
-        self._engines = [_Engine(free=profile.places) for _ in range(setting.servers)]
-        self._batch = profile.groups_per_step
+        self._batch = min(profile.groups_per_step, MOST_GROUPS)
+        servers = setting.servers * self._batch / profile.groups_per_step
+        number = max(1, min(MOST_ENGINES, int(servers)))
+        # Servers that an engine stands for.
+        self._each = servers / number
+        self._places = max(int(profile.places * self._each), size)
+        self._engines = [_Engine(free=self._places) for _ in range(number)]
         self._now_s, self._step, self._version = 0.0, 0, 0
         self._counts: Counter[int] = Counter()
         self._complete: Counter[int] = Counter()
@@ -179,7 +187,7 @@ class Simulation:
             self._advance()
         first, last = self._ends[warmup], self._ends[warmup + counted]
         wall_s = last[0] - first[0]
-        places = self._setting.servers * self._profile.places
+        places = len(self._engines) * self._places
         return Simulated(
             step_s=wall_s / counted,
             waiting_share=(last[1] - first[1]) / wall_s,
@@ -237,6 +245,7 @@ class Simulation:
         self._step += 1
         self._waited_s += self._now_s - self._waiting_since_s
         self._waiting_since_s = None
+        tokens *= self._profile.groups_per_step / self._batch
         training_s = self._profile.training_s(tokens, self._setting.replicas)
         self._add(self._now_s + self._profile.order_s + training_s, "trained")
 
@@ -315,7 +324,7 @@ class Simulation:
             self._add(at_s, "engine", place, engine.state)
 
     def _engine_s(self, running: int) -> float:
-        return self._profile.engine_step_s + self._profile.engine_token_s * running
+        return self._profile.engine_step_s + self._profile.engine_token_s * running / self._each
 
     def _note_places(self) -> None:
         self._place_s += self._taken * (self._now_s - self._taken_at_s)

@@ -131,16 +131,8 @@ class ServerHello(_message.Message):
     process: int
     def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ..., from_storage: bool = ..., process: _Optional[int] = ...) -> None: ...
 
-class BusyInterval(_message.Message):
-    __slots__ = ("start_s", "end_s")
-    START_S_FIELD_NUMBER: _ClassVar[int]
-    END_S_FIELD_NUMBER: _ClassVar[int]
-    start_s: float
-    end_s: float
-    def __init__(self, start_s: _Optional[float] = ..., end_s: _Optional[float] = ...) -> None: ...
-
 class ServerReport(_message.Message):
-    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "busy_intervals", "resident_bytes", "judged_tokens", "drafted_tokens", "accepted_tokens", "engine_steps")
+    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "resident_bytes", "judged_tokens", "drafted_tokens", "accepted_tokens", "engine_steps")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -150,7 +142,6 @@ class ServerReport(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     PAUSED_S_FIELD_NUMBER: _ClassVar[int]
-    BUSY_INTERVALS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -165,13 +156,12 @@ class ServerReport(_message.Message):
     busy_s: float
     uptime_s: float
     paused_s: float
-    busy_intervals: _containers.RepeatedCompositeFieldContainer[BusyInterval]
     resident_bytes: int
     judged_tokens: int
     drafted_tokens: int
     accepted_tokens: int
     engine_steps: int
-    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., busy_intervals: _Optional[_Iterable[_Union[BusyInterval, _Mapping]]] = ..., resident_bytes: _Optional[int] = ..., judged_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., engine_steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., judged_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., engine_steps: _Optional[int] = ...) -> None: ...
 
 class EnvironmentReport(_message.Message):
     __slots__ = ("environment", "failure", "num_tasks")

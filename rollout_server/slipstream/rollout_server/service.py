@@ -29,6 +29,7 @@ from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.session import (
@@ -105,6 +106,7 @@ class RolloutServer:
             if joined is None:
                 return
             sender = await self._open_sender(stack, channel, joined.welcome.run_id)
+            traces = self._open_traces(stack, joined.welcome.run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
                 clients = ClientEnvironments(channel, call_metadata(self._credentials))
@@ -119,6 +121,7 @@ class RolloutServer:
                     Agents(self._engine, self._config.rollout_server),
                     self._open_reference(stack),
                     self._stored,
+                    traces,
                 )
                 watches = [
                     group.create_task(self._engine.watch()),
@@ -218,6 +221,18 @@ class RolloutServer:
         return await stack.enter_async_context(
             GrpcSender(channel, self._credentials, queue.max_bytes)
         )
+
+    def _open_traces(self, stack: AsyncExitStack, run_id: str) -> ServerTraces:
+        """Returns the sender of spans, which `stack` closes."""
+        url = self._config.tracking.traces_url
+        if url is None:
+            return NO_TRACES
+        # OpenTelemetry takes a third of a second to import.
+        from slipstream.protocol.traces import Traces
+
+        traces = Traces(url, run_id, "rollout_server", self._server_id)
+        stack.push_async_callback(traces.aclose)
+        return ServerTraces(traces, self._server_id)
 
     def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
         """Returns the connection to the reference's server, which `stack` closes, or None.

@@ -28,6 +28,7 @@ from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
@@ -102,6 +103,7 @@ class SessionServices:
     reference: ReferenceServer | None = None
     # What the server fetched from storage; None if it takes weights from the trainer.
     stored: StoredWeights | None = None
+    traces: ServerTraces = NO_TRACES
 
 
 class Session:
@@ -133,6 +135,7 @@ class Session:
                 services.agents,
                 services.reference,
                 retry_s=services.waits.retry_s,
+                traces=services.traces,
             ),
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,
@@ -264,6 +267,7 @@ class Session:
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
         self._fetches.note(report)
+        self._services.traces.publish(report)
         self._tell_publish(report)
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:

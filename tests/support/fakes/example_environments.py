@@ -104,6 +104,22 @@ class Sabotaged(Breaking):
         return StepResult(reward=reply.split()[:4].count("a") / 4)
 
 
+class Unlucky(Repeat):
+    """Every fifth of its episodes fails, each time in another of five ways."""
+
+    KINDS = ("raise", "no number", "infinite", "exit", "hang")
+
+    def step(self, reply):
+        # All workers count in one file.
+        file = os.open(f"{__file__}.count", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, b".")
+        turn, rest = divmod(os.fstat(file).st_size, 5)
+        os.close(file)
+        if not rest:
+            return StepResult(reward=sabotage(self.KINDS[turn % 5]))
+        return StepResult(reward=reply.split()[:4].count(self.letter) / 4)
+
+
 class SabotagedAgent(AgentEnvironment[str]):
     """Is `Sabotaged` as an agent, which breaks when it has called the model."""
 

@@ -87,7 +87,6 @@ class FakeEngine:
             returned_tokens=self._returned,
             open_requests=len(self._requests),
             busy_s=self._clock.busy_s,
-            busy_intervals=self._clock.take_intervals(),
             judged_tokens=self._judged,
         )
 

@@ -15,8 +15,6 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 
-HEARTBEAT_S = 0.4
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -31,6 +29,7 @@ class Costs:
     training_token_s: float = 0.00028
     publish_s: float = 0.05
     pause_s: float = 0.03
+    heartbeat_s: float = 0.2
     median: float = 60.0
     sigma: float = 0.83
     longest: int = 500
@@ -73,7 +72,7 @@ class TimedServer(FakeServer):
         try:
             while True:
                 await self.outbox.put(fleet_pb2.ServerMessage(heartbeat=self.report()))
-                await asyncio.sleep(HEARTBEAT_S)
+                await asyncio.sleep(self._costs.heartbeat_s)
         finally:
             engine.cancel()
 
@@ -97,7 +96,7 @@ class TimedServer(FakeServer):
             replies, started_s, paused = list(self._replies), time.monotonic(), self._is_paused
             step_s = costs.engine_step_s + costs.engine_token_s * len(replies)
             # A report must see what was made: the engine looks up in between.
-            wait_s = HEARTBEAT_S / 4 if replies else None
+            wait_s = costs.heartbeat_s / 4 if replies else None
             if replies and not paused:
                 wait_s = min(wait_s, step_s * min(reply.left for reply in replies))
             try:

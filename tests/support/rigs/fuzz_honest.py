@@ -40,7 +40,7 @@ REPORT = fleet_pb2.ServerReport(
     generated_tokens=9,
     in_flight_tokens=4,
     ended_tokens=5,
-    busy_intervals=[fleet_pb2.BusyInterval(start_s=1.0, end_s=2.0)],
+    busy_s=1.0,
 )
 
 HONEST: dict[str, list[Message]] = {

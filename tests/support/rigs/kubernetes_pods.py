@@ -6,9 +6,12 @@ manifests is done in small: names, labels, environment, volumes, users, probes, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,10 +150,22 @@ class Pods:
         self._run(pod, container | {"command": words}, mounts)
         return pod
 
-    def delete(self, pod: Pod) -> int:
-        """Ends a pod as `kubectl delete` does; the exit code of its container."""
-        pod.is_deleted = True
-        return pod.container.stop()
+    def delete(self, *pods: Pod) -> list[int]:
+        """Ends pods together, as `kubectl delete` does; the exit codes of their containers."""
+        for pod in pods:
+            pod.is_deleted = True
+            hook = pod.spec["containers"][0].get("lifecycle", {}).get("preStop")
+            if hook is not None:
+                ended = pod.container.execute(hook["exec"]["command"])
+                assert ended.returncode == 0, ended.stderr
+            init = pod.container.init_pid()
+            if init is not None:
+                os.kill(init, signal.SIGTERM)
+        for pod in pods:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pod.container.process.wait(pod.spec["terminationGracePeriodSeconds"])
+            pod.container.kill()
+        return [pod.container.process.returncode for pod in pods]
 
     def restart_container(self, pod: Pod) -> None:
         """Starts the container of a pod again, as the kubelet does when it has ended."""

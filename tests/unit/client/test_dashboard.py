@@ -193,3 +193,12 @@ def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> N
         open_dashboard(runs, 70000)
     with pytest.raises(ConfigError, match="a folder of runs, or a run's own, got .*nowhere"):
         open_dashboard(runs / "nowhere", 0)
+
+
+def test_a_trace_is_served_as_it_was_written(port: int, runs: Path) -> None:
+    assert get(port, "/api/runs/one/trace") == (200, "{}")
+    written = {"traceEvents": [{"ph": "X", "name": "batch", "ts": 1, "dur": 2}]}
+    (runs / "one" / "trace.json").write_text(json.dumps(written))
+    status, body = get(port, "/api/runs/one/trace")
+    assert (status, json.loads(body)) == (200, written)
+    assert [line["has_trace"] for line in RunFolders(runs).overview()] == [True]

@@ -151,12 +151,14 @@ def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(
             "Trajectory.attempt must be between 0 and 1e+06, got 4294967295",
         ),
         (
-            fleet_pb2.ServerMessage(
-                heartbeat=fleet_pb2.ServerReport(
-                    busy_intervals=[fleet_pb2.BusyInterval(), fleet_pb2.BusyInterval(end_s=-1)]
-                )
+            fleet_pb2.ServerMessage(heartbeat=fleet_pb2.ServerReport(busy_s=-1)),
+            "ServerMessage.heartbeat.busy_s must be between 0 and 1e+09, got -1.0",
+        ),
+        (
+            trajectory_pb2.Trajectory(
+                branches=[trajectory_pb2.Branch(), trajectory_pb2.Branch(share=1e9)]
             ),
-            "ServerMessage.heartbeat.busy_intervals[1].end_s must be between 0 and 1e+11, got -1.0",
+            "Trajectory.branches[1].share must be between -1e+06 and 1e+06, got 1000000000.0",
         ),
         (
             trajectory_pb2.Failure(message="ä" * 4097),

@@ -656,9 +656,6 @@ async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> N
         assert report.generated_tokens == report.in_flight_tokens + report.ended_tokens
     assert beat.ended_tokens == sum(t.num_sampled_tokens for t in server.fleet.trajectories)
     assert beat.busy_s > 0
-    assert sum(i.end_s - i.start_s for b in beats for i in b.busy_intervals) == pytest.approx(
-        beat.busy_s, abs=1e-3
-    )
 
 
 async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:

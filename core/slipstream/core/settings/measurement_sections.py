@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, model_validator
-from slipstream.core.machine.address import address_parts
+from pydantic import Field, JsonValue, field_validator, model_validator
+from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
 
@@ -100,6 +101,21 @@ class TrackingSection(Section):
     # trainer takes the next port, each rollout server the first free one behind that; with port 0
     # all take any free ones. Off loopback this needs TLS and security.metrics_token_file.
     prometheus: Address | None = None
+    # URL of a collector of OpenTelemetry that gets a trace of each group, step and publish, by OTLP
+    # over HTTP: "http://127.0.0.1:4318/v1/traces". Off loopback it must be https.
+    traces_url: str | None = None
+
+    @field_validator("traces_url")
+    @classmethod
+    def _is_collector(cls, url: str | None) -> str | None:
+        if url is None:
+            return url
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            raise ValueError("traces_url must be http(s)://host:port/path without a user")
+        if parts.scheme == "http" and not is_loopback(parts.hostname):
+            raise ValueError(f"traces_url must be https, {parts.hostname} is not loopback")
+        return url
 
     @model_validator(mode="after")
     def _has_ports(self) -> TrackingSection:

@@ -168,6 +168,8 @@ class Controller:
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))
             history = begin(journal, folder / JOURNAL, self._run)
+            if self._config.tracking.traces_url is not None:
+                stack.push_async_callback(self._open_traces(self._config.tracking.traces_url))
             self._environments.restore(history)
             self._checkpoints = CheckpointWatch(folder / CHECKPOINTS, self._run.events)
             self._checkpoints.begin(history.checkpoint.step)
@@ -214,6 +216,13 @@ class Controller:
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._progress.has_failed else 0
+
+    def _open_traces(self, url: str) -> Callable[[], Coroutine[Any, Any, None]]:
+        # OpenTelemetry takes a third of a second to import.
+        from slipstream.protocol.traces import Traces
+
+        self._run.traces.traces = traces = Traces(url, self._progress.run_id, "controller")
+        return traces.aclose
 
     def _metrics(self, books: Books) -> AbstractAsyncContextManager[None]:
         # The library takes a third of a second to import.

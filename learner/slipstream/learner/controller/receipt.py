@@ -17,7 +17,7 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -102,7 +102,7 @@ def pack(run: Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or name another file by --out")
     config = load_config(run / CONFIG)
-    secrets = dict(_secrets(config))
+    secrets = list(_secrets(config))
     with tempfile.TemporaryDirectory(prefix="slipstream-receipt-") as changed:
         files = _collected(run, config, Path(changed))
         for name, path in files.items():
@@ -215,6 +215,7 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
     security, queue = config.security, config.queue
     files = {
         "security.token_file": security.token_file,
+        "security.metrics_token_file": security.metrics_token_file,
         "security.tls_key": security.tls_key,
         "queue.redis_password_file": queue.redis_password_file,
     }
@@ -223,7 +224,9 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
         files[f"queue.{end}.password_file"] = None if user is None else user.password_file
     for setting, path in files.items():
         if path is not None and Path(path).is_file():
-            yield setting, Path(path).read_bytes().strip()
+            # A token a line, or a key in PEM.
+            lines = Path(path).read_bytes().splitlines()
+            yield from ((setting, line.strip()) for line in lines if not line.startswith(b"-----"))
     if queue.redis_url is not None and (password := urlsplit(queue.redis_url).password):
         yield "the password in queue.redis_url", password.encode()
     for name, value in os.environ.items():
@@ -231,10 +234,10 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
             yield f"${name}", value.strip().encode()
 
 
-def _check_without(secrets: Mapping[str, bytes], name: Path, path: Path) -> None:
+def _check_without(secrets: Sequence[tuple[str, bytes]], name: Path, path: Path) -> None:
     """Raises ConfigError when a file has one of the secrets in it."""
     data = path.read_bytes()
-    for what, value in secrets.items():
+    for what, value in secrets:
         if _MIN_SECRET_BYTES <= len(value) <= _MAX_SECRET_BYTES and value in data:
             raise ConfigError(f"{name} has the value of {what} in it: no receipt is made of it")
 

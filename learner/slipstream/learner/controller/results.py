@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.core.run_folder import ADVICE, TRACE
 from slipstream.core.settings.rank_layout import RankLayout
@@ -22,6 +22,7 @@ from slipstream.learner.controller.restoration import journal_evaluation, journa
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.trainer_service import OrderTimes
+from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
@@ -47,7 +48,7 @@ class Results:
         self._folder, self._times = run.config.run_dir, StepTimes()
         learner = run.config.learner
         self._replicas = RankLayout.of(learner.parallel, learner.world_size).dp
-        self.advisor = Advisor(lambda text: self._write(ADVICE, text))
+        self.advisor = Advisor(lambda text: self._write(ADVICE, text), run.events.warn)
 
     def _write(self, name: str, text: str) -> None:
         write_result(self._folder / name, text.encode(), self._run.events.warn)
@@ -74,6 +75,12 @@ class Results:
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return False
+        self._run.traces.stepped(
+            batch.version,
+            [(g.group_id, g.environment, g.task_index) for g in batch.groups],
+            begin_s=now - report.wall_s,
+            end_s=now,
+        )
         snapshot = books.ledger.snapshot()
         row = self._recorder.step(
             batch,
@@ -103,19 +110,9 @@ class Results:
                 **self.advisor.gauges(),
             },
         )
-        serving = books.fleet.serving()
-        self.advisor.note_step(
-            row,
-            batch.groups,
-            setting=Setting(
-                servers=len(serving),
-                replicas=self._replicas,
-                max_staleness=books.leases.max_staleness,
-                group_size=books.leases.group_size,
-            ),
-            places=min((session.hello.max_episodes for session in serving), default=0),
-            waste=made_for_one(snapshot),
-        )
+        # The model lets both fleets work at the same time.
+        if self._run.config.controller.turns == "off":
+            self._tell_advisor(row, batch, waste=made_for_one(snapshot))
         if batch.step % self._run.config.controller.sample_every_steps == 0:
             training = (now - report.wall_s, now)
             self._write(TRACE, json.dumps(trace(row, batch.groups, orders, training=training)))
@@ -129,6 +126,21 @@ class Results:
             f"version {report.version.step}", step=report.version.step, metrics=row
         )
         return True
+
+    def _tell_advisor(self, row: Mapping[str, float], batch: FormedBatch, *, waste: float) -> None:
+        leases, serving = self._books.leases, self._books.fleet.serving()
+        self.advisor.note_step(
+            row,
+            batch.groups,
+            setting=Setting(
+                servers=len(serving),
+                replicas=self._replicas,
+                max_staleness=leases.max_staleness,
+                group_size=leases.group_size,
+            ),
+            places=min((session.hello.max_episodes for session in serving), default=0),
+            waste=waste,
+        )
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Writes the result of an evaluation round."""

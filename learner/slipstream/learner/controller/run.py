@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
+from slipstream.learner.controller.run_traces import RunTraces
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 
@@ -193,6 +194,7 @@ class Run:
     # Measures the silence and delays of servers and trainer.
     clock: LoopClock
     progress: RunProgress
+    traces: RunTraces = field(default_factory=RunTraces)
 
     @classmethod
     def of(cls, config: Config, run_id: str) -> Run:

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.run_folder import TARGETS
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import Config, SecuritySection
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 
@@ -78,10 +78,10 @@ class MetricsEndpoint:
     """Answers GET /metrics, and nothing else; each connection has one request."""
 
     def __init__(
-        self, registry: LabelledRegistry, *, token: str | None, context: ssl.SSLContext | None
+        self, registry: LabelledRegistry, *, token: str | None, security: SecuritySection
     ) -> None:
-        """`token`: what a caller must send as a bearer; `context`: the TLS of the server."""
-        self._registry, self._context = registry, context
+        """`token`: what a caller must send as a bearer; `security` has the files of TLS."""
+        self._registry, self._security = registry, security
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._open = 0
 
@@ -107,8 +107,10 @@ class MetricsEndpoint:
             writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._context is not None:
-            await writer.start_tls(self._context, ssl_handshake_timeout=LIMIT_S)
+        if self._security.tls_certificate is not None:
+            # Files that were replaced hold from the next connection on.
+            context = _server_context(self._security)
+            await writer.start_tls(context, ssl_handshake_timeout=LIMIT_S)
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await reader.read(MAX_HEAD_BYTES))
@@ -149,6 +151,15 @@ class MetricsEndpoint:
         return 200, kind, await asyncio.to_thread(encode, found)
 
 
+def _server_context(security: SecuritySection) -> ssl.SSLContext:
+    assert security.tls_certificate is not None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=security.tls_client_ca)
+    context.load_cert_chain(security.tls_certificate, security.tls_key)
+    if security.tls_client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def _is_local(host: bytes) -> bool:
     """Whether the Host of a request names loopback; a port may stand behind it."""
     name = host.decode("latin-1")
@@ -173,12 +184,10 @@ async def metrics_endpoint(
     credentials = Credentials.load(config.security)
     check_metrics_address(address, credentials)
     labels = {"run": config.run.name} | ({"server": server} if server else {})
-    context = None
-    if config.security.tls_certificate is not None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(config.security.tls_certificate, config.security.tls_key)
     endpoint = MetricsEndpoint(
-        LabelledRegistry(collectors, labels), token=credentials.metrics_token, context=context
+        LabelledRegistry(collectors, labels),
+        token=credentials.metrics_token,
+        security=config.security,
     )
     listening = _listen(address, role)
     async with endpoint.serving(listening):
@@ -209,6 +218,7 @@ def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) 
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             failed.append(error)
         finally:
+            loop.close()
             begun.set()
 
     thread = threading.Thread(target=run, name="metrics", daemon=True)

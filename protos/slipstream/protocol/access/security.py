@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import re
 import ssl
@@ -18,6 +17,7 @@ import grpc
 import grpc.aio
 from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.checked_calls import CheckingInterceptor, handler_like
@@ -60,6 +60,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
+    # The variables for web proxies are not meant for the hosts of a run.
+    ("grpc.enable_http_proxy", 0),
     # With this option two servers on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
 )
@@ -117,13 +119,7 @@ def is_loopback(address: str) -> bool:
     """Whether only this machine can reach `address` ("host:port" or "unix:path")."""
     if address.startswith("unix:"):
         return True
-    host, _ = address_parts(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback_host(address_parts(address)[0])
 
 
 def check_address(address: str, credentials: Credentials, *, what: str) -> None:

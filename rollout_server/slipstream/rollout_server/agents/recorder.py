@@ -93,6 +93,8 @@ class Recorder:
         # Seconds with at least one reply under way.
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0
+        # Takes the begin of each reply, in Unix seconds, and its tokens when they are sampled.
+        self.on_reply: Callable[[float, int], None] = lambda _begin_s, _num_tokens: None
         # Whether a call was refused for a limit.
         self.was_refused = False
         # Whether the last reply of a branch was cut off at a limit of the run.
@@ -228,6 +230,7 @@ class Recorder:
     ) -> None:
         call = opened.call
         assert call is not None
+        begun_s = time.time()
         if not self._num_sampling:
             self._since_s = time.monotonic()
         self._num_sampling += 1
@@ -243,6 +246,7 @@ class Recorder:
             ):
                 if part.generation is not None:
                     self._sampled(len(part.generation.token_ids))
+                    self.on_reply(begun_s, len(part.generation.token_ids))
                     opened.turn = self.conversations.finish(call, part.generation)
                     is_cut = part.generation.finish_reason is FinishReason.LENGTH
                     is_ours = opened.room is not None and max_tokens == opened.room.new_tokens

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -187,15 +188,19 @@ class Dispatcher:
             task = EpisodeTask(self._identity, group.lease, member, attempt)
             episode = Episode(task, self._services)
             group.episodes.add(episode)
+            begun_s = time.time()
             try:
-                return await episode.run()
+                trajectory = await episode.run()
             finally:
                 group.episodes.discard(episode)
+            self._services.traces.episode(trajectory, begin_s=begun_s)
+            return trajectory
         finally:
             self._slots.release()
 
     async def _deliver(self, trajectory: Trajectory) -> Status:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
+        begun_s = time.time()
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
                 trajectory,
@@ -214,4 +219,5 @@ class Dispatcher:
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:
+                self._services.traces.delivery(trajectory, begin_s=begun_s)
                 return trajectory.status

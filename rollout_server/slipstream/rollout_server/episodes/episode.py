@@ -35,6 +35,7 @@ from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import EpisodeTask, trajectory_of
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
 from slipstream.rollout_server.reference_server import ReferenceFailed, ReferenceServer
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.v1 import trajectory_pb2
@@ -59,6 +60,7 @@ class EpisodeServices:
     # The server of the reference model; None if the run has none.
     reference: ReferenceServer | None = None
     retry_s: float = RETRY_S
+    traces: ServerTraces = NO_TRACES
 
 
 class _Cancelled(Exception):
@@ -76,6 +78,7 @@ class Episode:
         # The environment's answer that is awaited now.
         self._waiting: asyncio.Future[Any] | None = None
         self._generating = False
+        self._num_calls = 0
 
     async def run(self) -> Trajectory:
         """Runs to the end and returns the trajectory, which also says how the episode failed.
@@ -165,6 +168,7 @@ class Episode:
             sampled=self._services.ledger.sampled,
             template_values=values,
         )
+        recorder.on_reply = self._trace_call
         judge = None
         if engine.keeps_start:
             judge = Recorder(
@@ -208,7 +212,7 @@ class Episode:
         if self._cancelled:
             raise _Cancelled
         engine, recording = self._services.engine, self._recording
-        started_s = time.monotonic()
+        started_s, begun_s = time.monotonic(), time.time()
         self._generating = True
         try:
             generation = await engine.generate(
@@ -224,11 +228,17 @@ class Episode:
             recording.generation_s += time.monotonic() - started_s
         recording.add_reply(generation)
         self._services.ledger.sampled(len(generation.token_ids))
+        self._trace_call(begun_s, len(generation.token_ids))
         if self._cancelled:
             raise _Cancelled
         if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
             raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
         return generation
+
+    def _trace_call(self, begin_s: float, num_tokens: int) -> None:
+        self._num_calls += 1
+        traces = self._services.traces
+        traces.call(self._task, self._num_calls, begin_s=begin_s, num_tokens=num_tokens)
 
     def _give(self, tokens: Sequence[int], *, is_cut: bool) -> Generation:
         """Records a reply that the environment gave.

@@ -73,8 +73,4 @@ class EpochCounters:
             uptime_s=time.monotonic() - self._started_s,
             paused_s=paused_s,
             resident_bytes=self._memory.resident_bytes(),
-            busy_intervals=[
-                fleet_pb2.BusyInterval(start_s=start_s, end_s=end_s)
-                for start_s, end_s in use.busy_intervals
-            ],
         )

@@ -5,24 +5,18 @@ from collections.abc import Callable
 
 from slipstream.rollout_server.engine_interface import EngineDied
 
-# Intervals kept between two heartbeats, more than these need. At this number a new interval is
-# joined with the one before it.
-_MAX_INTERVALS = 256
-
 
 class UseClock:
-    """Measures the time with at least one open request: seconds and intervals (Unix clock)."""
+    """Adds up the seconds with at least one open request."""
 
-    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._open = 0
-        self._started_s = 0.0
-        self._busy_s = 0.0
-        self._intervals: list[tuple[float, float]] = []
+        self._started_s = self._busy_s = 0.0
 
     @property
     def busy_s(self) -> float:
-        """The seconds of all intervals, the open one included."""
+        """The seconds until now."""
         return self._busy_s + (self._now_s() - self._started_s if self._open else 0.0)
 
     def enter(self) -> None:
@@ -35,21 +29,7 @@ class UseClock:
         """Notes that a request ended."""
         self._open -= 1
         if not self._open:
-            self._cut(self._now_s())
-
-    def take_intervals(self) -> tuple[tuple[float, float], ...]:
-        """Returns the intervals since the last call; an open interval is cut here."""
-        if self._open:
-            self._cut(self._now_s())
-        taken, self._intervals = tuple(self._intervals), []
-        return taken
-
-    def _cut(self, now_s: float) -> None:
-        self._busy_s += now_s - self._started_s
-        if len(self._intervals) >= _MAX_INTERVALS:
-            self._started_s = self._intervals.pop()[0]
-        self._intervals.append((self._started_s, now_s))
-        self._started_s = now_s
+            self._busy_s += self._now_s() - self._started_s
 
 
 # Seconds without a step after which an engine with requests counts as hung. The limit is longer

@@ -77,7 +77,6 @@ class EngineRequests:
             returned_tokens=self._returned_tokens,
             open_requests=len(self._open),
             busy_s=self._clock.busy_s,
-            busy_intervals=self._clock.take_intervals(),
             judged_tokens=self._judged_tokens,
             drafted_tokens=self.counter.drafted_tokens,
             accepted_tokens=self.counter.accepted_tokens,

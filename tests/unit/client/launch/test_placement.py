@@ -1,5 +1,6 @@
 """Which process sees which GPU."""
 
+import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -275,10 +276,10 @@ def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def version(name: str) -> str:
         if name not in versions:
-            raise placement.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(placement.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     assert placement.uses_gpus()
     versions["torch"] = "2.13.0+cpu"
     assert not placement.uses_gpus()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -43,11 +42,11 @@ def pod_specs_of(files: dict[str, str]) -> list[dict[str, Any]]:
 def test_each_pod_gets_the_secrets_of_its_role_alone() -> None:
     table = yaml.safe_load(pods(*GANG).files("k")["kustomization.yaml"])
     secrets = {entry["name"]: entry["files"] for entry in table["secretGenerator"]}
-    both = ["secrets/ca.pem", "secrets/token"]
+    ca, own = "secrets/ca.pem", ["secrets/server.pem", "secrets/server.key"]
     assert secrets == {
-        "quickstart-learner": [*both, "secrets/server.pem", "secrets/server.key"],
-        "quickstart-learner-node": both,
-        "quickstart-rollout-server": both,
+        "quickstart-learner": [ca, "secrets/token", *own],
+        "quickstart-learner-node": [ca, "token=secrets/trainer_token"],
+        "quickstart-rollout-server": [ca, "token=secrets/rollout_server_token"],
     }
     for name, spec in pod_specs(*GANG).items():
         named = {volume["name"]: volume for volume in spec["volumes"]}
@@ -140,6 +139,28 @@ def test_a_queue_is_there_if_the_settings_have_one() -> None:
     assert "queue.yaml" not in pods('queue.kind="redis"', own).files("k")
 
 
+def test_only_the_first_pod_of_the_learner_answers_prometheus_from_elsewhere() -> None:
+    assert not any(name.startswith(("scaling", "monitor")) for name in pods().files("k"))
+    asked = (*GANG, 'tracking.prometheus="10.0.0.1:9400"')
+    files = pods(*asked).files("k")
+    at_home = 'tracking.prometheus="127.0.0.1:9400"'
+    elsewhere = 'tracking.prometheus="$(HOST_ADDRESS):9400"'
+    first, *others = pod_specs_of(files)
+    words = first["containers"][0]["command"]
+    assert words.index(at_home) < words.index(elsewhere)
+    assert {port["containerPort"] for port in first["containers"][0]["ports"]} == {9400, 9401}
+    for spec in others:
+        assert at_home in spec["containers"][0]["command"]
+        assert elsewhere not in spec["containers"][0]["command"]
+    secrets = yaml.safe_load(files["kustomization.yaml"])["secretGenerator"]
+    holders = [each["name"] for each in secrets if "secrets/metrics_token" in each["files"]]
+    assert holders == ["quickstart-learner"]
+    policy = yaml.safe_load(files["network.yaml"])
+    assert policy["spec"]["ingress"][1] == {"ports": [{"port": 9400, "endPort": 9401}]}
+    scaled = yaml.safe_load(files["scaling/scaledobject.yaml"])["spec"]
+    assert scaled["scaleTargetRef"]["name"] == "quickstart-rollout-server"
+
+
 @pytest.mark.parametrize("name", ["Upper", "under_score", "9first", "last-", "a.b", "a" * 32])
 def test_a_run_that_can_be_no_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name must be a name in Kubernetes: .*got '"):
@@ -166,13 +187,21 @@ def test_code_goes_into_a_config_map_with_its_folders(tmp_path: Path) -> None:
         (volume,) = [each for each in spec["volumes"] if each["name"] == "code"]
         placed = {keys[item["key"]]: item["path"] for item in volume["configMap"]["items"]}
         assert placed == {"code/task.py": "task.py", "code/mine/words.py": "mine/words.py"}
-    with pytest.raises(ConfigError, match=r"--code .* has 26 bytes, a ConfigMap takes 20"):
+    with pytest.raises(
+        ConfigError, match=r"makes a ConfigMap of 64 bytes, at most 20 can be applied"
+    ):
         read_code(tmp_path, tmp_path, most_bytes=20)
     (tmp_path / "image.png").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"image\.png is no text; put it into a volume"):
         read_code(tmp_path, tmp_path, most_bytes=None)
     with pytest.raises(ConfigError, match="none: no such folder"):
         read_code(tmp_path / "none", tmp_path, most_bytes=None)
+
+
+@pytest.mark.parametrize("name", ["two words.py", "a=b.py", "ä.txt", "a:b"])
+def test_a_file_that_can_be_no_key_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"a file in a ConfigMap has a name of letters, .*got '"):
+        pods(code={name: ""})
 
 
 def test_code_that_lies_where_it_is_shipped_from_is_not_copied(tmp_path: Path) -> None:
@@ -215,6 +244,8 @@ def test_skypilot_gets_a_task_for_the_learner_and_one_for_each_server() -> None:
         assert (each["num_nodes"], each["resources"]["use_spot"]) == (1, True)
         # The key of the controller's certificate stays with the learner.
         assert not any("server.key" in name for name in each["file_mounts"])
+        token = each["file_mounts"]["~/slipstream/secrets/token"]
+        assert token == "secrets/rollout_server_token"
         assert each["workdir"] == "mine"
 
 
@@ -248,7 +279,14 @@ def test_a_run_that_can_be_no_name_of_skypilot_is_refused() -> None:
         skypilot('run.name="a.b"')
 
 
-def test_a_folder_with_the_model_travels_with_skypilot(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    _, learner, _ = skypilot(f"model.path={json.dumps(str(tmp_path / 'tiny'))}")
-    assert learner["file_mounts"]["~/slipstream/tiny"] == str(tmp_path / "tiny")
+def test_models_travel_under_names_of_their_own() -> None:
+    reference = ('reference.path="other/frozen"', "algorithm.kl.coefficient=0.1")
+    _, learner, _ = skypilot(*reference)
+    assert learner["file_mounts"]["~/slipstream/models/tiny"] == "models/tiny"
+    assert learner["file_mounts"]["~/slipstream/models/frozen"] == "other/frozen"
+    assert '"reference.path=\\"${HOME}/slipstream/models/frozen\\""' in learner["run"]
+    (container,) = pod_specs(*reference)["learner"]["containers"]
+    assert 'reference.path="/models/frozen"' in container["command"]
+    for make in (pods, skypilot):
+        with pytest.raises(ConfigError, match=r"\.path must end with a name of its own, got"):
+            make('reference.path="other/tiny"', "algorithm.kl.coefficient=0.1")

@@ -14,43 +14,24 @@ def clock():
     return clock
 
 
-def test_overlapping_requests_are_one_interval(clock) -> None:
+def test_the_time_with_any_request_counts_once(clock) -> None:
     clock.enter()
     clock.advance(1)
     clock.enter()
     clock.advance(1)
+    assert clock.busy_s == 2
     clock.leave()
     clock.advance(1)
     clock.leave()
     clock.advance(5)
     assert clock.busy_s == 3
-    assert clock.take_intervals() == ((100, 103),)
-    assert clock.take_intervals() == ()
-
-
-def test_an_interval_that_goes_on_is_cut(clock) -> None:
     clock.enter()
-    clock.advance(2)
-    assert clock.take_intervals() == ((100, 102),)
     clock.advance(1)
-    assert clock.busy_s == 3
-    clock.leave()
-    assert clock.take_intervals() == ((102, 103),)
-    assert clock.busy_s == 3
-
-
-def test_intervals_that_nobody_takes_are_bounded(clock) -> None:
-    for _ in range(1000):
-        clock.enter()
-        clock.advance(1)
-        clock.leave()
-        clock.advance(1)
-    assert clock.busy_s == 1000
-    assert len(clock.take_intervals()) <= 256
+    assert clock.busy_s == 4
 
 
 def use(generated: int, returned: int, open_requests: int) -> EngineUse:
-    return EngineUse(generated, returned, open_requests, 0.0, ())
+    return EngineUse(generated, returned, open_requests, 0.0)
 
 
 def test_tokens_inside_the_engine_are_in_flight() -> None:

@@ -333,7 +333,17 @@ class Publisher:
             self._abandon(publish, "the trainer was lost")
             raise
         self.totals.sent(result)
+        self._trace(publish, num_bytes=result.bytes_sent)
         return receipt
+
+    def _trace(self, publish: Publish, *, num_bytes: int = 0, error: str = "") -> None:
+        self._run.traces.published(
+            publish.publish_id,
+            publish.version.step,
+            begin_s=publish.ordered_s,
+            num_bytes=num_bytes,
+            error=error,
+        )
 
     async def _settle(
         self, publish: Publish, digests: Sequence[bytes]
@@ -435,6 +445,7 @@ class Publisher:
         if not publish.is_announced:
             # The receivers were told nothing yet.
             return
+        self._trace(publish, error=cause)
         for session in publish.receivers:
             # A server that serves this version keeps it.
             if not (session.is_serving and session.version == publish.version):

@@ -2,7 +2,7 @@
 
 Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
 Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, and take at
-most a hundredth of the time.
+most a hundredth of a core.
 """
 
 import asyncio
@@ -23,13 +23,17 @@ from slipstream.learner.controller.reporting.step_times import ServerWork, outsi
 # Steps between two predictions, and over which costs are means.
 EVERY_STEPS = 10
 WINDOW_STEPS = 40
-# Time between two predictions, in units of the time that the last one took.
+# Time between two predictions, in units of the processor time that the last one took.
 PAUSE = 100.0
 # Groups and server reports from which the model takes lengths and speeds.
 MOST_EPISODES, LEAST_GROUPS = 4096, 32
 MOST_REPORTS = 1024
 # Relative spread of the running replies below which their cost cannot be told from a step's.
 LEAST_SPREAD = 0.05
+# An engine's step takes longer; one of no time would make endless steps.
+LEAST_STEP_S = 1e-6
+# Exceptions of a prediction from figures that cannot be.
+FAULTS = (ArithmeticError, AssertionError, LookupError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ class Advisor:
     await advise_forever()    # predicts in between
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
         """`write` replaces the file of the advice."""
-        self._write = write
+        self._write, self._warn, self._has_warned = write, warn, False
         self._steps: deque[StepCosts] = deque(maxlen=WINDOW_STEPS)
         self._groups: deque[Group] = deque()
         self._work: deque[ServerWork] = deque(maxlen=MOST_REPORTS)
@@ -155,9 +159,14 @@ class Advisor:
             profile = self.profile()
             if profile is None:
                 continue
-            started_s = time.monotonic()
-            self.advice = await asyncio.to_thread(advise, profile)
-            took_s = time.monotonic() - started_s
+            try:
+                self.advice, took_s = await asyncio.to_thread(_timed_advice, profile)
+            except FAULTS as error:
+                # A report that no server sends in earnest must not end the run.
+                if not self._has_warned:
+                    self._warn(f"there is no advice: {type(error).__name__}: {error}")
+                self._has_warned = True
+                continue
             self._may_at_s = time.monotonic() + PAUSE * took_s
             table = {"profile": profile_to_json(profile), **self.summary()}
             self._write(json.dumps(table) + "\n")
@@ -184,7 +193,7 @@ class Advisor:
             setting=setting,
             groups_per_step=self._groups_per_step,
             places=self._places,
-            engine_step_s=engine[0] * self._waste,
+            engine_step_s=max(engine[0] * self._waste, LEAST_STEP_S),
             engine_token_s=engine[1] * self._waste,
             training_fixed_s=statistics.fmean(s.training_s - s.computing_s for s in steps),
             training_token_s=sum(s.computing_s for s in steps) / tokens if tokens else 0.0,
@@ -216,6 +225,12 @@ class Advisor:
             "wanted_servers": self.advice.wanted_servers,
             "gains": {CHANGES[each.name]: each.gain for each in self.advice.alternatives},
         }
+
+
+def _timed_advice(profile: Profile) -> tuple[Advice, float]:
+    """Returns the advice, and the processor time that it took."""
+    started_s = time.thread_time()
+    return advise(profile), time.thread_time() - started_s
 
 
 def _number(row: Mapping[str, float], name: str) -> float:

@@ -125,10 +125,8 @@ class RunRecorder:
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when an engine began."""
-        if report.busy_intervals:
-            # By the server's clock, which may be ahead of this one.
-            began_s = report.busy_intervals[0].start_s
-            self.rate.began(time.monotonic() - max(0.0, time.time() - began_s))
+        if report.busy_s:
+            self.rate.began(time.monotonic() - report.busy_s)
 
     def look(self, suspended: dict[str, str]) -> None:
         """Writes the causes of `suspended` environments, by name."""

@@ -283,19 +283,21 @@ class DiskSpace:
         self._asking = self._ask()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what is known, and nothing before the first answer."""
+        """Yields what is known: nothing before the first answer, or if the folder is gone."""
         if self._asking.done():
-            error = self._asking.exception()
-            self._newest = None if error is not None else self._asking.result()
+            self._newest = self._asking.result()
             self._asking = self._ask()
         if self._newest is not None:
             total, free = self._newest
             yield _gauge("disk_size_bytes", "Size of the disk of the run's folder.", total)
             yield _gauge("disk_free_bytes", "Room on the disk of the run's folder.", free)
 
-    def _ask(self) -> asyncio.Future[tuple[int, int]]:
-        def room() -> tuple[int, int]:
-            usage = shutil.disk_usage(self._folder)
+    def _ask(self) -> asyncio.Future[tuple[int, int] | None]:
+        def room() -> tuple[int, int] | None:
+            try:
+                usage = shutil.disk_usage(self._folder)
+            except OSError:
+                return None
             return usage.total, usage.free
 
         return asyncio.get_running_loop().run_in_executor(None, room)

@@ -52,8 +52,9 @@ class ServerWork:
         """Shares of the servers' time; empty if no server has reported."""
         if self.uptime_s <= 0:
             return {}
-        sampling, paused = self.sampling_s / self.uptime_s, self.paused_s / self.uptime_s
-        values = (min(1.0, sampling), min(1.0, paused), max(0.0, 1.0 - sampling - paused))
+        sampling = min(1.0, self.sampling_s / self.uptime_s)
+        paused = min(1.0 - sampling, max(0.0, self.paused_s / self.uptime_s))
+        values = (sampling, paused, 1.0 - sampling - paused)
         return dict(zip(SERVER_SHARES, values, strict=True))
 
 

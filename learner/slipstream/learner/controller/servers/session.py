@@ -54,8 +54,6 @@ class ServerSession:
     publish_id: str = ""
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
-    # Seconds in which the engine had requests: the sum over all reports.
-    busy_s: float = 0.0
     # Time at which the server joined, by `time.monotonic`.
     began_s: float = field(default_factory=time.monotonic)
     # The clock that measures the server's silence.

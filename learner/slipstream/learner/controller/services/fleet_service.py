@@ -207,8 +207,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
     """Raises ProtocolError if counters are too large or fall.
 
-    Tokens are limited by the largest speed of an engine, busy seconds by the time since the server
-    joined. Adds the report's busy seconds to the session.
+    Tokens are limited by the largest speed of an engine, seconds by the time since the server
+    joined.
     """
     if message.WhichOneof("message") not in ("heartbeat", "drained"):
         return
@@ -228,7 +228,6 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
                 f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
                 f"{before}: counters of an epoch never fall"
             )
-    session.busy_s += sum(max(0.0, span.end_s - span.start_s) for span in report.busy_intervals)
     # Not the loop's clock, which leaves out stalls of the loop: engines work during those.
     passed_s = time.monotonic() - session.began_s
     for name in ("busy_s", "paused_s", "uptime_s"):
@@ -237,11 +236,6 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
                 f"rollout server {session.name} reports {getattr(report, name):g} "
                 f"{name.replace('_', ' ')} after {passed_s:.1f} s: they count from its hello on"
             )
-    if session.busy_s > passed_s + BEFORE_S:
-        raise ProtocolError(
-            f"rollout server {session.name} reports that its engine was busy for "
-            f"{session.busy_s:.1f} s, {passed_s:.1f} s after it joined"
-        )
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:

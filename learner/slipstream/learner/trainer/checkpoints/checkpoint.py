@@ -9,7 +9,6 @@ a disk in a collective: see `disk_work`.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import shutil
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.errors import CheckpointError
+from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
@@ -260,9 +260,7 @@ class Checkpointer:
             config_digest=config_digest.hexdigest(),
             layout=self._layout(),
             models=tuple(model.name for model in self._models),
-            packages={
-                name: importlib.metadata.version(name) for name in ("torch", "megatron-core")
-            },
+            packages=installed(("torch", "megatron-core")),
             saved_unix_s=time.time(),
             files=tuple(sorted(files, key=lambda file: file.path)),
         )

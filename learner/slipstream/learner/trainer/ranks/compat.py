@@ -6,7 +6,6 @@ The cures hold for these versions only: the trainer refuses every other version 
 import functools
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.description import installed
 from slipstream.core.machine.process import without_collections
 from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine
 from slipstream.learner.trainer.untyped import Megatron
@@ -41,11 +41,11 @@ def has_transformer_engine() -> bool:
 
 def check_versions() -> None:
     """Raises ConfigError for a Megatron package that is missing or not of the tested version."""
+    here = installed(TESTED_VERSIONS)
     for name, tested in TESTED_VERSIONS.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(f"{name} {tested} is required, but it is not installed") from None
+        found = here.get(name)
+        if found is None:
+            raise ConfigError(f"{name} {tested} is required, but it is not installed")
         if found != tested:
             raise ConfigError(f"{name} must be {tested}, the version that was tested, got {found}")
 

@@ -9,8 +9,8 @@ import math
 import random
 
 import pytest
-from slipstream.core.advice import profile_from_json
-from slipstream.core.step_simulation import Setting
+from slipstream.core.advice import Advice, profile_from_json
+from slipstream.core.step_simulation import Profile, Setting
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.ledger import made_for_one
@@ -19,6 +19,7 @@ from slipstream.learner.controller.reporting.advisor import Advisor, engine_cost
 from slipstream.learner.controller.reporting.step_times import ServerWork
 from slipstream.v1 import status_pb2
 from support.fakes.fake_trajectories import GOOD
+from support.rigs.waiting import until
 
 SETTING = Setting(servers=1, replicas=1, max_staleness=1, group_size=2)
 # A step of 2 s: 0.5 of waiting, 1 of training, 0.2 to publish, and 0.3 on the way.
@@ -52,7 +53,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.written: list[str] = []
-        self.advisor = Advisor(self.written.append)
+        self.warnings: list[str] = []
+        self.advisor = Advisor(self.written.append, self.warnings.append)
 
     def steps(self, number: int, *, setting: Setting = SETTING, **changes: float) -> None:
         self.advisor.note_report(work(30, 60, step_s=0.2, token_s=0.0))
@@ -149,6 +151,34 @@ async def test_a_setting_that_was_not_foreseen_keeps_the_last_error() -> None:
     rig.steps(11, setting=dataclasses.replace(SETTING, servers=7))
     await rig.advice()
     assert math.isnan(rig.advisor.error)
+
+
+async def test_figures_that_cannot_be_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+
+    def fail(profile: Profile) -> Advice:
+        raise ZeroDivisionError(f"{profile.places} places")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "advise", fail)
+        loop = asyncio.create_task(rig.advisor.advise_forever())
+        for _ in range(2):
+            rig.steps(11)
+            await until(lambda: rig.warnings)
+    rig.steps(11)
+    await until(lambda: rig.written)
+    loop.cancel()
+    assert rig.warnings == ["there is no advice: ZeroDivisionError: 8 places"]
+
+
+@pytest.mark.parametrize("busy_s", [0.0, -5.0, 1e9])
+async def test_an_engine_that_tells_times_that_cannot_be_gets_advice(busy_s: float) -> None:
+    rig = Rig()
+    rig.steps(11)
+    rig.advisor._work.clear()
+    rig.advisor.note_report(ServerWork(busy_s, 0.0, 60.0, 100, 100))
+    await rig.advice()
+    assert all(math.isfinite(value) for value in rig.advisor.gauges().values())
 
 
 def test_tokens_that_are_never_trained_count_as_waste() -> None:

@@ -186,8 +186,7 @@ GROUP = Group(
 def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
     recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
     recorder.restore(RunHistory())
-    report = fleet_pb2.ServerReport()
-    report.busy_intervals.add(start_s=time.time() - 1, end_s=time.time())
+    report = fleet_pb2.ServerReport(busy_s=1.0)
     recorder.server_report(report)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)

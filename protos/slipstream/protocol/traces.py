@@ -1,0 +1,135 @@
+"""Spans for OpenTelemetry: the way of each group, and each publish.
+
+The ids of traces and spans follow from names that controller and rollout servers share anyway: a
+group, a member and its attempt, a publish. So no context travels between them.
+
+Consumes: spans that are over. Produces: OTLP over HTTP, from a thread of the SDK. Waits for:
+nothing; where the collector is slow or away, spans are dropped, and the SDK's log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+Attributes: TypeAlias = Mapping[str, str | int | float | bool]
+
+# Spans that wait for the exporter; more are dropped.
+MAX_WAITING = 65_536
+# Seconds in which the collector must take a message.
+EXPORT_LIMIT_S = 5.0
+
+
+class NamedIds(IdGenerator):
+    """Gives a span the ids that were chosen for it."""
+
+    trace = span = 1
+
+    def generate_trace_id(self) -> int:
+        """Returns the chosen id of the trace."""
+        return self.trace
+
+    def generate_span_id(self) -> int:
+        """Returns the chosen id of the span."""
+        return self.span
+
+
+class Traces:
+    """Sends the spans of one process of a run; belongs to one thread, and never blocks it."""
+
+    def __init__(self, url: str, run_id: str, service: str, server: str = "") -> None:
+        """`url`: where a collector takes OTLP; `service`: the role, `server`: which one of it."""
+        self._run_id, self._ids = run_id, NamedIds()
+        names = {"service.name": f"slipstream_{service}", "slipstream.run": run_id}
+        if server:
+            names["service.instance.id"] = server
+        # No sampler of the environment may drop a part of a group.
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON,
+            resource=Resource.create(names),
+            id_generator=self._ids,
+            shutdown_on_exit=False,
+        )
+        exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_LIMIT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=MAX_WAITING))
+        self._tracer = self._provider.get_tracer("slipstream")
+
+    def span(
+        self,
+        trace: str,
+        name: str,
+        key: str,
+        *,
+        begin_s: float,
+        end_s: float | None = None,
+        parent: str = "",
+        attributes: Attributes | None = None,
+        error: str = "",
+        links: Sequence[str] = (),
+    ) -> None:
+        """Sends a span that is over, from `begin_s` to `end_s` (now) in Unix seconds.
+
+        `trace`: "group/ID", "step/N" or "publish/ID". `key` names the span in it, "" its root, and
+        `parent` likewise. `links` are the roots of other traces.
+        """
+        self._ids.trace, self._ids.span = self._trace_id(trace), self._span_id(trace, key)
+        context = None
+        if key:
+            above = self._context(trace, parent)
+            context = set_span_in_context(NonRecordingSpan(above))
+        span = self._tracer.start_span(
+            name,
+            context=context,
+            start_time=_ns(begin_s),
+            attributes=dict(attributes or {}),
+            links=[Link(self._context(other, "")) for other in links],
+        )
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(_ns(time.time() if end_s is None else end_s))
+
+    async def aclose(self) -> None:
+        """Sends what is left, for half a minute at most."""
+        await asyncio.to_thread(self._provider.shutdown)
+
+    def _context(self, trace: str, key: str) -> SpanContext:
+        return SpanContext(
+            self._trace_id(trace),
+            self._span_id(trace, key),
+            is_remote=True,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED),
+        )
+
+    def _trace_id(self, trace: str) -> int:
+        return _number(f"{self._run_id}/{trace}", 16)
+
+    def _span_id(self, trace: str, key: str) -> int:
+        return _number(f"{self._run_id}/{trace}/{key}", 8)
+
+
+def _number(text: str, num_bytes: int) -> int:
+    # 0 stands for no id.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=num_bytes).digest()) or 1
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,104 @@
+"""A rollout server's spans: episodes, their calls of the model, deliveries, loads of weights.
+
+They belong to the traces of groups and publishes, whose other spans the controller sends.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from slipstream.core.types import Purpose, Status, Trajectory
+from slipstream.rollout_server.episodes.lease import EpisodeTask
+from slipstream.v1 import fleet_pb2
+
+if TYPE_CHECKING:
+    from slipstream.protocol.traces import Traces
+
+
+class ServerTraces:
+    """Sends the spans; all methods do nothing without `traces`, and for evaluations."""
+
+    def __init__(self, traces: Traces | None = None, server: str = "") -> None:
+        """`server`: the name of this rollout server."""
+        self._traces, self._server = traces, server
+
+    def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:
+        """Sends the span of the episode's n-th call of the model, which ends now."""
+        if self._traces is None or task.lease.purpose is not Purpose.TRAINING:
+            return
+        attempt = f"{task.member}.{task.attempt}"
+        self._traces.span(
+            f"group/{task.lease.group_id}",
+            "call",
+            f"call/{attempt}/{number}",
+            parent=f"episode/{attempt}",
+            begin_s=begin_s,
+            attributes={"slipstream.tokens": num_tokens},
+        )
+
+    def episode(self, trajectory: Trajectory, *, begin_s: float) -> None:
+        """Sends the span of an episode, which ends now."""
+        if self._traces is None or trajectory.purpose is not Purpose.TRAINING:
+            return
+        attributes: dict[str, str | float] = {
+            "slipstream.member": trajectory.member,
+            "slipstream.attempt": trajectory.attempt,
+            "slipstream.status": trajectory.status.name.lower(),
+            "slipstream.tokens": trajectory.num_sampled_tokens,
+            "slipstream.turns": trajectory.num_turns,
+            "slipstream.reward": trajectory.reward,
+            "slipstream.generation_s": trajectory.generation_s,
+            "slipstream.environment_s": trajectory.environment_s,
+        }
+        failed = trajectory.status is Status.FAILED and trajectory.failure is not None
+        self._traces.span(
+            f"group/{trajectory.group_id}",
+            "episode",
+            f"episode/{trajectory.member}.{trajectory.attempt}",
+            begin_s=begin_s,
+            attributes=attributes,
+            error=trajectory.failure.message if failed and trajectory.failure else "",
+        )
+
+    def delivery(self, trajectory: Trajectory, *, begin_s: float) -> None:
+        """Sends the span from the end of an episode to its place in the queue, which it has now."""
+        if self._traces is None or trajectory.purpose is not Purpose.TRAINING:
+            return
+        attempt = f"{trajectory.member}.{trajectory.attempt}"
+        self._traces.span(
+            f"group/{trajectory.group_id}",
+            "delivery",
+            f"delivery/{attempt}",
+            parent=f"episode/{attempt}",
+            begin_s=begin_s,
+        )
+
+    def publish(self, report: fleet_pb2.PublishReport) -> None:
+        """Sends the spans of a publish that has ended on this server, if `report` says so."""
+        phases = (fleet_pb2.PUBLISH_PHASE_SERVING, fleet_pb2.PUBLISH_PHASE_FAILED)
+        if self._traces is None or report.phase not in phases:
+            return
+        now_s, stages = time.time(), report.stages
+        trace, load = f"publish/{report.publish_id}", f"load/{self._server}"
+        failed = report.phase == fleet_pb2.PUBLISH_PHASE_FAILED
+        self._traces.span(
+            trace,
+            "load",
+            load,
+            begin_s=now_s - report.paused_s - stages.prepare_s,
+            end_s=now_s,
+            attributes={
+                f"slipstream.{name}": getattr(stages, name)
+                for name in ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s")
+            },
+            error=report.message if failed else "",
+        )
+        if report.paused_s:
+            begin_s = now_s - report.paused_s
+            self._traces.span(
+                trace, "pause", f"pause/{self._server}", parent=load, begin_s=begin_s, end_s=now_s
+            )
+
+
+NO_TRACES = ServerTraces()
