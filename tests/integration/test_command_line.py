@@ -168,7 +168,7 @@ COMMANDS = {
     "node rank": (["learner", "config.toml", "--node-rank", "1"], "must be 0 to 0, got 1"),
     "negative node rank": (["learner", "config.toml", "--node-rank=-1"], "got -1"),
     "node without a port": (
-        ["learner", "config.toml", "learner={world_size=2, ranks_per_node=1}"],
+        ["learner", "config.toml", "learner={world_size=2, ranks_per_node=1}", "--node-rank=0"],
         "learner.master needs a port",
     ),
     "redis without an address": (
@@ -188,9 +188,7 @@ def test_a_command_that_cannot_work_is_refused_in_one_line(case: str, folder: Pa
     check_refused(run_command(*arguments, cwd=folder), *parts)
 
 
-def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(
-    folder: Path,
-) -> None:
+def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(folder: Path) -> None:
     arguments, *parts = COMMANDS["server of nobody"]
     check_refused(run_command(*arguments, "--final", cwd=folder), *parts, code=0)
 

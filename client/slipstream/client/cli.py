@@ -155,17 +155,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
         "learner", help="the trainer ranks of this node; on node 0 the controller too"
     )
     _add_config(learner)
-    learner.add_argument(
-        "--node-rank",
-        type=int,
-        default=os.environ.get("NODE_RANK", "0"),
-        help="0: the node of the controller; default: NODE_RANK of the environment",
-    )
-    learner.add_argument(
-        "--master",
-        metavar="HOST:PORT",
-        help="where the ranks of all nodes meet; default: MASTER_ADDR and MASTER_PORT",
-    )
+    _add_node(learner)
     learner.set_defaults(execute=_learner)
 
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
@@ -173,7 +163,10 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
     server.add_argument("--server-id", help="a name that stays the same after a restart")
     server.add_argument(
-        "--connect-timeout-s", type=float, default=20.0, help="how long to wait for the controller"
+        "--connect-timeout-s",
+        type=float,
+        default=20.0,
+        help="how long to wait for the controller, and for a queue that another program starts",
     )
     server.add_argument(
         "--final",
@@ -240,6 +233,13 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     doctor.add_argument("--json", action="store_true", help="one line for each finding")
+    doctor.add_argument(
+        "--role",
+        choices=("learner", "rollout-server"),
+        help="all that one instance of this role needs, compared with the first node's",
+    )
+    _add_node(doctor)
+    doctor.add_argument("--controller", metavar="HOST:PORT", help="as of rollout-server")
     doctor.set_defaults(execute=_doctor)
 
     check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
@@ -314,6 +314,25 @@ def _add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -
     )
 
 
+def _add_node(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=os.environ.get("NODE_RANK"),
+        help="0: the node of the controller; default: NODE_RANK of the environment",
+    )
+    parser.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where the ranks of all nodes meet; default: MASTER_ADDR and MASTER_PORT",
+    )
+    parser.add_argument(
+        "--connect-timeout-s",
+        type=float,
+        help="how long to wait for the first node, and for a queue that another program starts",
+    )
+
+
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
     add_secrets(parser)
@@ -359,6 +378,7 @@ async def _learner(arguments: argparse.Namespace) -> int:
         arguments.overrides,
         node_rank=arguments.node_rank,
         master=arguments.master,
+        connect_timeout_s=arguments.connect_timeout_s,
         dry_run=arguments.dry_run,
     )
 
@@ -406,9 +426,18 @@ def _roles(arguments: argparse.Namespace) -> int:
 
 
 async def _doctor(arguments: argparse.Namespace) -> int:
-    from slipstream.client.doctor.examine import run_doctor
+    from slipstream.client.doctor.examine import Instance, run_doctor
 
-    return await run_doctor(arguments.config, arguments.overrides, as_json=arguments.json)
+    instance = None
+    if arguments.role is not None:
+        instance = Instance(
+            arguments.role,
+            node_rank=arguments.node_rank,
+            master=arguments.master,
+            controller=arguments.controller,
+            connect_timeout_s=arguments.connect_timeout_s,
+        )
+    return await run_doctor(arguments.config, arguments.overrides, instance, as_json=arguments.json)
 
 
 async def _check(arguments: argparse.Namespace) -> int:

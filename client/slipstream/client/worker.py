@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
+    parser.add_argument("--no-play", action="store_true", help="only load it (--check)")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
     parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
@@ -173,6 +174,8 @@ class _Check:
         ).loaded.num_tasks
         if self._host.asks_start and options.no_start:
             self._fail(NEED_ADAPTERS)
+        if options.no_play:
+            return f"environment {options.check} is loaded"
         opening = (
             await self._ask(pb.WorkerCommand(reset=pb.ResetCommand(episode_key=CHECK)))
         ).observation

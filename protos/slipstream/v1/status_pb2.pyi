@@ -196,3 +196,43 @@ class DrainServerResponse(_message.Message):
     WARNING_FIELD_NUMBER: _ClassVar[int]
     warning: str
     def __init__(self, warning: _Optional[str] = ...) -> None: ...
+
+class GetSetupRequest(_message.Message):
+    __slots__ = ("asker", "has_compared")
+    ASKER_FIELD_NUMBER: _ClassVar[int]
+    HAS_COMPARED_FIELD_NUMBER: _ClassVar[int]
+    asker: str
+    has_compared: bool
+    def __init__(self, asker: _Optional[str] = ..., has_compared: bool = ...) -> None: ...
+
+class Setup(_message.Message):
+    __slots__ = ("run_id", "protocol_version", "versions", "settings", "unix_time_s", "model_digest", "mark")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    protocol_version: int
+    versions: _containers.ScalarMap[str, str]
+    settings: _containers.ScalarMap[str, str]
+    unix_time_s: float
+    model_digest: bytes
+    mark: str
+    def __init__(self, run_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., settings: _Optional[_Mapping[str, str]] = ..., unix_time_s: _Optional[float] = ..., model_digest: _Optional[bytes] = ..., mark: _Optional[str] = ...) -> None: ...

@@ -34,6 +34,11 @@ class StatusServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.GetSetup = channel.unary_unary(
+                '/slipstream.v1.StatusService/GetSetup',
+                request_serializer=slipstream_dot_v1_dot_status__pb2.GetSetupRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_status__pb2.Setup.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/slipstream.v1.StatusService/GetStatus',
                 request_serializer=slipstream_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
@@ -58,6 +63,13 @@ class StatusServiceStub(object):
 
 class StatusServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
+
+    def GetSetup(self, request, context):
+        """Answers who is about to join, or to start further ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -87,6 +99,11 @@ class StatusServiceServicer(object):
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetSetup': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSetup,
+                    request_deserializer=slipstream_dot_v1_dot_status__pb2.GetSetupRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_status__pb2.Setup.SerializeToString,
+            ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=slipstream_dot_v1_dot_status__pb2.GetStatusRequest.FromString,
@@ -117,6 +134,33 @@ def add_StatusServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class StatusService(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def GetSetup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.StatusService/GetSetup',
+            slipstream_dot_v1_dot_status__pb2.GetSetupRequest.SerializeToString,
+            slipstream_dot_v1_dot_status__pb2.Setup.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetStatus(request,

@@ -13,21 +13,13 @@ import redis.asyncio
 from make_lock import pins_of
 from slipstream.client.cli import main
 from slipstream.client.doctor import examine as examination
-from slipstream.client.doctor import machine
 from slipstream.client.doctor.examine import ask_program, conclusion, table
-from slipstream.client.doctor.fit import check_fit
-from slipstream.client.doctor.queue import check_queue
-from slipstream.client.launch import preflight
-from slipstream.client.launch.checks import (
-    Finding,
-    Scene,
-    Verdict,
-    advice,
-    find_all,
-    ok,
-    problem,
-)
+from slipstream.client.launch import machine, preflight
+from slipstream.client.launch.checks import Scene, find_all
+from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
+from slipstream.client.launch.fit import check_fit
 from slipstream.client.launch.preflight import free_port
+from slipstream.client.launch.queue_server import check_queue
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
@@ -94,7 +86,11 @@ def test_conclusion_counts_problems_and_hints() -> None:
 
 
 def test_this_machine_can_run_it(tmp_path: Path) -> None:
-    findings = list(machine.check_machine(run_dir=tmp_path / "not" / "yet", has_gpu=False))
+    findings = [
+        *machine.check_machine(has_gpu=False),
+        *machine.check_limits(has_gpu=False),
+        machine.check_disk(tmp_path / "not" / "yet"),
+    ]
     assert {finding.area for finding in findings} == {
         "python",
         "processors",
@@ -113,7 +109,7 @@ def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(tmp_path
 
 
 def test_folder_that_cannot_be_written_is_named() -> None:
-    finding = machine._disk(Path("/sys/kernel/runs"))
+    finding = machine.check_disk(Path("/sys/kernel/runs"))
     assert finding.verdict is Verdict.PROBLEM
     assert "/sys/kernel cannot be written" in finding.seen
 
@@ -175,9 +171,9 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(
     module = tmp_path / "torchvision.py"
     module.write_text("")
     assert machine.version_of("torchvision") == "0.28.0"
-    assert not [f for f in machine.check_packages() if f.area == "packages"]
+    assert not [*machine.check_companions()]
     module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (finding,) = (f for f in machine.check_packages() if f.area == "packages")
+    (finding,) = machine.check_companions()
     assert finding == problem(
         "packages",
         "torchvision cannot be imported, so neither can vLLM: "

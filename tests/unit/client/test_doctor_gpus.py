@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client.doctor import fit, machine
-from slipstream.client.doctor.fit import Needs, check_fit
-from slipstream.client.doctor.machine import check_build, check_gpus
-from slipstream.client.launch import placement
-from slipstream.client.launch.checks import Finding, Verdict
+from slipstream.client.launch import fit, machine, placement
+from slipstream.client.launch.findings import Finding, Verdict
+from slipstream.client.launch.fit import Needs, check_fit
+from slipstream.client.launch.machine import check_build, check_gpus
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config

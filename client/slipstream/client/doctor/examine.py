@@ -2,31 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from slipstream.client.doctor.fit import check_fit
-from slipstream.client.doctor.machine import check_build, check_gpus, check_machine, check_packages
-from slipstream.client.launch.checks import Finding, Scene, Verdict, find_all, problem
+from slipstream.client.doctor.meeting import meet_nodes
+from slipstream.client.launch.checks import Scene, find_all
+from slipstream.client.launch.findings import Finding, Verdict, problem
+from slipstream.client.launch.fit import check_fit
+from slipstream.client.launch.launcher import learner_overrides, learner_share, scene_of
+from slipstream.client.launch.machine import (
+    ROLE_MEMORY_GIB,
+    check_build,
+    check_companions,
+    check_disk,
+    check_gpus,
+    check_limits,
+    check_machine,
+    check_packages,
+)
 from slipstream.client.launch.preflight import run_module
+from slipstream.client.launch.roles import LEARNER, Share, learner_nodes
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
+from slipstream.core.machine.process import raise_open_files
 from slipstream.core.settings.config import Config
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
+# Seconds in which all nodes of a learner must have started their examination.
+MEETING_LIMIT_S = 60.0
 REDIS_REMEDY = "install redis and hiredis"
 
 
-async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
+@dataclass(frozen=True)
+class Instance:
+    """One instance of a role that is to start on this machine, as its command would be told."""
+
+    role: Literal["learner", "rollout-server"]
+    node_rank: int | None = None
+    master: str | None = None
+    controller: str | None = None
+    connect_timeout_s: float | None = None
+
+
+async def run_doctor(
+    path: Path | None,
+    overrides: Sequence[str],
+    instance: Instance | None = None,
+    *,
+    as_json: bool,
+) -> int:
     """Prints all findings; returns 1 if one of them is a problem.
 
     Raises ConfigError for a wrong file.
     """
-    config = load_config(path, overrides, hub="small") if path is not None else None
-    findings = await examine(config)
+    raise_open_files()
+    # Checks that take long say so; stdout may be read by a program.
+    with contextlib.redirect_stdout(sys.stderr):
+        if path is None:
+            if instance is not None:
+                raise ConfigError(f"--role {instance.role} needs a CONFIG.toml")
+            findings = await examine(None)
+        elif instance is None:
+            findings = await examine(load_config(path, overrides, hub="small"))
+        else:
+            findings = await examine_instance(path, overrides, instance)
     if as_json:
         say("\n".join(found.write() for found in findings))
     else:
@@ -38,8 +85,10 @@ async def run_doctor(path: Path | None, overrides: Sequence[str], *, as_json: bo
 async def examine(config: Config | None) -> list[Finding]:
     """Returns the findings about this machine, and about a configuration on it."""
     gpus = list_gpus()
-    run_dir = config.run.dir if config is not None else Path("runs")
-    findings = [*check_machine(run_dir=run_dir, has_gpu=bool(gpus)), *check_packages()]
+    findings = [*check_machine(has_gpu=bool(gpus)), *check_packages()]
+    if config is None:
+        findings += [*check_limits(has_gpu=bool(gpus)), check_disk(Path("runs"))]
+        findings += check_companions()
     findings += [*check_gpus(gpus), *check_build(gpus, config)]
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)
@@ -48,9 +97,38 @@ async def examine(config: Config | None) -> list[Finding]:
         if config.queue.kind == "redis" and config.queue.redis_url is not None:
             if importlib.util.find_spec("redis") is None:
                 return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]
-            from slipstream.client.doctor.queue import check_queue
+            from slipstream.client.launch.queue_server import check_queue
 
             findings += await check_queue(config)
+    return findings
+
+
+async def examine_instance(
+    path: Path, overrides: Sequence[str], instance: Instance
+) -> list[Finding]:
+    """Returns the findings about one instance of a role, with the settings of its command."""
+    is_learner = instance.role == LEARNER
+    if is_learner:
+        overrides = [*learner_overrides(instance.master), *overrides]
+    elif instance.controller is not None:
+        overrides = [*overrides, f'controller.address="{instance.controller}"']
+    config = load_config(path, overrides, hub="small", apart=True)
+    share = learner_share(config, instance.node_rank) if is_learner else Share(servers=1)
+    limit_s = MEETING_LIMIT_S
+    if instance.connect_timeout_s is not None:
+        limit_s = instance.connect_timeout_s
+    scene = replace(scene_of(config, share, limit_s), leaves_nothing=True)
+    gpus = list_gpus()
+    findings = [*check_machine(has_gpu=bool(gpus), least_gib=ROLE_MEMORY_GIB)]
+    findings += check_packages(["learner" if is_learner else "rollout server"])
+    findings += [*check_gpus(gpus), *check_build(gpus, config)]
+    if is_learner and importlib.util.find_spec("torch") is not None:
+        findings += await ask_program(LEARNER_PROGRAM)
+    findings += check_fit(config, gpus, share)
+    findings += await find_all(scene)
+    nodes, _ = learner_nodes(config)
+    if share.has_controller and nodes > 1:
+        findings.append(await meet_nodes(config, nodes, limit_s))
     return findings
 
 

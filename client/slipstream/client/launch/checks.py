@@ -1,16 +1,16 @@
 """The one list of checks before a run starts.
 
 A command stops at the first problem, a dry run makes the checks that start and call nothing, and
-`slipstream doctor` shows what all of these found. A check returns the fact that it saw, or raises
-ConfigError; what it compares stands in `preflight` and `engine_checks`.
+`slipstream doctor` shows what all of these found, or with `--role` those of one role. A check
+returns the fact that it saw or its findings, or raises ConfigError; what it compares stands in the
+modules beside this one.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from inspect import isawaitable
 from typing import Literal
@@ -21,11 +21,15 @@ from slipstream.client.launch.engine_checks import (
     check_variables,
     describe_engine,
 )
+from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
+from slipstream.client.launch.fit import disk_for
+from slipstream.client.launch.machine import check_companions, check_limits
+from slipstream.client.launch.network import check_interfaces
+from slipstream.client.launch.peers import compare
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_algorithms,
     check_certificates,
-    check_controller,
     check_engine,
     check_environments,
     check_functions,
@@ -33,7 +37,6 @@ from slipstream.client.launch.preflight import (
     check_megatron,
     check_own_certificate,
     check_port,
-    check_queue_user,
     check_reference,
     check_weights_host,
 )
@@ -61,53 +64,6 @@ LEARNER: frozenset[Part] = frozenset({"learner"})
 SERVER: frozenset[Part] = frozenset({"rollout_server"})
 
 
-class Verdict(Enum):
-    """Whether something stands in the way of a run."""
-
-    OK = "ok"
-    # A run works, but slower or with less safety than it could.
-    ADVICE = "advice"
-    # A run cannot work like this.
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check, as the doctor shows it."""
-
-    area: str
-    verdict: Verdict
-    # The fact that was seen.
-    seen: str
-    # The change to make; empty when there is nothing to do.
-    remedy: str = ""
-
-    @classmethod
-    def read(cls, line: str) -> Finding:
-        """Returns the finding in a line of `write`; raises ValueError for anything else."""
-        values = json.loads(line)
-        return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
-
-    def write(self) -> str:
-        """Returns the finding as one line of JSON."""
-        return json.dumps(asdict(self) | {"verdict": self.verdict.value})
-
-
-def ok(area: str, seen: str) -> Finding:
-    """Returns a finding with nothing to do."""
-    return Finding(area, Verdict.OK, seen)
-
-
-def advice(area: str, seen: str, remedy: str) -> Finding:
-    """Returns a finding that lets a run work; the remedy makes it better."""
-    return Finding(area, Verdict.ADVICE, seen, remedy)
-
-
-def problem(area: str, seen: str, remedy: str = "") -> Finding:
-    """Returns a finding that stops a run; no remedy where `seen` itself says what must be."""
-    return Finding(area, Verdict.PROBLEM, seen, remedy)
-
-
 class Stage(Enum):
     """The order of the checks; a dry run prints its plan after the first stage."""
 
@@ -127,7 +83,11 @@ class Scene:
     # The parts that start on this machine; the doctor does not know them.
     parts: frozenset[Part] = frozenset()
     dry_run: bool = False
-    # Seconds to wait for a controller that another command starts.
+    # The doctor looks, and makes no folder.
+    leaves_nothing: bool = False
+    # Number of the learner's node.
+    node_rank: int = 0
+    # Seconds to wait for a controller, or a queue, that others start.
     connect_timeout_s: float = 0.0
 
     @property
@@ -153,8 +113,13 @@ class Check:
     # If set, the problem is a hint on a machine of unknown part, with this remedy.
     elsewhere: str = ""
 
-    async def run(self, scene: Scene) -> list[Finding]:
-        """Returns the findings; raises ConfigError at a problem."""
+    async def run(self, scene: Scene) -> None:
+        """Raises ConfigError at a problem."""
+        for found in await self._look(scene):
+            if found.verdict is Verdict.PROBLEM:
+                raise ConfigError(f"{found.area}: {found.seen}: {found.remedy}")
+
+    async def _look(self, scene: Scene) -> list[Finding]:
         seen = self.check(scene)
         if isawaitable(seen):
             seen = await seen
@@ -163,9 +128,9 @@ class Check:
     async def find(self, scene: Scene) -> list[Finding]:
         """Returns the findings, a problem among them."""
         try:
-            return await self.run(scene)
+            return await self._look(scene)
         except ConfigError as error:
-            if self.elsewhere:
+            if self.elsewhere and not scene.parts:
                 return [advice(self.area, str(error), self.elsewhere)]
             return [problem(self.area, str(error), self.remedy)]
 
@@ -178,8 +143,15 @@ async def require(scene: Scene, stage: Stage) -> None:
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings of all checks that load no environment and start no run."""
-    findings = [await check.find(scene) for check in CHECKS if check.stage is not Stage.START]
+    """Returns the findings of all checks that the scene's parts need.
+
+    Where these are not known: of all checks that load no environment and call no controller.
+    """
+    findings = [
+        await check.find(scene)
+        for check in CHECKS
+        if (check.needs & scene.parts if scene.parts else check.stage is not Stage.START)
+    ]
     return [finding for found in findings for finding in found]
 
 
@@ -288,7 +260,9 @@ def _master(scene: Scene) -> str | None:
     try:
         return check_port(address)
     except ConfigError as error:
-        raise ConfigError(f"{address} is in use") from error
+        raise ConfigError(
+            f"learner.master: {address} is in use; choose another port, the same on all nodes"
+        ) from error
 
 
 def _is_ours(host: str) -> bool:
@@ -301,14 +275,38 @@ def _is_ours(host: str) -> bool:
     return True
 
 
-async def _running_controller(scene: Scene) -> None:
-    """Waits for the controller that another command has started, and asks the queue's server."""
-    config = scene.config
-    if "controller" not in scene.parts:
-        credentials = Credentials.load(config.security)
-        await check_controller(config.controller.address, credentials, scene.connect_timeout_s)
-        if config.queue.kind == "redis":
-            await check_queue_user(config.queue)
+async def _running_controller(scene: Scene) -> str | None:
+    """Waits for the controller that another command has started, and compares with its host."""
+    if "controller" in scene.parts:
+        return None
+    of_ranks = "learner" in scene.parts
+    asker = f"learner node {scene.node_rank}" if of_ranks else "rollout server"
+    asker += f" on {socket.gethostname()}"
+    return await compare(
+        scene.config,
+        scene.connect_timeout_s,
+        of_ranks=of_ranks,
+        asker=asker,
+        is_awaited=scene.leaves_nothing,
+    )
+
+
+async def _running_queue(scene: Scene) -> str | None:
+    """Asks the user's own Redis or Valkey, by the users of the ends that open here."""
+    queue = scene.config.queue
+    ends = [end for end in QUEUE_ENDS if end in scene.parts]
+    if queue.kind != "redis" or queue.redis_url is None or not ends:
+        return None
+    from slipstream.client.launch.queue_server import ask_queue
+
+    seen = [await ask_queue(scene.config, end, patience_s=scene.connect_timeout_s) for end in ends]
+    return "; ".join(seen)
+
+
+async def _environments(scene: Scene) -> None:
+    """Checks the environments where the controller starts; servers only load theirs."""
+    play = "controller" in scene.parts
+    await check_environments(scene.config, play=play, keeps_log=not scene.leaves_nothing)
 
 
 _FILES = "deploy/make_certificates.sh makes all files"
@@ -333,6 +331,10 @@ CHECKS = (
         lambda scene: check_weights_host(scene.config),
         elsewhere="nothing, unless trainer rank 0 runs here",
     ),
+    Check("packages", Stage.PLACE, SERVER, lambda _: [*check_companions()]),
+    Check("network", Stage.PLACE, LEARNER, lambda scene: check_interfaces(scene.config)),
+    Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
+    Check("disk", Stage.PLACE, CONTROLLER, lambda scene: [disk_for(scene.config)]),
     Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
     Check("controller", Stage.PLACE, CONTROLLER, _controller),
     Check(
@@ -340,13 +342,10 @@ CHECKS = (
         lambda scene: check_own_certificate(scene.config),
         _FILES,
     ),
-    Check(
-        *("learner.master", Stage.PLACE, frozenset[Part]()),
-        _master,
-        "choose another port, the same on all nodes",
-    ),
+    Check("learner.master", Stage.PLACE, CONTROLLER, _master),
+    Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
     Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
     Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
-    Check("controller", Stage.START, SERVER, _running_controller),
-    Check("environments", Stage.START, CONTROLLER, lambda scene: check_environments(scene.config)),
+    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue),
+    Check("environments", Stage.START, CONTROLLER | SERVER, _environments),
 )

@@ -59,6 +59,8 @@ from slipstream.protocol.queue.redis_checks import ROLES
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
+# Seconds in which a queue that another program starts must answer.
+QUEUE_LIMIT_S = 30.0
 TINY_MODEL = "slipstream.learner.trainer.tiny_model"
 RECEIPT = "slipstream.learner.controller.receipt_checks"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
@@ -94,28 +96,32 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
 
 
 async def run_learner(
-    path: Path, overrides: Sequence[str], *, node_rank: int, master: str | None, dry_run: bool
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    node_rank: int | None,
+    master: str | None,
+    connect_timeout_s: float | None = None,
+    dry_run: bool,
 ) -> int:
     """`slipstream learner`: the trainer ranks of this node, and the controller on node 0."""
     raise_open_files()
-    master_overrides = _master_overrides(os.environ)
-    if master is not None:
-        master_overrides = [f'learner.master="{master}"']
-    # A setting on the command line goes before the environment too.
-    overrides = [*master_overrides, *overrides]
+    overrides = [*learner_overrides(master), *overrides]
     config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
-    share = learner_node(config, node_rank)
-    if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
-        raise ConfigError("learner.master needs a port that all nodes know, got 0")
-    return await _carry_out(config, share, dry_run=dry_run)
+    share = learner_share(config, node_rank)
+    return await _carry_out(config, share, connect_timeout_s, dry_run=dry_run)
 
 
 async def _carry_out(
-    config: Config, share: Share, *, dry_run: bool, profile: Path | None = None
+    config: Config,
+    share: Share,
+    connect_timeout_s: float | None = None,
+    *,
+    dry_run: bool,
+    profile: Path | None = None,
 ) -> int:
     """Starts and keeps the programs of this share of the roles, until the run is over."""
-    parts = LEARNER | (CONTROLLER if share.has_controller else frozenset())
-    scene = Scene(config, parts | (SERVER if share.servers else frozenset()), dry_run=dry_run)
+    scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     ranks, servers = len(share.ranks), share.servers
     if dry_run:
@@ -162,7 +168,7 @@ async def run_rollout_server(
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
-    scene = Scene(config, SERVER, dry_run=dry_run, connect_timeout_s=connect_timeout_s)
+    scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     if dry_run:
         return await show_dry_run(scene, servers=1)
@@ -327,6 +333,43 @@ async def _run_program(
     finally:
         await child.stop(GRACE_S)
     return child
+
+
+def scene_of(
+    config: Config, share: Share, connect_timeout_s: float | None = None, *, dry_run: bool = False
+) -> Scene:
+    """Returns what the checks must know of a command that starts this share of the roles."""
+    parts = LEARNER if share.ranks else frozenset()
+    parts |= CONTROLLER if share.has_controller else frozenset()
+    parts |= SERVER if share.servers else frozenset()
+    if connect_timeout_s is None:
+        # Further nodes of the learner wait for the first one as long as their ranks would.
+        connect_timeout_s = QUEUE_LIMIT_S if share.has_controller else config.learner.timeout_s
+    return Scene(
+        config,
+        parts,
+        dry_run=dry_run,
+        node_rank=share.node_rank,
+        connect_timeout_s=connect_timeout_s,
+    )
+
+
+def learner_share(config: Config, node_rank: int | None) -> Share:
+    """Returns what one node of the learner starts; ConfigError where it could not meet others."""
+    share = learner_node(config, node_rank)
+    if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
+        raise ConfigError(
+            "learner.master needs a port that all nodes know, got 0: set it, or give --master"
+        )
+    return share
+
+
+def learner_overrides(master: str | None) -> list[str]:
+    """Returns the setting of the ranks' meeting place by option or environment, if there is one.
+
+    A setting on the command line goes before both.
+    """
+    return _master_overrides(os.environ) if master is None else [f'learner.master="{master}"']
 
 
 def _of_the_hub(dry_run: bool) -> Hub:

@@ -20,19 +20,16 @@ import socket
 import ssl
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import grpc
-import grpc.aio
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import WARNING
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
@@ -40,16 +37,7 @@ from slipstream.core.machine.process import open_variables
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.sections import EnvironmentSection, SecuritySection
-from slipstream.protocol.access.security import (
-    Credentials,
-    call_metadata,
-    open_channel,
-    redis_url_of,
-)
-from slipstream.protocol.queue.redis_checks import ROLLOUT_SERVER
-from slipstream.v1 import status_pb2, status_pb2_grpc
 
 TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
@@ -57,7 +45,6 @@ MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_server"
 ALGORITHMS_CHECK = "slipstream.learner.trainer.check_algorithms"
-RETRY_S = 0.2
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
@@ -68,10 +55,6 @@ WORKER_GRACE_S = 30.0
 CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
 # The calls of such a check that may take as long as the limit: load, reset and step.
 CHECKED_CALLS = 3
-# Status codes after which the controller may still come.
-AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Parts of gRPC's texts about a certificate that is not taken: it will not get better.
-UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # Ports below every usual range from which the kernel assigns ports.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
@@ -181,41 +164,6 @@ def check_installed(*names: str) -> None:
         raise ConfigError(f"the {NEEDED_BY[name]} needs the package {name}, which is not installed")
 
 
-async def check_controller(address: str, credentials: Credentials, limit_s: float) -> None:
-    """Waits for the controller; raises ConfigError if it refuses us or does not answer in time."""
-    cause = ""
-    async with open_channel(address, credentials) as channel:
-        stub = status_pb2_grpc.StatusServiceStub(channel)
-        deadline_s = time.monotonic() + limit_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                await stub.GetStatus(
-                    status_pb2.GetStatusRequest(),
-                    timeout=left_s,
-                    metadata=call_metadata(credentials),
-                )
-            except grpc.aio.AioRpcError as error:
-                cause = error.details() or error.code().name
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    cause = "what answers is no controller of this version"
-                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
-                    raise ConfigError(f"the controller at {address}: {cause}") from None
-            else:
-                return
-            await asyncio.sleep(min(RETRY_S, left_s))
-    raise ConfigError(f"no controller answers at {address} within {limit_s:g} s: {cause}")
-
-
-async def check_queue_user(queue: QueueSection) -> None:
-    """Raises ConfigError when the queue refuses the rollout server; one that is away may come."""
-    from slipstream.protocol.queue.redis_connection import RedisConnection
-
-    connection = RedisConnection(redis_url_of(queue, "rollout_server"), "probe")
-    async with contextlib.aclosing(connection.client):
-        with contextlib.suppress(QueueError):
-            await connection.probe(ROLLOUT_SERVER.probe)
-
-
 async def check_megatron(config: Config) -> str | None:
     """Has Megatron check the settings that are passed through to it; raises ConfigError.
 
@@ -323,25 +271,34 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 
 
 async def check_environments(
-    config: Config, *, grace_s: float = WORKER_GRACE_S, at_once: int = CHECKS_AT_ONCE
+    config: Config,
+    *,
+    play: bool = True,
+    keeps_log: bool = True,
+    grace_s: float = WORKER_GRACE_S,
+    at_once: int = CHECKS_AT_ONCE,
 ) -> None:
-    """Loads every environment in its own process and resets its first task; raises ConfigError.
+    """Loads every environment in its own process and plays a first step; raises ConfigError.
 
-    `at_once` are loaded side by side. The first error in the order of the settings is raised.
+    Without `play` they are only loaded. `at_once` are loaded side by side. The first error in the
+    order of the settings is raised.
 
     An environment that names tools needs a tool_parser, one that shows images max_images; an agent
     that asks the model as the run started needs adapters of their own.
 
     A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
-    The run's preflight.log is written again, with the last lines that each environment printed. A
-    refusal makes no folder for this log, unless the environment has printed something.
+    The run's preflight.log is written again where they play, with the last lines that each has
+    printed, if `keeps_log`. A refusal makes no folder for it, unless the environment has printed
+    something.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     places = asyncio.Semaphore(at_once)
     printed: list[str] = []
     checks = [
-        asyncio.create_task(_check_environment(section, config, grace_s=grace_s, places=places))
+        asyncio.create_task(
+            _check_environment(section, config, play, grace_s=grace_s, places=places)
+        )
         for section in [*sections, *config.evaluations]
     ]
     try:
@@ -350,18 +307,21 @@ async def check_environments(
             printed += [f"environment {name}:", *lines]
             if cause:
                 # Only the cause is there where the environment printed nothing.
-                log = f" (log: {_keep_printed(config, printed)})" if len(lines) > 1 else ""
+                keeps = keeps_log and len(lines) > 1
+                log = f" (log: {_keep_printed(config, printed)})" if keeps else ""
                 raise ConfigError(f"environment {name}: {cause}{log}")
     finally:
         for check in checks:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-    _keep_printed(config, printed)
+    if play and keeps_log:
+        _keep_printed(config, printed)
 
 
 async def _check_environment(
     section: EnvironmentSection | EvaluationSection,
     config: Config,
+    play: bool,
     *,
     grace_s: float,
     places: asyncio.Semaphore,
@@ -377,6 +337,8 @@ async def _check_environment(
         arguments.append("--no-tools")
     if not config.lora.publishes_adapters:
         arguments.append("--no-start")
+    if not play:
+        arguments.append("--no-play")
     arguments += ["--max-turns", str(config.sampling.max_turns)]
     async with places:
         with _told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):

@@ -190,9 +190,16 @@ def whole_run(config: Config) -> Share:
     return Share(range(config.learner.world_size), config.rollout_server.count)
 
 
-def learner_node(config: Config, node_rank: int) -> Share:
+def learner_node(config: Config, node_rank: int | None) -> Share:
     """Returns what one instance of the learner starts; ConfigError if there is none such."""
     nodes, per_node = learner_nodes(config)
+    if node_rank is None:
+        if nodes > 1:
+            raise ConfigError(
+                f"the learner has {nodes} nodes, so each needs a --node-rank, or NODE_RANK in its "
+                "environment"
+            )
+        node_rank = 0
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--node-rank must be 0 to {nodes - 1}, got {node_rank}")
     return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)

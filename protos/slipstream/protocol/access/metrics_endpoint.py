@@ -218,6 +218,7 @@ def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) 
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             failed.append(error)
         finally:
+            loop.close()
             begun.set()
 
     thread = threading.Thread(target=run, name="metrics", daemon=True)

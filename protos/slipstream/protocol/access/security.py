@@ -60,6 +60,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
+    # The variables for web proxies are not meant for the hosts of a run.
+    ("grpc.enable_http_proxy", 0),
     # With this option two servers on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
 )

@@ -145,12 +145,7 @@ class RedisConnection:
 
     async def probe(self, command: Sequence[str]) -> None:
         """Runs a command; raises ConfigError if the server refuses the user, else QueueError."""
-        try:
-            await self.once(lambda: self.client.execute_command(*command))  # type: ignore[no-untyped-call]
-        except TimeoutError:
-            raise self.away(CALL_TIMEOUT_S, "no answer to a first command") from None
-        except (RedisError, OSError) as error:
-            raise self.failure(error) from error
+        await self.persistently(lambda: self.client.execute_command(*command))  # type: ignore[no-untyped-call]
 
     @property
     def counted_keys(self) -> tuple[str, ...]:

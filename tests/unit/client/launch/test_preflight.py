@@ -17,17 +17,17 @@ import tomli_w
 from slipstream.client.launch.checks import Scene, Stage, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
+from slipstream.client.launch.peers import ask_controller
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
-    check_controller,
     check_environments,
     check_installed,
     check_own_certificate,
     check_port,
-    check_queue_user,
     check_weights_host,
     free_port,
 )
+from slipstream.client.launch.queue_server import ask_queue
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, SlipstreamError
@@ -234,7 +234,7 @@ def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
     [
         (
             {"learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:0"}},
-            "learner.master needs a port that all nodes know, got 0",
+            "learner.master needs a port that all nodes know, got 0: set it, or give --master",
         ),
         (
             {"queue": {"kind": "redis"}},
@@ -311,7 +311,7 @@ async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(
     client = Credentials(certificate=None, key=None, ca=ca, token=None)
     try:
         with pytest.raises(ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"):
-            await check_controller(f"127.0.0.1:{port}", client, 600.0)
+            await ask_controller(f"127.0.0.1:{port}", client, 600.0)
     finally:
         await server.stop(None)
 
@@ -327,13 +327,15 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
         for role, file in files.items():
             user = QueueUserSection(user="rollout", password_file=file)
             queue = QueueSection(kind="redis", redis_url=server.address, rollout_server=user)
+            config = config_of(tmp_path).model_copy(update={"queue": queue})
             if role == "right":
-                await check_queue_user(queue)
+                seen = await ask_queue(config, "rollout_server", patience_s=0.0)
+                assert seen.endswith("lets user rollout write")
                 continue
             with pytest.raises(ConfigError, match="user rollout: invalid username-password pair"):
-                await check_queue_user(queue)
-    # One that is away may come back.
-    await check_queue_user(queue)
+                await ask_queue(config, "rollout_server", patience_s=60.0)
+    with pytest.raises(ConfigError, match=r"does not answer within 0 s: .*; check queue\.redis"):
+        await ask_queue(config, "rollout_server", patience_s=0.0)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "elsewhere.pem", authority / "server.key")
     async with await asyncio.start_server(
@@ -341,8 +343,10 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
     ) as other:
         port = other.sockets[0].getsockname()[1]
         url = f"rediss://rollout@127.0.0.1:{port}/0?ssl_ca_certs={authority / 'ca.pem'}"
+        queue = QueueSection(kind="redis", redis_url=url)
+        config = config.model_copy(update={"queue": queue})
         with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"):
-            await check_queue_user(QueueSection(kind="redis", redis_url=url))
+            await ask_queue(config, "rollout_server", patience_s=60.0)
 
 
 async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_is_finished(

@@ -9,12 +9,14 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import describe
 from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 
@@ -33,6 +35,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._ledger = books.fleet, books.ledger
         self._scheduler, self._newest_metrics = scheduler, newest_metrics
+        mark = f"{run.config.run.name}/{JOURNAL}/{JOURNAL_LOG}"
+        self._setup = describe_setup(run.config, run_id=self._progress.run_id, mark=mark)
 
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -69,6 +73,14 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             reserved_bytes=self._scheduler.reserved_bytes,
             checkpoint_step=progress.checkpoint_step,
         )
+
+    async def GetSetup(  # noqa: N802
+        self, request: status_pb2.GetSetupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.Setup:
+        """Returns what others compare before they load anything."""
+        setup = status_pb2.Setup(unix_time_s=time.time())
+        setup.MergeFrom(self._setup)
+        return setup
 
     async def Watch(  # noqa: N802
         self, request: status_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
 from slipstream.core.machine.process import MAX_OPEN_FILES
@@ -39,22 +39,31 @@ CGROUP = Path("/sys/fs/cgroup")
 TESTED_PYTHONS = ((3, 11), (3, 12))
 # Memory for vLLM's engine, the trainer ranks and torch together; with less, allocations fail.
 MIN_MEMORY_GIB = 6
+# The same for one of them.
+ROLE_MEMORY_GIB = 3
 MIN_SHARED_GIB = 1
 MIN_DISK_GIB = 5
+# Room for settings, logs and the first steps of the journal.
+LEAST_DISK_BYTES = 64 << 20
 MIN_OPEN_FILES = 4096
+# No system has a lower hard limit by itself.
+LEAST_OPEN_FILES = 1024
+SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
 
 
-def check_machine(*, run_dir: Path, has_gpu: bool) -> Iterator[Finding]:
-    """Checks this machine; `run_dir` is the folder for runs, which need not exist."""
+def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator[Finding]:
+    """Checks Python, processors and memory of this machine."""
     yield _python()
     yield _processors(has_gpu=has_gpu)
     free, seen = free_memory()
-    remedy = f"free {MIN_MEMORY_GIB} GiB: engine and trainer share them"
-    yield problem("memory", seen, remedy) if free < MIN_MEMORY_GIB else ok("memory", seen)
-    yield _shared_memory(Path("/dev/shm"), has_gpu=has_gpu)
-    yield _disk(run_dir)
-    yield _open_files()
+    remedy = f"free {least_gib} GiB for what starts here"
+    yield problem("memory", seen, remedy) if free < least_gib else ok("memory", seen)
+
+
+def check_limits(*, has_gpu: bool) -> list[Finding]:
+    """Checks the limits within which this machine, a container or a shell lets programs work."""
+    return [_shared_memory(SHARED_MEMORY, has_gpu=has_gpu), _open_files()]
 
 
 def _python() -> Finding:
@@ -138,15 +147,24 @@ def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) 
     return ok("shared memory", seen)
 
 
-def _disk(run_dir: Path) -> Finding:
+def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 0.0) -> Finding:
+    """Checks the disk of the folder for runs, which need not exist.
+
+    A run cannot save a checkpoint without `least_bytes`, and takes `usual_bytes` in all.
+    """
     place = run_dir.absolute()
     while not place.exists():
         place = place.parent
     if not _is_writable(place):
-        return problem("disk", f"{place} cannot be written", "set run.dir to a folder of yours")
-    free = shutil.disk_usage(place).free / GIB
-    seen = f"{free:.1f} GiB are free for {run_dir}"
-    if free < MIN_DISK_GIB:
+        seen = f"run.dir is {run_dir}, and {place} cannot be written"
+        return problem("disk", seen, "set run.dir to a folder of yours")
+    free = shutil.disk_usage(place).free
+    seen = f"{free / GIB:.2f} GiB are free for {run_dir}"
+    if usual_bytes:
+        seen += f"; checkpoints take {usual_bytes / GIB:.2f} GiB"
+    if free < max(least_bytes, LEAST_DISK_BYTES):
+        return problem("disk", seen, "make room, or set run.dir to a folder on another disk")
+    if free < max(usual_bytes, MIN_DISK_GIB * GIB):
         return advice("disk", seen, "checkpoints and the journal grow: set run.dir elsewhere")
     return ok("disk", seen)
 
@@ -166,8 +184,11 @@ def _open_files() -> Finding:
     if hard == resource.RLIM_INFINITY:
         return ok("open files", "one process may open any number of files")
     seen = f"one process may open {hard} files"
+    remedy = f"let the system's limit (ulimit -Hn) be {MAX_OPEN_FILES}"
+    if hard < LEAST_OPEN_FILES:
+        return problem("open files", seen, remedy)
     if hard < MIN_OPEN_FILES:
-        return advice("open files", seen, f"let the system's limit be {MAX_OPEN_FILES}")
+        return advice("open files", seen, remedy)
     return ok("open files", seen)
 
 
@@ -315,11 +336,15 @@ STACKS = {
 }
 
 
-def check_packages() -> Iterator[Finding]:
-    """Yields findings for each role, for their stack, and for packages that break the engine."""
-    for role in ROLES:
+def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
+    """Yields findings for each role, and for their stack."""
+    for role in roles:
         yield _check_role(role)
     yield from _check_stack()
+
+
+def check_companions() -> Iterator[Finding]:
+    """Yields a problem for each package of `COMPANIONS` that is there and cannot be imported."""
     for name in COMPANIONS:
         if version_of(name) is None:
             continue

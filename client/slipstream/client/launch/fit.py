@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slipstream.client.doctor.machine import free_memory
-from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.client.launch.findings import Finding, advice, ok, problem
+from slipstream.client.launch.machine import check_disk, free_memory
 from slipstream.client.launch.placement import Placement, draft_problem, fit_here
+from slipstream.client.launch.roles import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
@@ -43,8 +44,11 @@ class Needs:
     saved_expert_bytes: float = 0.0
 
 
-def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Checks placement, transport and memory of `slipstream run` on this machine."""
+def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
+    """Checks placement, transport and memory of a share of the roles on this machine.
+
+    None: the share of `slipstream run`, which other machines may have.
+    """
     needs = needs_of(config)
     if needs is not None:
         others = " and ".join(["activations", *role_settings(config)])
@@ -54,10 +58,15 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
             f"without {others}",
         )
     ranks = config.learner.ranks_per_node or config.learner.world_size
+    servers = config.rollout_server.count
+    if share is not None:
+        ranks, servers = len(share.ranks), share.servers
     try:
-        servers = config.rollout_server.count
         config, placement, transport = fit_here(config, ranks=ranks, servers=servers)
     except ConfigError as error:
+        if share is not None:
+            yield problem("placement", str(error), "ask the scheduler for what the role needs")
+            return
         yield advice(
             "placement",
             f"`slipstream run` does not fit here: {error}",
@@ -65,7 +74,8 @@ def check_fit(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         )
         return
     yield ok("placement", "; ".join(placement.describe()))
-    yield ok("transport", f"weights travel by {transport}")
+    if transport:
+        yield ok("transport", f"weights travel by {transport}")
     if undrafted := draft_problem(config, placement):
         remedy = 'lower rollout_server.max_episodes, or set rollout_server.drafts = "off"'
         yield advice("drafts", undrafted, remedy)
@@ -118,6 +128,19 @@ def needs_of(config: Config) -> Needs | None:
         saved_bytes=parameters * saved_bytes,
         saved_expert_bytes=experts * saved_bytes,
     )
+
+
+def disk_for(config: Config) -> Finding:
+    """Checks that the disk of the run's folder holds its checkpoints, and the model of the end."""
+    needs = needs_of(config)
+    if needs is None:
+        return check_disk(config.run.dir)
+    model = needs.parameters * (2 if config.model.dtype != "float32" else 4)
+    once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
+    final = model * config.learner.export_final
+    # A new checkpoint is whole before an old one goes.
+    usual = (config.checkpoint.keep_last + 1) * once + final
+    return check_disk(config.run.dir, least_bytes=max(once, final), usual_bytes=usual)
 
 
 def expert_split(parallel: ParallelSection) -> int:

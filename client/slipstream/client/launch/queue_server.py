@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
-from slipstream.client.launch.checks import Finding, advice, ok, problem
+from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.queue_section import QueueEnd
@@ -13,6 +14,8 @@ from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis_checks import ROLES, check_loading, check_settings
 from slipstream.protocol.queue.redis_connection import RedisConnection
 
+# A check says itself what the connection would log.
+logging.getLogger("slipstream.protocol.queue.redis_connection").addHandler(logging.NullHandler())
 LIMIT_S = 3.0
 LINES = "docs/security.md has the ACL SETUSER line"
 
@@ -20,6 +23,23 @@ LINES = "docs/security.md has the ACL SETUSER line"
 async def check_queue(config: Config) -> list[Finding]:
     """Returns one finding for each end of a queue that is the user's own Redis or Valkey."""
     return [await _check_end(config, end) for end in ROLES]
+
+
+async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
+    """Returns which user of `end` may write; ConfigError if it may not, or nothing answers.
+
+    A server that is away has `patience_s` to come.
+    """
+    url = redis_url_of(config.queue, end)
+    connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
+    try:
+        async with contextlib.aclosing(connection.client):
+            await connection.probe(ROLES[end].probe)
+            if end == "controller":
+                await check_loading(connection)
+    except QueueError as error:
+        raise ConfigError(f"{error}; check queue.redis_url too") from None
+    return f"redis at {connection.name} lets user {connection.user} write"
 
 
 async def _check_end(config: Config, end: QueueEnd) -> Finding:
@@ -32,14 +52,14 @@ async def _check_end(config: Config, end: QueueEnd) -> Finding:
             f"nothing, unless a {end.replace('_', ' ')} starts here",
         )
     try:
-        connection = RedisConnection(redis_url_of(config.queue, end), "probe")
-        async with contextlib.aclosing(connection.client), asyncio.timeout(LIMIT_S):
-            await connection.probe(ROLES[end].probe)
+        async with asyncio.timeout(LIMIT_S):
+            seen = await ask_queue(config, end, patience_s=0.0)
             if end == "controller":
-                await check_settings(connection)
-                await check_loading(connection)
+                connection = RedisConnection(redis_url_of(config.queue, end), "probe")
+                async with contextlib.aclosing(connection.client):
+                    await check_settings(connection)
     except TimeoutError:
         return problem(area, f"redis does not answer within {LIMIT_S:g} s", LINES)
     except (QueueError, ConfigError) as error:
-        return problem(area, str(error), f"check queue.redis_url and the server; {LINES}")
-    return ok(area, f"redis at {connection.name} lets user {connection.user} write")
+        return problem(area, str(error), LINES)
+    return ok(area, seen)

@@ -1,0 +1,54 @@
+"""What a check has seen, and whether it stands in the way of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    """Whether something stands in the way of a run."""
+
+    OK = "ok"
+    # A run works, but slower or with less safety than it could.
+    ADVICE = "advice"
+    # A run cannot work like this.
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, as the doctor shows it."""
+
+    area: str
+    verdict: Verdict
+    # The fact that was seen.
+    seen: str
+    # The change to make; empty when there is nothing to do.
+    remedy: str = ""
+
+    @classmethod
+    def read(cls, line: str) -> Finding:
+        """Returns the finding in a line of `write`; raises ValueError for anything else."""
+        values = json.loads(line)
+        return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
+
+    def write(self) -> str:
+        """Returns the finding as one line of JSON."""
+        return json.dumps(asdict(self) | {"verdict": self.verdict.value})
+
+
+def ok(area: str, seen: str) -> Finding:
+    """Returns a finding with nothing to do."""
+    return Finding(area, Verdict.OK, seen)
+
+
+def advice(area: str, seen: str, remedy: str) -> Finding:
+    """Returns a finding that lets a run work; the remedy makes it better."""
+    return Finding(area, Verdict.ADVICE, seen, remedy)
+
+
+def problem(area: str, seen: str, remedy: str = "") -> Finding:
+    """Returns a finding that stops a run; no remedy where `seen` itself says what must be."""
+    return Finding(area, Verdict.PROBLEM, seen, remedy)

@@ -1,0 +1,183 @@
+"""The facts that instances of a run compare before one of them loads anything.
+
+The controller tells its own; rollout servers and further nodes of the learner compare theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.core.settings.config import Config
+from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.v1 import status_pb2
+
+# Packages of which all trainer ranks need the same version; `slipstream-rl` is compared everywhere.
+OURS = "slipstream-rl"
+RANKS_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers")
+# Sections and settings that all trainer ranks must have alike.
+OF_RANKS = (
+    *("run.name", "run.steps", "run.seed", "model", "algorithm", "environments", "sampling"),
+    *("learner", "lora", "critic", "reference", "weights", "checkpoint", "debug"),
+)
+# Settings that a rollout server must have like the controller.
+OF_SERVERS = ("run.name", "model", "lora", "queue.kind", "algorithm.router_replay")
+# Settings that belong to a host; copies of a folder may have names of their own.
+LOCAL = ("learner.devices", "learner.master", "learner.threads", "weights.host")
+LOCAL_NAMES = ("path", "python", "load")
+# Settings of a rollout server that must be at least as large as the controller's.
+ROOM = {
+    "sampling.max_episode_tokens": "sampling.max_episode_tokens",
+    "queue.max_bytes": "queue.max_bytes",
+    "rollout_server.max_episodes": "algorithm.group_size",
+}
+# Longer values are compared by their digests.
+LONGEST_VALUE = 1024
+# Clocks that differ by more date what happens in a run wrongly, and may refuse a certificate.
+MAX_SKEW_S = 10.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A controller's setup, with the times of this host's clock around the call."""
+
+    setup: status_pb2.Setup
+    asked_s: float
+    answered_s: float
+
+    @property
+    def skew_s(self) -> float:
+        """Seconds by which this host's clock is ahead at least, or behind if negative."""
+        ahead, behind = self.asked_s - self.setup.unix_time_s, self.answered_s
+        behind -= self.setup.unix_time_s
+        return ahead if ahead > 0 else min(behind, 0.0)
+
+
+def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
+    """Returns this host's facts without its clock; a file `mark` below run.dir has the run id."""
+    values = flatten(config.model_dump(mode="json", exclude_none=True))
+    wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
+    return status_pb2.Setup(
+        run_id=run_id,
+        protocol_version=PROTOCOL_VERSION,
+        versions=versions(),
+        settings={key: values[key] for key in values if _is_below(key, wanted)},
+        model_digest=model_digest(config.model.path),
+        mark=mark,
+    )
+
+
+def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[str]:
+    """Yields one line for each fact of this host that does not fit the controller's."""
+    theirs = answer.setup
+    ours = describe_setup(config, run_id="", mark="")
+    yield from _version_problems(ours, theirs, of_ranks=of_ranks)
+    if abs(answer.skew_s) > MAX_SKEW_S:
+        way = "ahead of" if answer.skew_s > 0 else "behind"
+        yield (
+            f"the clock of this host is {abs(answer.skew_s):.0f} s {way} the controller's, at most "
+            f"{MAX_SKEW_S:g} s are allowed: let both hosts set their clocks by NTP"
+        )
+    compared = OF_RANKS if of_ranks else OF_SERVERS
+    for key in sorted({*ours.settings, *theirs.settings}):
+        here, there = (
+            settings.get(key, "not set") for settings in (ours.settings, theirs.settings)
+        )
+        if here != there and _is_below(key, compared):
+            yield (
+                f"{key} is {here} here and {there} at the controller: start all instances of a run "
+                "with the same settings"
+            )
+    if not of_ranks:
+        values = flatten(config.model_dump(mode="json", exclude_none=True))
+        for own, theirs_key in ROOM.items():
+            if int(values[own]) < int(theirs.settings.get(theirs_key, "0")):
+                yield (
+                    f"{own} is {values[own]} here, the controller needs "
+                    f"{theirs.settings[theirs_key]} ({theirs_key}): start all instances of a run "
+                    "with the same settings"
+                )
+    if ours.model_digest != theirs.model_digest:
+        yield (
+            f"model.path: {config.model.path} is not the controller's model: config.json, or names "
+            "and sizes of its *.safetensors, differ"
+        )
+
+
+def _version_problems(
+    ours: status_pb2.Setup, theirs: status_pb2.Setup, *, of_ranks: bool
+) -> Iterator[str]:
+    if ours.protocol_version != theirs.protocol_version:
+        yield (
+            f"protocol version {ours.protocol_version} here, the controller speaks "
+            f"{theirs.protocol_version}: install the same release of {OURS} on all hosts"
+        )
+    for name in (OURS, *(("python", *RANKS_PACKAGES) if of_ranks else ())):
+        here, there = (each.versions.get(name, "none") for each in (ours, theirs))
+        if here != there:
+            yield (
+                f"{name} {here} here, the controller's host has {there}: install the same versions "
+                "on all hosts"
+            )
+
+
+def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:
+    """Whether the run's folder of this host is the controller's."""
+    try:
+        with (config.run.dir / theirs.mark).open("rb") as file:
+            return theirs.run_id.encode() in file.read(1 << 16)
+    except OSError:
+        return False
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that are compared."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in (OURS, *RANKS_PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def model_digest(folder: Path) -> bytes:
+    """Returns a digest of config.json and of the weights' names and sizes; b"" without them."""
+    try:
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        for path in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+    except OSError:
+        return b""
+    return digest.digest()
+
+
+def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Returns the values as JSON by their dotted names, without those that belong to a host."""
+    found: dict[str, str] = {}
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if key in LOCAL or name in LOCAL_NAMES:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = {str(number): each for number, each in enumerate(value)}
+        if isinstance(value, dict):
+            found |= flatten(value, f"{key}.")
+        else:
+            text = json.dumps(value, sort_keys=True)
+            is_long = len(text) > LONGEST_VALUE
+            found[key] = f"sha256 {_digest(text)}" if is_long else text
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_below(key: str, wanted: Sequence[str] | set[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in wanted)

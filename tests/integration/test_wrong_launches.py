@@ -1,0 +1,525 @@
+"""Wrong launches on a cluster: each is one line, before anything loads, and leaves nothing behind.
+
+The controller that others ask is a server with its token, certificate and answer. Nothing is
+trained: the model cannot even be loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from slipstream.client.doctor.meeting import MeetingServicer
+from slipstream.client.launch import checks, machine
+from slipstream.client.launch.checks import Scene, Stage, require
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.preflight import free_port
+from slipstream.client.run_folder import hold_run_folder
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
+from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.queue.embedded import EmbeddedServer
+from slipstream.protocol.setup import describe_setup
+from slipstream.v1 import status_pb2, status_pb2_grpc
+from support.rigs.loopbacks import own_loopback
+from support.rigs.run_processes import (
+    COMMAND,
+    COMMANDS,
+    command,
+    empty_model,
+    run_command,
+    write_config,
+)
+from support.rigs.small_disks import small_disk
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_survives"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
+    pytest.mark.skipif(uses_gpus(), reason="the settings are for CPUs"),
+]
+
+ROOT = Path(__file__).parents[2]
+MAKE = ROOT / "deploy" / "make_certificates.sh"
+RUN_ID, MARK = "run-00000000", "run/journal/journal.log"
+# Told when it takes three seconds, as it may where other work takes the machine.
+SLOW = re.compile(r"environment [a-z-]+ is checked, each call within \d+ s\n")
+# The first learner node of one, the second of two, a rollout server.
+FIRST = ("learner", "config.toml", "--connect-timeout-s=1")
+NODES = ("learner.world_size=2", "learner.ranks_per_node=1", "--master=127.0.0.1:29500")
+SECOND = ("learner", "config.toml", *NODES, "--node-rank=1", "--connect-timeout-s=60")
+SERVER = ("rollout-server", "config.toml", "--connect-timeout-s=60")
+PATIENCE = "--connect-timeout-s=0.5"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A launch, and what its only line has in it."""
+
+    words: tuple[str, ...]
+    parts: tuple[str, ...]
+    # Changes the answer of the controller, which is there if this is set.
+    change: Callable[[status_pb2.Setup], None] | None = None
+    environ: dict[str, str] = field(default_factory=dict)
+    # gRPC's core logs in a process that was forked after its import, and not in a user's.
+    is_forked: bool = True
+
+
+def nothing(_: status_pb2.Setup) -> None:
+    """The controller's host is like this one."""
+
+
+def older(setup: status_pb2.Setup) -> None:
+    setup.versions["slipstream-rl"] = "0.0.9"
+
+
+def other_torch(setup: status_pb2.Setup) -> None:
+    setup.versions["torch"] = "2.11.0"
+
+
+def other_protocol(setup: status_pb2.Setup) -> None:
+    setup.protocol_version -= 1
+
+
+def ahead(setup: status_pb2.Setup) -> None:
+    setup.unix_time_s = time.time() + 100
+
+
+def other_model(setup: status_pb2.Setup) -> None:
+    setup.model_digest = b"another"
+
+
+WRONG = {
+    "token is not there": Wrong(
+        (*FIRST, "security.token_file=secrets/nothing"),
+        ("security.token_file: secrets/nothing: No such file",),
+    ),
+    "token is a folder": Wrong(
+        (*FIRST, "security.token_file=secrets"), ("security.token_file: secrets: Is a directory",)
+    ),
+    "expired certificate": Wrong(
+        (*FIRST, "security.tls_certificate=late/server.pem"),
+        ("tls_certificate late/server.pem is refused", "certificate has expired", "issues a new"),
+    ),
+    "certificate for another host": Wrong(
+        (
+            *FIRST,
+            *("security.tls_certificate=elsewhere/server.pem", "security.tls_ca=elsewhere/ca.pem"),
+            "security.tls_key=elsewhere/server.key",
+        ),
+        ("elsewhere/server.pem is refused", "not valid for", "issues a new one"),
+    ),
+    "certificate of another authority": Wrong(
+        (*FIRST, "security.tls_ca=elsewhere/ca.pem"),
+        ("is refused by every client", "unable to get local issuer certificate"),
+    ),
+    "certificate and key are no pair": Wrong(
+        (*FIRST, "security.tls_key=elsewhere/server.key"), ("cannot be used: key values mismatch",)
+    ),
+    "wrong token": Wrong(
+        (*SERVER, "security.token_file=elsewhere/token"),
+        ("the controller at", "the token is missing or wrong (security.token_file)"),
+        nothing,
+    ),
+    "other authority than the controller's": Wrong(
+        (*SERVER, "security.tls_ca=elsewhere/ca.pem"),
+        ("the controller at", "CERTIFICATE_VERIFY_FAILED", "unable to get local issuer"),
+        nothing,
+        is_forked=False,
+    ),
+    "no controller": Wrong(
+        (*SERVER, PATIENCE),
+        ("no controller answers at", "within 0.5 s", "Connection refused", "start the learner"),
+    ),
+    "controller behind a firewall": Wrong(
+        (*SERVER, "--controller=192.0.2.200:7070", PATIENCE),
+        ("no controller answers at 192.0.2.200:7070 within 0.5 s", "firewall"),
+    ),
+    "controller's name is wrong": Wrong(
+        (*SERVER, "--controller=no-such-host.invalid:7070", PATIENCE),
+        ("no controller answers at no-such-host.invalid:7070", "no-such-host.invalid"),
+    ),
+    "controller's address is of another host": Wrong(
+        (*FIRST, "controller.address=192.0.2.200:7070"),
+        ("controller.address: cannot listen on 192.0.2.200:7070", "Cannot assign"),
+    ),
+    "weights' address is of another host": Wrong(
+        (*FIRST, "weights.host=192.0.2.200"),
+        ("weights.host must be an address of this machine", "got 192.0.2.200"),
+    ),
+    "NODE_RANK is missing": Wrong(
+        ("learner", "config.toml", *NODES),
+        ("the learner has 2 nodes, so each needs a --node-rank, or NODE_RANK",),
+    ),
+    "NODE_RANK is empty": Wrong(
+        ("learner", "config.toml", *NODES),
+        ("argument --node-rank: invalid int value: ''",),
+        environ={"NODE_RANK": ""},
+    ),
+    "NODE_RANK is too large": Wrong(
+        ("learner", "config.toml", *NODES, "--node-rank=2"), ("--node-rank must be 0 to 1, got 2",)
+    ),
+    "ranks do not divide among nodes": Wrong(
+        (*FIRST, "learner.world_size=3", "learner.ranks_per_node=2"),
+        ("learner.world_size must be a multiple of ranks_per_node, got 3 and 2",),
+    ),
+    "ranks do not divide among axes": Wrong(
+        (*FIRST, "learner.world_size=3", "learner.parallel.tp=2"),
+        ("learner.world_size must be a multiple of tp * pp * cp = 2, got 3",),
+    ),
+    "too few GPUs for the learner": Wrong(
+        (*FIRST, "learner.devices=[0]"), ("learner.devices names GPU 0", "visible ones are: none")
+    ),
+    "too few GPUs for a server": Wrong(
+        (*SERVER, "rollout_server.devices=[1]"), ("rollout_server.devices names GPU 1",)
+    ),
+    "interface is not there": Wrong(
+        SECOND,
+        ("NCCL_SOCKET_IFNAME=ib7 names no interface of this host, which has lo",),
+        environ={"NCCL_SOCKET_IFNAME": "ib7"},
+    ),
+    "model is missing on one node": Wrong(
+        (*SECOND, "model.path=nothing"), ("model.path must be a Hugging Face folder, got",)
+    ),
+    "model is another one on one node": Wrong(
+        SERVER, ("model.path:", "is not the controller's model", "*.safetensors"), other_model
+    ),
+    "environment is missing on one node": Wrong(
+        (*SERVER, "environments.0.reference=absent:Absent"),
+        ("environment echo: there is no module 'absent'",),
+        nothing,
+    ),
+    "other release": Wrong(
+        SERVER,
+        ("slipstream-rl", "the controller's host has 0.0.9: install the same versions"),
+        older,
+    ),
+    "other torch on a learner node": Wrong(
+        SECOND, ("torch 2.", "the controller's host has 2.11.0"), other_torch
+    ),
+    "other protocol": Wrong(
+        SERVER, ("protocol version", "install the same release of slipstream-rl"), other_protocol
+    ),
+    "clock is behind": Wrong(
+        SERVER,
+        ("the clock of this host is", "s behind the controller's, at most 10 s", "by NTP"),
+        ahead,
+    ),
+    "other settings on a learner node": Wrong(
+        (*SECOND, "algorithm.group_size=8"),
+        ("algorithm.group_size is 8 here and 16 at the controller", "same settings"),
+        nothing,
+    ),
+    "other run on a server": Wrong(
+        (*SERVER, "run.name=other"), ('run.name is "other" here and "run" at the',), nothing
+    ),
+    "less room on a server": Wrong(
+        (*SERVER, "sampling.max_episode_tokens=8"),
+        ("sampling.max_episode_tokens is 8 here, the controller needs 16",),
+        nothing,
+    ),
+    "learner nodes share no folder": Wrong(
+        (*SECOND, 'run.dir="other"'),
+        ("run.dir must be a folder that all nodes of the learner share", "other/run/journal"),
+        nothing,
+    ),
+    # Without the rule the proxy would answer, or nobody.
+    "proxy for the web": Wrong(
+        (*SERVER, "environments.0.reference=absent:Absent"),
+        ("environment echo: there is no module 'absent'",),
+        nothing,
+        environ=dict.fromkeys(("grpc_proxy", "https_proxy", "http_proxy"), "http://127.0.0.1:9"),
+    ),
+    "queue does not answer": Wrong(
+        (*FIRST, "queue.kind=redis", "queue.redis_url=redis://127.0.0.1:9"),
+        ("redis at redis://127.0.0.1:9 does not answer within 1 s", "check queue.redis_url"),
+    ),
+    "queue without TLS": Wrong(
+        (*FIRST, "queue.kind=redis", "queue.redis_url=redis://192.0.2.200:6380"),
+        ("queue.redis_url: 192.0.2.200 is not loopback: use rediss://",),
+    ),
+    "run folder cannot be made": Wrong(
+        (*FIRST, "run.dir=/proc/runs"), ("run.dir is /proc/runs, and /proc cannot be written",)
+    ),
+    "run folder is below a file": Wrong(
+        (*FIRST, "run.dir=config.toml"),
+        (
+            "run.dir is config.toml, and",
+            "cannot be written",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A working folder, in which all commands are called."""
+
+    folder: Path
+    address: str
+
+    def contents(self) -> set[str]:
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of secrets: `secrets` for a loopback address, `elsewhere` for another, and `late`."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "host").write_text(own_loopback())
+    for name, host in (("secrets", (folder / "host").read_text()), ("elsewhere", "192.0.2.9")):
+        subprocess.run([MAKE, folder / name, host], check=True, capture_output=True)
+    late = shutil.copytree(folder / "secrets", folder / "late")
+    names = f"subjectAltName=IP:{(folder / 'host').read_text()}"
+    (late / "names").write_text(names)
+    ask = ["openssl", "req", "-new", "-key", "server.key", "-subj", "/CN=late", "-out", "request"]
+    sign = ["openssl", "x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key"]
+    sign += ["-set_serial", "9", "-days", "-1", "-extfile", "names", "-out", "server.pem"]
+    for make in (ask, sign):
+        subprocess.run(make, cwd=late, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.chdir(tmp_path)
+    for name in ("secrets", "elsewhere", "late"):
+        (tmp_path / name).symlink_to(secrets / name)
+    host = (secrets / "host").read_text()
+    address = f"{host}:{free_port(host)}"
+    files = {"tls_ca": "ca.pem", "tls_certificate": "server.pem", "tls_key": "server.key"}
+    write_config(
+        tmp_path,
+        empty_model(tmp_path),
+        controller={"address": address},
+        security={
+            "token_file": "secrets/token",
+            **{name: f"secrets/{file}" for name, file in files.items()},
+        },
+    )
+    return Site(tmp_path, address)
+
+
+@contextlib.contextmanager
+def answering(site: Site, change: Callable[[status_pb2.Setup], None]) -> Iterator[None]:
+    """A server at the controller's address that answers as one with the settings of the site."""
+    config = load_config(Path("config.toml"), [*NODES[:2]], apart=True)
+    credentials = Credentials.load(config.security)
+    setup = describe_setup(config, run_id=RUN_ID, mark=MARK)
+    change(setup)
+    started, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        server = create_server(credentials)
+        servicer = MeetingServicer(setup, others=1)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
+        bind(server, site.address, credentials)
+        await server.start()
+        started.set()
+        await ended.wait()
+        await server.stop(0)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def check_line(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
+    assert result.returncode == code, (result.stdout, result.stderr)
+    assert SLOW.sub("", result.stdout) == ""
+    line, *more = result.stderr.splitlines()
+    assert not more, result.stderr
+    assert line.startswith("slipstream: ")
+    for part in parts:
+        assert part in line
+
+
+def start_plainly(
+    site: Site, words: Sequence[str], *, before: Sequence[str] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """A command in a process with limits or mounts of its own."""
+    return subprocess.run(
+        [*before, *COMMAND, *words],
+        cwd=site.folder,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_launch_is_one_line_before_anything_loads(case: str, site: Site) -> None:
+    wrong = WRONG[case]
+    before = site.contents()
+    with contextlib.ExitStack() as stack:
+        if wrong.change is not None:
+            stack.enter_context(answering(site, wrong.change))
+        if wrong.is_forked:
+            environ = os.environ | wrong.environ
+            result = COMMANDS.run(wrong.words, cwd=site.folder, environ=environ, limit_s=240)
+        else:
+            result = start_plainly(site, wrong.words, **wrong.environ)
+    check_line(result, *wrong.parts)
+    assert site.contents() == before
+
+
+def test_a_right_launch_gets_as_far_as_the_model(site: Site) -> None:
+    """The launches of the table are wrong in one thing each."""
+    result = run_command("rollout-server", "config.toml", PATIENCE, cwd=site.folder)
+    check_line(result, "no controller answers at")
+
+
+def test_a_port_that_is_taken_is_named(site: Site) -> None:
+    host, _, port = site.address.rpartition(":")
+    with socket.create_server((host, int(port))):
+        result = run_command(*FIRST, cwd=site.folder)
+    check_line(result, f"cannot listen on {site.address}", "another run may have it")
+
+
+def test_a_port_of_the_ranks_that_is_taken_is_named(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = [*FIRST, *NODES, f"--master={master}", "--node-rank=0"]
+        result = run_command(*words, cwd=site.folder)
+    check_line(result, f"learner.master: {master} is in use; choose another port, the same on all")
+
+
+def test_a_second_controller_of_a_run_is_refused(site: Site) -> None:
+    with hold_run_folder(load_config(Path("config.toml"))):
+        result = run_command(*FIRST, cwd=site.folder)
+    check_line(result, "is written by a run that goes on", "choose another run.name")
+
+
+def test_a_run_name_in_use_is_named(site: Site) -> None:
+    journal = site.folder / "run" / "journal" / "journal.log"
+    journal.parent.mkdir(parents=True)
+    journal.write_text("a record")
+    result = run_command(*FIRST, "run.resume=never", cwd=site.folder)
+    check_line(result, "holds a run already; choose another run.name or remove the folder")
+
+
+def test_a_token_that_nobody_may_read_is_named(site: Site) -> None:
+    token = site.folder / "token"
+    token.write_text("x" * 40)
+    token.chmod(0)
+    # Root reads what it may not, by these two rights.
+    bounds = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    before = bounds if os.geteuid() == 0 else []
+    result = start_plainly(site, [*FIRST, "security.token_file=token"], before=before)
+    check_line(result, "security.token_file: token: Permission denied")
+
+
+def test_too_few_open_files_are_named(site: Site) -> None:
+    limited = ["prlimit", "--nofile=256:256", "--"]
+    result = start_plainly(site, FIRST, before=limited)
+    check_line(result, "open files: one process may open 256 files: let", "ulimit -Hn")
+
+
+def test_a_torchvision_that_breaks_vllm_is_named(site: Site) -> None:
+    named = site.folder / "torchvision-0.28.0.dist-info" / "METADATA"
+    named.parent.mkdir()
+    named.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    cause = "operator torchvision::nms does not exist"
+    (site.folder / "torchvision.py").write_text(f"raise RuntimeError('{cause}')")
+    result = start_plainly(site, SERVER, PYTHONPATH=str(site.folder))
+    check_line(result, f"so neither can vLLM: RuntimeError: {cause}", "pip uninstall torchvision")
+
+
+def test_a_full_disk_is_named(site: Site) -> None:
+    with small_disk(site.folder / "disk", "size=1m") as disk:
+        result = run_command(*FIRST, f'run.dir="{disk}"', cwd=site.folder)
+        assert not [*disk.iterdir()]
+    check_line(result, "disk: 0.00 GiB are free for", "make room, or set run.dir")
+
+
+def test_shared_memory_that_is_too_small_for_gpus_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(load_config(Path("config.toml")), checks.CONTROLLER)
+    monkeypatch.setattr(checks, "uses_gpus", lambda: True)
+    with small_disk(site.folder / "shm", "size=64m") as shm:
+        monkeypatch.setattr(machine, "SHARED_MEMORY", shm)
+        with pytest.raises(ConfigError, match=r"^shared memory: 0\.1 GiB are free in .*: give 1"):
+            asyncio.run(require(scene, Stage.PLACE))
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_same_name_that_is_not_shared_is_named(site: Site) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("mounting a folder needs root")
+    (site.folder / MARK).parent.mkdir(parents=True)
+    (site.folder / MARK).write_text(f'{{"run_id": "{RUN_ID}"}}')
+    own = f'mount -t tmpfs own {site.folder}/run && exec "$@"'
+    apart = ["unshare", "--mount", "sh", "-c", own, "sh"]
+    with answering(site, nothing):
+        result = start_plainly(site, SECOND, before=apart)
+    check_line(result, "run.dir must be a folder that all nodes of the learner share")
+
+
+async def test_a_wrong_password_of_the_queue_is_named(site: Site) -> None:
+    async with EmbeddedServer(site.folder / "redis") as server:
+        url = server.address
+        (site.folder / "password").write_text("another")
+        user = ("queue.controller.user=controller", "queue.controller.password_file=password")
+        words = (*FIRST, "queue.kind=redis", f'queue.redis_url="{url}"', *user)
+        async with command(site.folder / "out", *words, cwd=site.folder) as started:
+            assert await started.wait(240) == 2
+            assert "user controller: invalid username-password pair" in started.err
+            assert len(started.err.splitlines()) == 1
+
+
+async def examine_both(site: Site, *second: str) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Exit codes and outputs of the doctor on two learner nodes at once."""
+    words = ("doctor", "config.toml", "--role=learner", *NODES, "--json")
+    async with (
+        command(site.folder / "0", *words, "--node-rank=0", *second[:1], cwd=site.folder) as one,
+        command(site.folder / "1", *words, "--node-rank=1", *second, cwd=site.folder) as other,
+    ):
+        codes = [await each.wait(280) for each in (one, other)]
+        return (codes[0], one.out), (codes[1], other.out)
+
+
+@pytest.mark.slow
+async def test_the_doctors_of_two_nodes_meet(site: Site) -> None:
+    before = site.contents()
+    (_, first), (_, second) = await examine_both(site, "--connect-timeout-s=240")
+    assert '"area": "nodes", "verdict": "ok", "seen": "all 2 are here: this one, ' in first
+    assert "answers: same versions and settings, clocks differ by 0." in second
+    for area in ("python", "security", "network", "open files", "placement"):
+        assert f'"area": "{area}", "verdict": "ok"' in second
+    left = {name for name in site.contents() - before if name.partition("/")[0] not in ("0", "1")}
+    assert left == set()
+
+
+@pytest.mark.slow
+async def test_the_doctor_names_a_node_that_differs(site: Site) -> None:
+    _, (code, second) = await examine_both(
+        site, "--connect-timeout-s=240", "algorithm.group_size=8"
+    )
+    assert code == 1
+    assert (
+        '"area": "controller", "verdict": "problem", "seen": "algorithm.group_size is 8' in second
+    )
+
+
+def test_the_doctor_of_a_role_needs_settings(site: Site) -> None:
+    result = run_command("doctor", "--role=rollout-server", cwd=site.folder)
+    check_line(result, "--role rollout-server needs a CONFIG.toml")
