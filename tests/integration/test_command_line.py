@@ -188,9 +188,7 @@ def test_a_command_that_cannot_work_is_refused_in_one_line(case: str, folder: Pa
     check_refused(run_command(*arguments, cwd=folder), *parts)
 
 
-def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(
-    folder: Path,
-) -> None:
+def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(folder: Path) -> None:
     arguments, *parts = COMMANDS["server of nobody"]
     check_refused(run_command(*arguments, "--final", cwd=folder), *parts, code=0)
 

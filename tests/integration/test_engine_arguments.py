@@ -22,7 +22,7 @@ from slipstream.core.models.vision.processors import load_processor  # noqa: E40
 from slipstream.core.settings.config import Config  # noqa: E402
 from slipstream.core.settings.engine_table import OWNED  # noqa: E402
 from slipstream.core.settings.sampling_section import SamplingSection  # noqa: E402
-from slipstream.rollout_server.vllm.vision_values import tower_values  # noqa: E402
+from slipstream.rollout_server.vllm.engine_arguments import tower_values  # noqa: E402
 from support.fakes.parity_models import make_mixture  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 from vllm import AsyncEngineArgs  # noqa: E402
@@ -448,7 +448,7 @@ IMAGE_QUESTIONS = """
 import sys
 from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.settings.sampling_section import SamplingSection
-from slipstream.rollout_server.vllm.vision_values import tower_values
+from slipstream.rollout_server.vllm.engine_arguments import tower_values
 from pathlib import Path
 from vllm import AsyncEngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY

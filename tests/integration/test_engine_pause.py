@@ -135,6 +135,16 @@ class Rig:
         await self.prepare(step)
         await self.engine.receive_weights(f"p{step}")
 
+    async def paused_by_update(self) -> asyncio.Task[Any]:
+        """Begins an update of a busy engine whose answers come late; returns the update."""
+        self.line.listen()
+        await self.ask("running")
+        await self.prepare(2)
+        self.llm.answers.clear()
+        receiving = asyncio.create_task(self.engine.receive_weights("p2"))
+        await self.until_noted("begin")
+        return receiving
+
     async def until_noted(self, call: str) -> None:
         async with asyncio.timeout(20):
             while call not in self.llm.noted:
@@ -196,9 +206,7 @@ async def test_a_probe_is_held_back_too(rig: Rig) -> None:
     assert sorted(rig.llm.noted[-3:]) == ["request last", "request other", "request probe/0"]
 
 
-async def test_requests_that_run_go_on_only_when_the_update_was_judged(
-    rig: Rig,
-) -> None:
+async def test_requests_that_run_go_on_only_when_the_update_was_judged(rig: Rig) -> None:
     await rig.ask("running")
     await rig.update(2)
     assert rig.llm.noted == ["request running", "pause", "begin", "finish"]
@@ -244,9 +252,7 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
 
 
-async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(
-    rig: Rig,
-) -> None:
+async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(rig: Rig) -> None:
     await rig.update(2)
     await rig.ask("held")
     await rig.engine.cancel("held")
@@ -317,15 +323,8 @@ async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: R
     assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]
 
 
-async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs(
-    rig: Rig,
-) -> None:
-    rig.line.listen()
-    await rig.ask("running")
-    await rig.prepare(2)
-    rig.llm.answers.clear()
-    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
-    await rig.until_noted("begin")
+async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs(rig: Rig) -> None:
+    receiving = await rig.paused_by_update()
     # This one belongs to another update.
     rig.end.tell("paused for p1")
     await asyncio.wait((receiving,), timeout=0.2)
@@ -352,12 +351,7 @@ async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs
 
 
 async def test_an_update_behind_a_late_answer_begins_behind_the_order_to_pause(rig: Rig) -> None:
-    rig.line.listen()
-    await rig.ask("running")
-    await rig.prepare(2)
-    rig.llm.answers.clear()
-    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
-    await rig.until_noted("begin")
+    receiving = await rig.paused_by_update()
     rig.end.tell("paused for p2")
     await receiving
     await rig.prepare(3)
@@ -370,12 +364,7 @@ async def test_an_update_behind_a_late_answer_begins_behind_the_order_to_pause(r
 
 
 async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
-    rig.line.listen()
-    await rig.ask("running")
-    await rig.prepare(2)
-    rig.llm.answers.clear()
-    receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
-    await rig.until_noted("begin")
+    receiving = await rig.paused_by_update()
     rig.end.tell("paused for p2")
     await receiving
     rig.llm.failure = EngineDeadError()

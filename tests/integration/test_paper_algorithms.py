@@ -1,6 +1,9 @@
 """The algorithms of deploy/algorithms train the quickstart as files beside its configuration."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from slipstream.client.launch.preflight import free_port  # noqa: E402
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE  # noqa: E402
 from support.rigs.run_processes import (  # noqa: E402
     ROOT,
     check_ledger,
@@ -62,6 +67,41 @@ def test_it_learns_and_its_run_can_be_replayed(name: str, tmp_path: Path, tiny_m
     replay = run_command("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
     assert replay.returncode == 0, replay.stdout + replay.stderr
     assert len(replay.stdout.splitlines()) == summary["steps"]
+
+
+# Replays a run with other functions, which the command refuses.
+REPLAY = """
+import sys
+from pathlib import Path
+from slipstream.core.configuration.config_file import load_config
+from slipstream.learner.trainer.replay import recorded_steps, replay
+run = Path(sys.argv[1])
+config = load_config(run / "config.toml", sys.argv[2:]).model_copy(update={"sources": {}})
+sys.exit(replay(config, list(recorded_steps(run / "journal"))))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_grpo_written_down_again_has_the_built_in_ones_bits(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    built_in = {"loss": "ppo", "weight": "token", "advantage": "grpo", "reward": "none"}
+    own = [f"algorithm.{kind}=support.fakes.own_grpo:{kind}" for kind in built_in]
+    summary, _ = run_smallest(tmp_path, tiny_model, "algorithm.mini_batches=2", *own)
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    names = [f"algorithm.{kind}={name}" for kind, name in built_in.items()]
+    replay = subprocess.run(
+        [sys.executable, "-c", REPLAY, str(tmp_path / "smallest"), *names],
+        env=os.environ | ranks | meeting | {RENDEZVOUS_VARIABLE: "a test"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert replay.stdout.count("as recorded") == summary["steps"]
 
 
 def test_all_five_are_functions_of_one_run(tmp_path: Path, tiny_model: Path) -> None:

@@ -396,9 +396,7 @@ def test_gradients_are_finalized_once_for_each_mini_batch(one_rank: dict[str, di
     assert one_rank["one"]["metrics"][0]["num_micro_batches"] > 1
 
 
-def test_step_that_is_not_finite_stops_before_the_weights_change(
-    one_rank: dict[str, dict],
-) -> None:
+def test_step_that_is_not_finite_stops_before_the_weights_change(one_rank: dict[str, dict]) -> None:
     error = one_rank["overflow"]["error"]
     cause = r"the .* is (nan|inf)(, not finite in .*)?; the weights were not changed"
     assert re.fullmatch(cause, error)

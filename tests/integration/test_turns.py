@@ -111,9 +111,7 @@ async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
     assert len(again.rests) > 2
 
 
-async def test_a_server_that_does_not_rest_is_sent_away_and_the_run_goes_on(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_does_not_rest_is_sent_away_and_the_run_goes_on(tmp_path: Path) -> None:
     config = config_of(tmp_path, "pause", weights__join_deadline_s=1.0)
     good = FakeServer(config.controller.address, "good", delay_s=0.01)
     deaf = FakeServer(config.controller.address, "deaf", delay_s=0.01)

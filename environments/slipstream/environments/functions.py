@@ -57,17 +57,6 @@ class ExamColumns:
     function: str | None = None
 
 
-def read_exams(path: Path, columns: ExamColumns) -> list[Exam]:
-    """Returns the tasks of a .jsonl or .parquet file in its order."""
-    found = [
-        _read_exam(row, columns, f"{path}, row {number}")
-        for number, row in enumerate(read_rows(path), start=1)
-    ]
-    if not found:
-        raise ConfigError(f"{path} has no rows")
-    return found
-
-
 def _read_exam(row: Row, columns: ExamColumns, where: str) -> Exam:
     question = _text(row, columns.question, where)
     setup = "" if columns.setup is None else _text(row, columns.setup, where, may_be_empty=True)
@@ -162,7 +151,12 @@ class Functions(Environment[Exam]):
             raise ConfigError(f"max_running must be at least 0, got {max_running}")
         self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
         columns = ExamColumns(question, tests, setup, function)
-        self._exams = read_exams(Path(path), columns)
+        self._exams = [
+            _read_exam(row, columns, f"{path}, row {number}")
+            for number, row in enumerate(read_rows(Path(path)), start=1)
+        ]
+        if not self._exams:
+            raise ConfigError(f"{path} has no rows")
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
         self._sandbox = Sandbox(
             Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)

@@ -21,7 +21,36 @@ from slipstream.environments.judge import NOWHERE, Form, Judge, JudgeError, Judg
 from slipstream.environments.question_files import Row, read_rows
 
 
-class Judged(Environment[Row]):
+class _Questions(Environment[Row]):
+    """Asks the questions of a .jsonl or .parquet file."""
+
+    def __init__(self, path: str, question: str, instruction: str) -> None:
+        """Takes the questions of the column `question`, each put into `instruction`."""
+        if "{question}" not in instruction:
+            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+        self._instruction, self._question = instruction, question
+        self._rows = list(read_rows(Path(path)))
+        for number, row in enumerate(self._rows, start=1):
+            if not isinstance(row.get(question), str):
+                raise ConfigError(
+                    f"{path}, row {number}: column {question!r} must hold a text; the columns are "
+                    f"{', '.join(map(repr, row))}"
+                )
+        if not self._rows:
+            raise ConfigError(f"{path} has no rows")
+
+    def tasks(self) -> list[Row]:
+        """Returns the rows of the file."""
+        return self._rows
+
+    def reset(self, task: Row) -> list[Message]:
+        """Asks the question."""
+        self._row = task
+        self._asked = self._instruction.replace("{question}", task[self._question])
+        return [Message("user", self._asked)]
+
+
+class Judged(_Questions):
     """Asks the questions of a .jsonl or .parquet file; the reward is the judge's score, 0 to 1."""
 
     def __init__(
@@ -50,7 +79,7 @@ class Judged(Environment[Row]):
         """
         if "{reply}" not in rubric:
             raise ConfigError(f"rubric must contain {{reply}}, got {rubric!r}")
-        _check_instruction(instruction)
+        super().__init__(path, question, instruction)
         self._judge = Judge(
             base_url,
             model,
@@ -64,17 +93,6 @@ class Judged(Environment[Row]):
             timeout_s=timeout_s,
             max_retries=max_retries,
         )
-        self._instruction, self._question = instruction, question
-        self._rows = _questions(path, question)
-
-    def tasks(self) -> list[Row]:
-        """Returns the rows of the file."""
-        return self._rows
-
-    def reset(self, task: Row) -> list[Message]:
-        """Asks the question."""
-        self._row = task
-        return [Message("user", self._instruction.replace("{question}", task[self._question]))]
 
     async def step(self, reply: str) -> StepResult:
         """Asks the judge."""
@@ -90,7 +108,7 @@ class Judged(Environment[Row]):
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 
-class Rewarded(Environment[Row]):
+class Rewarded(_Questions):
     """Asks the questions of a .jsonl or .parquet file; the reward is a reward model's score."""
 
     def __init__(
@@ -113,7 +131,7 @@ class Rewarded(Environment[Row]):
         `label` and what follows it are as in `RewardModel`. Raises ConfigError, which names what
         cannot work.
         """
-        _check_instruction(instruction)
+        super().__init__(path, question, instruction)
         self._model = RewardModel(
             base_url,
             model,
@@ -124,24 +142,12 @@ class Rewarded(Environment[Row]):
             timeout_s=timeout_s,
             max_retries=max_retries,
         )
-        self._instruction, self._question = instruction, question
-        self._rows = _questions(path, question)
-
-    def tasks(self) -> list[Row]:
-        """Returns the rows of the file."""
-        return self._rows
-
-    def reset(self, task: Row) -> list[Message]:
-        """Asks the question."""
-        text = self._instruction.replace("{question}", task[self._question])
-        self._asked = {"role": "user", "content": text}
-        return [Message(**self._asked)]
 
     async def step(self, reply: str) -> StepResult:
         """Asks the reward model about the question and the reply without its reasoning."""
         said = reply.content if isinstance(reply, Reply) else reply
-        score = await self._model.score([self._asked, {"role": "assistant", "content": said}])
-        return StepResult(score)
+        asked = {"role": "user", "content": self._asked}
+        return StepResult(await self._model.score([asked, {"role": "assistant", "content": said}]))
 
 
 class JudgedByStart(AgentEnvironment[Row]):
@@ -175,28 +181,6 @@ class JudgedByStart(AgentEnvironment[Row]):
         answer = await client.chat.completions.create(model="any", messages=asked)
         result = await asking.judged(answer.choices[0].message.content or "", endpoint)
         return AgentOutcome(result.reward, metrics=result.metrics)
-
-
-def _check_instruction(instruction: str) -> None:
-    if "{question}" not in instruction:
-        raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
-
-
-def _questions(path: str, question: str) -> list[Row]:
-    """Returns the rows of a file.
-
-    Raises ConfigError for one without a text in the column `question`.
-    """
-    rows = list(read_rows(Path(path)))
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get(question), str):
-            raise ConfigError(
-                f"{path}, row {number}: column {question!r} must hold a text; the columns are "
-                f"{', '.join(map(repr, row))}"
-            )
-    if not rows:
-        raise ConfigError(f"{path} has no rows")
-    return rows
 
 
 class _Class(BaseModel, strict=True):

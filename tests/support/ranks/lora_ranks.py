@@ -58,6 +58,12 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-ep2": (2, "moe", {"parallel": {"ep": 2}}),
     "experts-etp2": (2, "moe", {"parallel": SP}),
     "experts-pp2": (2, "moe", {"parallel": {"pp": 2}}),
+    # The first stage has no layer, and so no adapter.
+    "experts-after-embedding": (
+        2,
+        "moe",
+        {"parallel": {"pp": 2}, "transformer": {"pipeline_model_parallel_layout": "E|ttL"}},
+    ),
     "experts-dp2-distributed": (2, "moe", {"use_distributed_optimizer": True}),
     "latent-one": (1, "deepseek", {}),
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),

@@ -62,9 +62,7 @@ async def test_a_hanging_episode_does_not_keep_others_from_their_answers(tmp_pat
             assert await process.wait() == 0
 
 
-async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(
-    tmp_path: Path,
-) -> None:
+async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(tmp_path: Path) -> None:
     async with (
         WorkerServer(tmp_path) as server,
         worker_process("--connect", server.address) as process,

@@ -121,9 +121,14 @@ async def get(receiver: TrajectoryReceiver, count: int) -> list[int]:
     return numbers
 
 
-async def test_trajectories_of_a_sender_arrive_in_order(make_place: MakePlace) -> None:
-    place = make_place(100_000)
+@asynccontextmanager
+async def both_ends(place: Place) -> AsyncIterator[tuple[TrajectoryReceiver, TrajectorySender]]:
     async with place.receiver() as receiver, place.sender() as sender:
+        yield receiver, sender
+
+
+async def test_trajectories_of_a_sender_arrive_in_order(make_place: MakePlace) -> None:
+    async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, *range(100))
         assert await get(receiver, 100) == list(range(100))
 
@@ -147,8 +152,7 @@ async def test_what_was_put_before_a_receiver_came_arrives(make_place: MakePlace
 
 
 async def test_large_trajectories_arrive_whole(make_place: MakePlace) -> None:
-    place = make_place(20 << 20)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(20 << 20)) as (receiver, sender):
         await put(sender, 7, size=8 << 20)
         async with asyncio.timeout(LIMIT_S):
             assert (await receiver.get()).data == (7).to_bytes(4) * (2 << 20)
@@ -157,8 +161,7 @@ async def test_large_trajectories_arrive_whole(make_place: MakePlace) -> None:
 async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledgement(
     make_place: MakePlace,
 ) -> None:
-    place = make_place(300)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(300)) as (receiver, sender):
         await put(sender, 0, 1, 2)
         assert sender.queued_bytes == 300
         waiting = asyncio.ensure_future(put(sender, 3))
@@ -174,8 +177,7 @@ async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledg
 async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_was(
     make_place: MakePlace,
 ) -> None:
-    place = make_place(250)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(250)) as (receiver, sender):
         await put(sender, 0, 1)
         with pytest.raises(TrajectoryQueueFull, match=r"no room for 100 bytes within 0.05 s"):
             await sender.put(name(2), b"x" * 100, timeout_s=0.05)
@@ -186,15 +188,13 @@ async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_
 
 
 async def test_put_of_more_than_the_whole_queue_is_refused(make_place: MakePlace) -> None:
-    place = make_place(300)
-    async with place.receiver(), place.sender() as sender:
+    async with both_ends(make_place(300)) as (_, sender):
         with pytest.raises(QueueError, match=r"301 bytes does not fit queue.max_bytes = 300"):
             await sender.put(name(0), b"x" * 301, timeout_s=LIMIT_S)
 
 
 async def test_queued_bytes_return_to_zero_when_all_is_acknowledged(make_place: MakePlace) -> None:
-    place = make_place(100_000)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, *range(20))
         await get(receiver, 20)
         await receiver.acknowledge(map(name, range(20)))
@@ -218,8 +218,7 @@ async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
 async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(
     make_place: MakePlace,
 ) -> None:
-    place = make_place(100_000)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, 1, 1, 2)
         seen: list[int] = []
         while 2 not in seen:
@@ -232,8 +231,7 @@ async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_
 async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
     make_place: MakePlace,
 ) -> None:
-    place = make_place(100_000)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, 1)
         await get(receiver, 1)
         await receiver.acknowledge([name(1)])
@@ -246,8 +244,7 @@ async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
 
 
 async def test_acknowledging_unknown_ids_does_nothing(make_place: MakePlace) -> None:
-    place = make_place(1_000)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(1_000)) as (receiver, sender):
         await receiver.acknowledge([name(99)])
         await put(sender, 1)
         assert await get(receiver, 1) == [1]
@@ -257,8 +254,7 @@ async def test_acknowledging_unknown_ids_does_nothing(make_place: MakePlace) -> 
 
 
 async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
-    place = make_place(1_000)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(1_000)) as (receiver, sender):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await receiver.get()
@@ -269,8 +265,7 @@ async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
 async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(
     make_place: MakePlace,
 ) -> None:
-    place = make_place(100)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(100)) as (receiver, sender):
         await put(sender, 0)
         first, second = (asyncio.ensure_future(put(sender, number)) for number in (1, 2))
         await get(receiver, 1)
@@ -283,8 +278,7 @@ async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(
 
 
 async def test_a_closed_sender_refuses(make_place: MakePlace) -> None:
-    place = make_place(1_000)
-    async with place.receiver(), place.sender() as sender:
+    async with both_ends(make_place(1_000)) as (_, sender):
         await sender.aclose()
         with pytest.raises(QueueError, match="closed"):
             await put(sender, 1)
@@ -293,8 +287,7 @@ async def test_a_closed_sender_refuses(make_place: MakePlace) -> None:
 async def test_a_trajectory_that_is_put_twice_while_there_is_no_room_leaves_no_bytes_behind(
     make_place: MakePlace,
 ) -> None:
-    place = make_place(250)
-    async with place.receiver() as receiver, place.sender() as sender:
+    async with both_ends(make_place(250)) as (receiver, sender):
         await put(sender, 1, size=200)
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             for _ in range(2):

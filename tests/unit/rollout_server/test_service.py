@@ -370,9 +370,7 @@ async def test_a_cancelled_lease_delivers_what_was_sampled(server) -> None:
     assert (beat.generated_tokens, beat.ended_tokens, beat.in_flight_tokens) == (8, 8, 0)
 
 
-async def test_members_that_could_not_start_before_their_lease_ended_are_unfinished(
-    server,
-) -> None:
+async def test_members_that_could_not_start_before_their_lease_ended_are_unfinished(server) -> None:
     server.engine.limit = 1
     connection = await server.join()
     for number in range(3):
@@ -505,9 +503,7 @@ async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(serve
     ]
 
 
-async def test_what_was_loaded_is_not_served_when_the_commit_has_other_digests(
-    server,
-) -> None:
+async def test_what_was_loaded_is_not_served_when_the_commit_has_other_digests(server) -> None:
     connection = await server.join(step=5)
     for message in a_publish(b"another"):
         connection.send(**message)
@@ -547,9 +543,7 @@ async def test_an_aborted_publish_leaves_it_stale_until_the_next(server) -> None
     assert trajectory.status is Status.COMPLETED
 
 
-async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once(
-    server,
-) -> None:
+async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once(server) -> None:
     connection = await server.join(step=5)
     server.engine.others_came.clear()
     receive(connection)

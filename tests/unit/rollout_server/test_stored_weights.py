@@ -42,9 +42,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}"
 
 
-def three_versions(
-    versions: StoredVersions,
-) -> list[tuple[weights_pb2.StoredWeights, Content]]:
+def three_versions(versions: StoredVersions) -> list[tuple[weights_pb2.StoredWeights, Content]]:
     contents = [first_content()]
     contents.append(changed_content(contents[0], share=0.01, seed=1))
     contents.append(changed_content(contents[1], share=0.02, seed=2))

@@ -1,7 +1,8 @@
 """Orders of the controller in whatever order they come, and what the engine then serves."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -111,9 +112,17 @@ class Rig:
         await asyncio.wait((self.running,))
 
 
-async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_moment() -> None:
+@asynccontextmanager
+async def rig_of(**limits: float) -> AsyncIterator[Rig]:
+    """Gives a rig, and ends its orders."""
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+        rig = Rig(tasks, **limits)
+        yield rig
+        await rig.end()
+
+
+async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_moment() -> None:
+    async with rig_of() as rig:
         rig.receive("p1")
         rig.commit("p1")
         await rig.engine.receiving.wait()
@@ -127,7 +136,6 @@ async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_momen
         assert rig.engine.resumed == 1
         assert rig.reports[:2] == [("p1", LOADED), ("p1", FAILED)]
         assert rig.orders.phase is Phase.SERVING
-        await rig.end()
 
 
 @pytest.mark.parametrize(
@@ -136,8 +144,7 @@ async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_momen
 async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committed(
     publish_id: str, digests: list[bytes]
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.arrived.set()
         rig.receive("p1")
         await rig.until("p1", LOADED)
@@ -151,12 +158,10 @@ async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committ
         # Once more: an engine may have been let go on while nothing was let in.
         assert rig.engine.pauses == pauses + 1
         assert rig.engine.resumed == 0
-        await rig.end()
 
 
 async def test_a_server_says_that_a_verdict_came_too_late() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks, verdict_limit_s=0.01)
+    async with rig_of(verdict_limit_s=0.01) as rig:
         rig.engine.arrived.set()
         rig.engine.scored.set()
         rig.receive("p1")
@@ -167,13 +172,11 @@ async def test_a_server_says_that_a_verdict_came_too_late() -> None:
         rig.order(probe_verdict=fleet_pb2.ProbeVerdict(publish_id="p1", passed=True))
         await rig.until("p1", FAILED)
         assert not rig.engine.running.is_set()
-        await rig.end()
 
 
 async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead() -> None:
     with pytest.RaisesGroup(EngineDied):
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            rig = Rig(tasks, probe_limit_s=0.01)
+        async with rig_of(probe_limit_s=0.01) as rig:
             rig.engine.arrived.set()
             rig.receive("p1")
             rig.commit("p1", PROBE)
@@ -192,8 +195,7 @@ async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead() -> Non
 async def test_an_engine_that_resumed_already_tells_of_both_phases_at_once(
     already_resumed: bool, probe: weights_pb2.Probe | None, phases: list[int]
 ) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.already_resumed = already_resumed
         rig.engine.arrived.set()
         rig.engine.scored.set()
@@ -201,24 +203,20 @@ async def test_an_engine_that_resumed_already_tells_of_both_phases_at_once(
         rig.commit("p1", probe)
         await rig.until("p1", SERVING)
         assert rig.reports == [("p1", phase) for phase in phases]
-        await rig.end()
 
 
 async def test_an_engine_that_resumed_before_its_commit_has_come_tells_that_all_is_loaded() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.already_resumed = True
         rig.engine.arrived.set()
         rig.receive("p1")
         await rig.until("p1", LOADED)
         rig.commit("p1")
         await rig.until("p1", SERVING)
-        await rig.end()
 
 
 async def test_an_engine_rests_when_it_is_told_to_and_wakes_with_its_version() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.arrived.set()
         rig.receive("p1")
         rig.commit("p1")
@@ -232,12 +230,10 @@ async def test_an_engine_rests_when_it_is_told_to_and_wakes_with_its_version() -
         while not rig.engine.running.is_set():
             await asyncio.sleep(0)
         assert rig.engine.version == PolicyVersion(0, 1)
-        await rig.end()
 
 
 async def test_new_weights_wake_an_engine_that_rests() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.arrived.set()
         for publish_id in ("p1", "p2"):
             rig.order(rest=fleet_pb2.Rest(number=1))
@@ -245,33 +241,28 @@ async def test_new_weights_wake_an_engine_that_rests() -> None:
             rig.commit(publish_id)
             await rig.until(publish_id, SERVING)
             assert rig.engine.running.is_set()
-        await rig.end()
 
 
 async def test_an_engine_that_new_weights_woke_is_not_resumed_again() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.arrived.set()
         rig.order(rest=fleet_pb2.Rest(number=1))
         rig.receive("p1")
         rig.commit("p1")
         # vLLM, resumed without a pause, would compute the contexts of all replies again.
         rig.order(wake=fleet_pb2.Wake())
-        await rig.end()
-        assert rig.engine.resumed == 1
+    assert rig.engine.resumed == 1
 
 
 async def test_an_engine_with_weights_that_may_not_be_used_is_not_woken() -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks)
+    async with rig_of() as rig:
         rig.engine.arrived.set()
         rig.receive("p1")
         await rig.until("p1", LOADED)
         rig.order(wake=fleet_pb2.Wake())
         rig.order(abort=fleet_pb2.AbortPublish(publish_id="p1", reason="a test"))
         rig.order(wake=fleet_pb2.Wake())
-        await rig.end()
-        assert rig.engine.resumed == 0
+    assert rig.engine.resumed == 0
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def print_roles(
     that are here compute on CPUs.
     """
     out = out or Path(target or ".")
+    if target == "compose" and on_gpus:
+        raise ConfigError(
+            "--gpus is not for compose: add --file docker-compose.gpu.yml to its calls"
+        )
     on_gpus = on_gpus or uses_gpus()
     if target in ("kubernetes", "skypilot"):
         return _write_travelling(path, overrides, target, out, code, on_gpus=on_gpus)

@@ -365,7 +365,8 @@ def _required(location: tuple[int | str, ...]) -> list[str]:
 def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
-        known = _known_keys(error["loc"][:-1])
+        table = _table_at(error["loc"][:-1])
+        known = [] if table is None else list(table.model_fields)
         # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
         name = str(error["loc"][-1])
@@ -413,11 +414,6 @@ def _paths(table: type[BaseModel], place: str = "") -> Iterator[str]:
 
 def _is_table(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    table = _table_at(location)
-    return [] if table is None else list(table.model_fields)
 
 
 def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:

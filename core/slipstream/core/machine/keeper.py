@@ -93,7 +93,9 @@ class Keeper:
         told_to_end = False
         while self._status is None and not self.cause and not told_to_end:
             received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)
-            self._look_for_oom()
+            kills = kernel_oom_kills()
+            if kills != self._oom_kills:
+                self._oom_kills, self._oom_at_s = kills, time.monotonic()
             self._reap()
             told_to_end = received is not None and received.si_signo == signal.SIGTERM
             if self._status is None:
@@ -105,11 +107,6 @@ class Keeper:
             self.cause = "out of memory: the kernel killed it"
         self._kill_all()
         return signal.SIGKILL if self._status is None else self._status
-
-    def _look_for_oom(self) -> None:
-        kills = kernel_oom_kills()
-        if kills != self._oom_kills:
-            self._oom_kills, self._oom_at_s = kills, time.monotonic()
 
     def _reap(self) -> bool:
         """Collects the processes that have ended; returns whether any is left."""

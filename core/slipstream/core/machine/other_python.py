@@ -48,7 +48,7 @@ def main() -> None:
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))
         _refuse(f"Python 3.11 or newer is needed, {sys.executable} is {found}")
-    missing = missing_requirements()
+    missing = [needed for module, needed in NEEDS.items() if not _is_there(module, needed)]
     if missing:
         wanted = " ".join(f"'{requirement}'" for requirement in missing)
         _refuse(
@@ -64,13 +64,6 @@ def main() -> None:
         os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
     sys.argv = [WORKER, *arguments]
     runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
-
-
-def missing_requirements() -> list[str]:
-    """Returns the requirements of `NEEDS` that this interpreter lacks in the right version."""
-    return [
-        requirement for module, requirement in NEEDS.items() if not _is_there(module, requirement)
-    ]
 
 
 def _is_there(module: str, requirement: str) -> bool:

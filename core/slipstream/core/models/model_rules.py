@@ -78,7 +78,12 @@ def layout_problems(
             "learner.transformer.moe_router_fusion": transformer.get("moe_router_fusion"),
         },
     )
-    yield from _linear_problems(sizes, parallel)
+    for number in sizes.linear_heads:
+        if number % parallel.tp:
+            yield (
+                f"learner.parallel.tp must divide the {number} heads or groups of "
+                f"{sizes.family.linear}, got {parallel.tp}"
+            )
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel, transformer)
     if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
@@ -86,15 +91,6 @@ def layout_problems(
             "learner.parallel.tp must divide q_lora_rank and kv_lora_rank + qk_rope_head_dim, "
             f"{sizes.query_latent_size} and {sizes.latent_size}, got {tp}"
         )
-
-
-def _linear_problems(sizes: ModelSizes, parallel: ParallelSection) -> Iterator[str]:
-    for number in sizes.linear_heads:
-        if number % parallel.tp:
-            yield (
-                f"learner.parallel.tp must divide the {number} heads or groups of "
-                f"{sizes.family.linear}, got {parallel.tp}"
-            )
 
 
 def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:

@@ -29,7 +29,13 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
             )
         return
     if sizes.is_nested:
-        yield from _seeing_nested_problems(config, sizes)
+        if sizes.norm_eps != PROJECTOR_EPS:
+            yield (
+                f"model.path: rms_norm_eps of a {sizes.folder_class} that sees images must be "
+                f"{PROJECTOR_EPS}, with which rollout servers norm the features, got "
+                f"{sizes.norm_eps}"
+            )
+        yield from _untested_problems(config, sizes)
     token, vocab = sizes.image_token, sizes.vocab
     if not isinstance(token, int) or token < 0 or token >= vocab > 0:
         name = "image_token_index" if sizes.is_nested else "image_token_id"
@@ -86,16 +92,6 @@ def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
                 f'rollout_server.{setting} must be "off" for a {sizes.folder_class} with a vision '
                 f"tower: it was not tested, got {value!r}"
             )
-
-
-def _seeing_nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Checks a run whose model is a Mistral 3 that sees images."""
-    if sizes.norm_eps != PROJECTOR_EPS:
-        yield (
-            f"model.path: rms_norm_eps of a {sizes.folder_class} that sees images must be "
-            f"{PROJECTOR_EPS}, with which rollout servers norm the features, got {sizes.norm_eps}"
-        )
-    yield from _untested_problems(config, sizes)
 
 
 def _untested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:

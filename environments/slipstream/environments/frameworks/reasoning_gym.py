@@ -75,7 +75,13 @@ class ReasoningGym(Environment[Entry]):
         check_at_least("num_tasks", num_tasks, 1)
         if "{question}" not in instruction:
             raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
-        self._library = _import_library()
+        try:
+            importlib.import_module("pycosat")
+        except ModuleNotFoundError:
+            # Only what needs it is missing then.
+            sys.modules["pycosat"] = ModuleType("pycosat")
+        self._library = import_package("reasoning_gym", install="reasoning-gym")
+        importlib.import_module("reasoning_gym.composite")
         self._specs = _read_specs(dataset, config, self._library)
         evaluating = sorted({spec["name"] for spec in self._specs} & EVALUATING)
         if evaluating and not evaluate_replies:
@@ -172,17 +178,6 @@ class ReasoningGym(Environment[Entry]):
         if len(found) < num_tasks:
             raise ConfigError(f"num_tasks must be at most {len(found)} here, got {num_tasks}")
         return list(found.values())
-
-
-def _import_library() -> ModuleType:
-    """Imports reasoning_gym; where pycosat is missing, only what needs it is."""
-    try:
-        importlib.import_module("pycosat")
-    except ModuleNotFoundError:
-        sys.modules["pycosat"] = ModuleType("pycosat")
-    library = import_package("reasoning_gym", install="reasoning-gym")
-    importlib.import_module("reasoning_gym.composite")
-    return library
 
 
 def _read_specs(

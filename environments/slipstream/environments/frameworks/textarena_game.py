@@ -57,7 +57,10 @@ class TextArenaGame:
             if self._is_whole:
                 player, text = self._game.get_observation()
                 return player, text if isinstance(text, str) else self._text(player, text)
-            player, heard = _innermost(self._game).get_observation()
+            innermost = self._game
+            while "env" in vars(innermost):
+                innermost = innermost.env
+            player, heard = innermost.get_observation()
             return player, self._text(player, heard)
 
     def step(self, move: str) -> None:
@@ -119,9 +122,3 @@ def keep_off_the_network() -> None:
         return True
 
     nltk.download = find
-
-
-def _innermost(game: Game) -> Game:
-    while "env" in vars(game):
-        game = game.env
-    return game

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,27 +57,17 @@ LOOPBACK = "127.0.0.1"
 OF_LAYOUTS = ("num_micro_batches", "shared_tokens")
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What differs from one rank with all sequences in one micro batch, none of them shared."""
-
-    learner: Mapping[str, Any] = field(default_factory=dict)
-    parallel: Mapping[str, int] = field(default_factory=dict)
-    is_permuted: bool = False
-
-    @property
-    def world_size(self) -> int:
-        return 2 if self.parallel else 1
-
-
-LAYOUTS = {
-    "one rank": _Layout(),
-    "small micro batches": _Layout({"micro_batch_tokens": LENGTH}),
-    "shared prefixes": _Layout({"shared_prefix_tokens": 1}),
-    "order of episodes": _Layout(is_permuted=True),
-    "tp 2": _Layout(parallel={"tp": 2}),
-    "pp 2": _Layout({"micro_batch_tokens": LENGTH}, {"pp": 2}),
-    "cp 2": _Layout(parallel={"cp": 2}),
+PERMUTED = "order of episodes"
+# Settings of the learner in place of one rank's with all sequences in one micro batch, none of them
+# shared; two ranks have a table `parallel`.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "small micro batches": {"micro_batch_tokens": LENGTH},
+    "shared prefixes": {"shared_prefix_tokens": 1},
+    PERMUTED: {},
+    "tp 2": {"parallel": {"tp": 2}},
+    "pp 2": {"micro_batch_tokens": LENGTH, "parallel": {"pp": 2}},
+    "cp 2": {"parallel": {"cp": 2}},
 }
 
 
@@ -213,19 +202,21 @@ def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, di
     """Trains on this rank in each layout that has it; raises RunFailed."""
     config, found = load_config(folder / "config.toml"), {}
     for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
-        size, own = str(layout.world_size), str(rank)
+        world_size = 2 if "parallel" in layout else 1
+        size, own = str(world_size), str(rank)
         os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": size}
         # A function could read these, as in a run.
         os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size}
-        if rank < layout.world_size:
+        if rank < world_size:
+            settings = _settings(config, folder, {"world_size": world_size, **layout})
             try:
-                found[name] = _train(_settings(config, folder, layout), layout, rank)
+                found[name] = _train(settings, rank, is_permuted=name == PERMUTED)
             except Exception as error:
                 raise RunFailed(f"a run with {name}: {type(error).__name__}: {error}") from error
     return found
 
 
-def _train(config: Config, layout: _Layout, rank: int) -> dict[str, Tensor]:
+def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]:
     """Trains the steps on this rank, and returns metrics and moves of the weights."""
     import torch
     from slipstream.learner.trainer.opening import open_policy
@@ -234,12 +225,12 @@ def _train(config: Config, layout: _Layout, rank: int) -> dict[str, Tensor]:
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors
 
-    policy = open_policy(config, Launch(rank, layout.world_size, rank))
+    policy = open_policy(config, Launch(rank, config.learner.world_size, rank))
     training = TrainingStep(policy, config, open_roles(config, policy))
     before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
     found = {}
     for step in range(STEPS):
-        metrics = training.run(_batch(config, step, is_permuted=layout.is_permuted)).metrics
+        metrics = training.run(_batch(config, step, is_permuted=is_permuted)).metrics
         for name, value in metrics.items():
             if not name.endswith("_s") and name not in OF_LAYOUTS:
                 found[f"{name} of step {step + 1}"] = torch.tensor(value)
@@ -249,7 +240,7 @@ def _train(config: Config, layout: _Layout, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def _settings(config: Config, folder: Path, layout: _Layout) -> Config:
+def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config:
     """Returns settings of a tiny run with the algorithms of `config`."""
     given = tomllib.loads(dump_config(config))
     algorithm = {
@@ -272,15 +263,13 @@ def _settings(config: Config, folder: Path, layout: _Layout) -> Config:
         "environments": environments,
         "sampling": {"max_reply_tokens": LONGEST_REPLY, "max_episode_tokens": LENGTH},
         "learner": {
-            "world_size": layout.world_size,
-            "parallel": dict(layout.parallel),
             "micro_batch_tokens": GROUPS * 3 * LENGTH,
             "shared_prefix_tokens": 0,
             "optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0},
             "weight_decay": 0.0,
             "grad_clip": 0.0,
             "timeout_s": TIMEOUT_S,
-            **layout.learner,
+            **layout,
         },
     }
     if config.needs_reference:

@@ -79,7 +79,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
             buckets.append(Bucket(tuple(spans), used))
             spans, used = [], 0
         spans.append(Span(tensor, used))
-        used = _align(used + tensor.num_bytes)
+        used = -(-(used + tensor.num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if spans:
         buckets += _tapered(Bucket(tuple(spans), used))
     return buckets
@@ -149,7 +149,3 @@ def _tapered(bucket: Bucket) -> Iterator[Bucket]:
         rest = (Span(span.tensor, span.offset_bytes - cut) for span in bucket.spans[count:])
         bucket = Bucket(tuple(rest), bucket.num_bytes - cut)
     yield bucket
-
-
-def _align(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,28 +2,31 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
+from slipstream.core.models.nested_decoders import is_nested
+from slipstream.core.models.registry import FAMILIES, NESTED, family_of
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.rollout_server.inference.step_rules import graph_values
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems
-from slipstream.rollout_server.vllm.vision_values import tower_values
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.vllm.weights.loader_update import KEEPING_BACKEND
 from slipstream.rollout_server.vllm.weights.weight_receiver import BACKEND
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-_WORKER_EXTENSION = "slipstream.rollout_server.vllm.weights.worker_extension.WorkerExtension"
+_PACKAGE = "slipstream.rollout_server.vllm"
+_WORKER_EXTENSION = f"{_PACKAGE}.weights.worker_extension.WorkerExtension"
 
 
 def engine_config(config: Config, seed: int) -> VllmConfig:
@@ -31,7 +34,9 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
 
     Raises ConfigError if vLLM refuses.
     """
-    passed = passed_through(config.rollout_server.engine)
+    passed: dict[str, object] = dict(config.rollout_server.engine)
+    for problem in table_problems(config.rollout_server.engine):
+        raise ConfigError(problem)
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         for problem in cpu_engine_problems(config):
@@ -77,16 +82,6 @@ def check_precision(quantization: str) -> None:
         )
 
 
-def passed_through(table: Mapping[str, JsonValue]) -> dict[str, object]:
-    """Returns the values of `rollout_server.engine`.
-
-    Raises ConfigError for one that vLLM refuses.
-    """
-    for problem in table_problems(table):
-        raise ConfigError(problem)
-    return dict(table)
-
-
 def own_values(config: Config, seed: int) -> dict[str, object]:
     """Returns the values of our own settings under vLLM's names."""
     settings, sampling = config.rollout_server, config.sampling
@@ -123,4 +118,33 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         **lora_arguments(config.lora, on_cpu=on_cpu),
         # vLLM would round the states of these layers to the model's type after each token.
         **({"mamba_ssm_cache_dtype": "float32"} if ModelSizes.of(table).linear_heads else {}),
+    }
+
+
+def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
+    """Makes vLLM take our classes of models, and returns the settings of one with a vision tower.
+
+    There are none for a model without a tower. That of `NESTED` is left out if no episode has
+    images: it is not trained, so that no weights come for it.
+    """
+    modules = {name: family.engine.module for name, family in FAMILIES.items()}
+    for name, module in {**modules, **dict.fromkeys(NESTED, "nested_models")}.items():
+        # vLLM imports the module by its name, in processes of its own too.
+        if module:
+            ModelRegistry.register_model(name, f"{_PACKAGE}.{module}:{name}")
+    if not table.get("vision_config"):
+        return {}
+    if family_of(table).engine.starts_cuda:
+        from slipstream.rollout_server.vllm import vision_models
+
+        vision_models.ask_images_of_qwen35()
+    # Without any image vLLM would leave the tower out, and its weights could not be published.
+    fewest = 0 if is_nested(table) else 1
+    return {
+        "limit_mm_per_prompt": {"image": max(fewest, sampling.max_images)},
+        # It would make images with transformers' processors, whose video half needs torchvision.
+        "skip_mm_profiling": True,
+        # Pixels come as the trainer has them.
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
     }

@@ -2,7 +2,7 @@
 
 vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
 requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the same
-bits. vLLM imports this module by name wherever it looks at a model: see `vision_values`. It must
+bits. vLLM imports this module by name wherever it looks at a model: see `tower_values`. It must
 not start CUDA: the server forks the engine.
 """
 

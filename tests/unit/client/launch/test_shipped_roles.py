@@ -227,6 +227,8 @@ def test_the_command_names_what_it_leaves_behind(
     assert (tmp_path / "o-kubernetes" / "code" / "mine.py").is_file()
     assert main([*command, "--for", "slurm", "--code", "mine"]) == 2
     assert "--code is for kubernetes and skypilot" in capsys.readouterr().err
+    assert main([*command, "--for", "compose", "--gpus"]) == 2
+    assert "--gpus is not for compose: add" in capsys.readouterr().err
 
 
 def skypilot(*overrides: str, on_gpus: bool = False) -> list[dict[str, Any]]:

@@ -197,9 +197,7 @@ def test_scorers_that_run_replies_as_python_must_be_allowed() -> None:
     ReasoningGym("countdown", evaluate_replies=True)
 
 
-def test_a_generator_that_needs_a_compiled_package_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_generator_that_needs_a_compiled_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     library()
     monkeypatch.setitem(sys.modules, "pycosat", ModuleType("pycosat"))
     assert refusal("zebra_puzzles") == (

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -38,9 +38,10 @@ class Scene:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     found = Scene(getattr(request, "param", 1))
     yield found
+    found.line.close()
     found.end_workers()
 
 
@@ -78,14 +79,11 @@ async def test_all_workers_answers_count_though_vllm_says_nothing(scene: Scene) 
             calls.put(number)
         return await never(number)
 
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            for number in (1, 2):
-                found = await scene.line.answers(call)
-                expected = [{"value": [number, place]} for place in range(2)]
-                assert sorted(found, key=str) == expected
-    finally:
-        scene.line.close()
+    async with asyncio.timeout(LIMIT_S):
+        for number in (1, 2):
+            found = await scene.line.answers(call)
+            expected = [{"value": [number, place]} for place in range(2)]
+            assert sorted(found, key=str) == expected
 
 
 @two_workers
@@ -105,7 +103,6 @@ async def test_half_of_the_workers_are_not_enough(scene: Scene) -> None:
     said.set()
     async with asyncio.timeout(LIMIT_S):
         assert await asking == ["vllm", "vllm"]
-    scene.line.close()
 
 
 async def test_what_comes_late_is_no_answer_to_the_next_call(scene: Scene) -> None:
@@ -125,7 +122,6 @@ async def test_what_comes_late_is_no_answer_to_the_next_call(scene: Scene) -> No
     async with asyncio.timeout(LIMIT_S):
         assert await scene.line.answers(faster) == ["vllm"]
         assert await scene.line.answers(late) == ["vllm"]
-    scene.line.close()
 
 
 @two_workers
@@ -138,7 +134,6 @@ async def test_answers_that_arrived_before_the_workers_ended_are_read(scene: Sce
     async with asyncio.timeout(LIMIT_S):
         found = await scene.line.answers(never)
     assert sorted(answer["value"] for answer in found) == [0, 1]
-    scene.line.close()
 
 
 async def test_an_answer_that_is_too_long_comes_through_vllm(scene: Scene) -> None:
@@ -152,7 +147,6 @@ async def test_an_answer_that_is_too_long_comes_through_vllm(scene: Scene) -> No
     async with asyncio.timeout(LIMIT_S):
         assert await scene.line.answers(call) == ["vllm"]
     assert scene.workers[0].exitcode == 0
-    scene.line.close()
 
 
 async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene) -> None:
@@ -167,7 +161,6 @@ async def test_an_error_of_vllm_is_raised_when_the_workers_are_gone(scene: Scene
 
     with pytest.raises(RuntimeError, match="the engine died"):
         await scene.line.answers(call)
-    scene.line.close()
 
 
 # More than a socket takes at once.
@@ -193,7 +186,8 @@ def serve(place: int, stays: bool) -> None:
 
 
 async def up(scene: Scene) -> None:
-    """Waits until all workers have answered the first call."""
+    """Listens until all workers have answered the first call."""
+    scene.line.listen()
     assert not scene.line.is_up
     async with asyncio.timeout(LIMIT_S):
         answers = await scene.line.answers(never)
@@ -205,19 +199,16 @@ async def up(scene: Scene) -> None:
 async def test_workers_do_in_a_thread_of_theirs_what_they_hear_on_the_line(scene: Scene) -> None:
     for place in range(2):
         scene.fork(serve, place, True)
-    scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         for _ in range(2):
             assert await scene.line.call("work") == [{"value": "direct-line"}] * 2
-    scene.line.close()
 
 
 @two_workers
 async def test_an_answer_that_comes_by_the_line_alone_waits_for_room_in_it(scene: Scene) -> None:
     for place in range(2):
         scene.fork(serve, place, True)
-    scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         asking = asyncio.create_task(scene.line.call("talk"))
@@ -225,14 +216,12 @@ async def test_an_answer_that_comes_by_the_line_alone_waits_for_room_in_it(scene
         # The server is busy: it reads nothing meanwhile.
         time.sleep(0.3)  # noqa: ASYNC251
         assert await asking == [{"value": LONG}] * 2
-    scene.line.close()
 
 
 @two_workers
 async def test_a_call_on_the_line_ends_with_the_engine(scene: Scene) -> None:
     for place in range(2):
         scene.fork(serve, place, False)
-    scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDied, match="the engine is gone"):
@@ -251,7 +240,6 @@ async def test_a_call_that_no_worker_read_ends_with_the_engine(scene: Scene) -> 
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     scene.fork(fall_silent, 1)
-    scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         calling = asyncio.create_task(scene.line.call("work"))
@@ -264,7 +252,6 @@ async def test_a_call_that_no_worker_read_ends_with_the_engine(scene: Scene) -> 
 
 async def test_a_call_on_the_line_ends_when_the_server_closes_it(scene: Scene) -> None:
     scene.fork(fall_silent, 1)
-    scene.line.listen()
     await up(scene)
     async with asyncio.timeout(LIMIT_S):
         calling = asyncio.create_task(scene.line.call("work"))
@@ -292,7 +279,6 @@ async def test_a_mark_counts_when_all_workers_have_told_it(scene: Scene) -> None
         assert not other.done()
         # Workers may not listen yet.
         assert not scene.line.is_up
-    scene.line.close()
 
 
 def tell_and_stay(mark: str) -> None:
@@ -307,4 +293,3 @@ async def test_the_engines_process_tells_a_mark_for_all_workers(scene: Scene) ->
         scene.line.listen()
         async with asyncio.timeout(LIMIT_S):
             await resumed
-    scene.line.close()

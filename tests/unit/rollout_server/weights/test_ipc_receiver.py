@@ -131,9 +131,7 @@ def test_own_buffers_stay_when_the_learner_goes_on(learner: Learner) -> None:
 
 
 @pytest.mark.process
-def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(
-    learner: Learner,
-) -> None:
+def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(learner: Learner) -> None:
     quick, late = joined(learner, "two", workers=2)
     learner.tell("send 6")
     late_buckets = late.receive(incoming())
@@ -161,9 +159,7 @@ def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(
 
 
 @pytest.mark.process
-def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(
-    learner: Learner,
-) -> None:
+def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(learner: Learner) -> None:
     stays, leaves = joined(learner, "broken", workers=2)
     leaves.close()
     learner.tell("send 7")

@@ -212,7 +212,11 @@ class NewLeases:
             if size > self._num_episodes:
                 return LeaseWait.QUEUE
             if old is not None:
-                grant = self._lease_again(room, old)
+                self._again.remove(old)
+                group = self._book.lease(
+                    old.environment, old.task_index, old.seed, room.session.key, room.served_step
+                )
+                grant = Grant(room.session, group, replaces=old.group_id)
             else:
                 assert entry is not None
                 grant = self._lease_new(room, entry)
@@ -237,13 +241,6 @@ class NewLeases:
             if entry is not None and book.may_run(entry, key, self._episodes, group.size):
                 return group
         return None
-
-    def _lease_again(self, room: ServerRoom, old: Group) -> Grant:
-        self._again.remove(old)
-        group = self._book.lease(
-            old.environment, old.task_index, old.seed, room.session.key, room.served_step
-        )
-        return Grant(room.session, group, replaces=old.group_id)
 
     def _lease_new(self, room: ServerRoom, turn: EnvironmentEntry) -> Grant:
         task_index, seed = self._environments.next_task(turn)

@@ -276,7 +276,13 @@ class Publisher:
         if publish is None or publish.publish_id != start.publish_id:
             return []
         if start.is_question:
-            return self._still_there(publish)
+            there = {
+                session.key.server_id
+                for session in publish.receivers
+                if self._fleet.find(session.key) is session
+                and not self._reports.has_failed(publish.publish_id, session.key, LOADED)
+            }
+            return [r for r in publish.order.receivers if r.server_id in there]
         publish.receivers = [s for s in publish.receivers if self._fleet.find(s.key) is s]
         known = {receiver.server_id: receiver for receiver in publish.order.receivers}
         if len(publish.receivers) < len(known):
@@ -289,16 +295,6 @@ class Publisher:
         self._tell_receivers(publish, start.layout)
         self._await_end(publish, num_tensors(start.layout))
         return list(known.values())
-
-    def _still_there(self, publish: Publish) -> list[weights_pb2.Receiver]:
-        """Returns the receivers that are neither gone nor failed."""
-        there = {
-            session.key.server_id
-            for session in publish.receivers
-            if self._fleet.find(session.key) is session
-            and not self._reports.has_failed(publish.publish_id, session.key, LOADED)
-        }
-        return [r for r in publish.order.receivers if r.server_id in there]
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
         """Takes the trainer's result: commits servers whose digests agree, aborts on the others.

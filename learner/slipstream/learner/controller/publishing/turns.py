@@ -44,7 +44,12 @@ class EngineTurns:
         if self._are_off:
             return
         sharing = self._sharing()
-        self._warn_without_effect(sharing)
+        if not sharing and self._fleet.serving() and not self._has_warned:
+            self._has_warned = True
+            self._run.events.warn(
+                f'controller.turns = "{self._run.config.controller.turns}" has no effect: no '
+                "rollout server computes on a device of the learner"
+            )
         self._order(sharing)
         limit_s = self._run.config.weights.join_deadline_s
         await self._run.clock.wait(list(self._answers.values()), limit_s)
@@ -128,14 +133,6 @@ class EngineTurns:
             if (self._gives_back or session.state in (SERVING, LOADING))
             and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
         ]
-
-    def _warn_without_effect(self, sharing: Collection[ServerSession]) -> None:
-        if not sharing and self._fleet.serving() and not self._has_warned:
-            self._has_warned = True
-            self._run.events.warn(
-                f'controller.turns = "{self._run.config.controller.turns}" has no effect: no '
-                "rollout server computes on a device of the learner"
-            )
 
 
 def shares(server: Place, rank: Place) -> bool:

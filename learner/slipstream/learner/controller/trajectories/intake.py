@@ -294,7 +294,12 @@ class Intake:
         self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
         self._cancel_members(group, f"member {member} failed for good")
         if failure.kind is FailureKind.PROMPT_TOO_LONG:
-            self._skip(group, cause)
+            # `sampling.long_prompts` says what becomes of such a task.
+            name = group.environment
+            if self._run.config.sampling.long_prompts == "refuse":
+                self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
+            elif group.purpose is Purpose.TRAINING and self._environments.task_skipped(name, cause):
+                self.suspend(name, f"no task fits, the newest: {cause}")
             return
         if group.purpose is Purpose.EVALUATION:
             return
@@ -315,14 +320,6 @@ class Intake:
             count = self._run.config.controller.max_failed_groups
             last = "its last group" if count == 1 else f"its last {count} groups all"
             self.suspend(group.environment, f"{last} failed, the newest: {cause}")
-
-    def _skip(self, group: Group, cause: str) -> None:
-        """Handles a task whose prompt is too long, as `sampling.long_prompts` says."""
-        name = group.environment
-        if self._run.config.sampling.long_prompts == "refuse":
-            self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
-        elif group.purpose is Purpose.TRAINING and self._environments.task_skipped(name, cause):
-            self.suspend(name, f"no task fits, the newest: {cause}")
 
     def _cancel_members(self, group: Group, cause: str) -> None:
         session = self._fleet.find(group.holder)

@@ -35,7 +35,7 @@ class DiskWork:
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self._folder, self._ranks = folder, ranks
+        self._folder, self.ranks = folder, ranks
         self._num_bytes, self._moved_s = 0, time.monotonic()
 
     def moved(self, num_bytes: int) -> None:
@@ -48,9 +48,9 @@ class DiskWork:
         future: Future[Result] = Future()
 
         def work() -> None:
-            if self._ranks.device.type == "cuda":
+            if self.ranks.device.type == "cuda":
                 # The current CUDA device is a setting of each thread.
-                torch.cuda.set_device(self._ranks.device)
+                torch.cuda.set_device(self.ranks.device)
             try:
                 future.set_result(act())
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
@@ -74,11 +74,11 @@ class DiskWork:
         """
         before = -1
         while True:
-            wait((future,), timeout=min(MEET_S, self._ranks.timeout_s / 4))
+            wait((future,), timeout=min(MEET_S, self.ranks.timeout_s / 4))
             states = self._meet(future)
             moved = sum(num_bytes for _, _, num_bytes, _ in states)
             if moved != before:
-                self._ranks.activity.note()
+                self.ranks.activity.note()
             before = moved
             if all(is_done for is_done, *_ in states):
                 return self._result(future, any(failed for _, failed, *_ in states))
@@ -89,11 +89,11 @@ class DiskWork:
 
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
         """Returns each rank's state. Raises CheckpointError if a disk was silent too long."""
-        limit_s = self._ranks.timeout_s
+        limit_s = self.ranks.timeout_s
         is_done, silent_s = future.done(), time.monotonic() - self._moved_s
         failed = is_done and future.exception() is not None
         own = _STATE.pack(is_done, failed, self._num_bytes, silent_s)
-        found = self._ranks.gather_bytes(own)
+        found = self.ranks.gather_bytes(own)
         states = [_STATE.unpack(state) for state in found]
         for rank, (is_done, _, _, silent_s) in enumerate(states):
             if not is_done and silent_s > limit_s:

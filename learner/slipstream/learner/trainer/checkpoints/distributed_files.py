@@ -51,6 +51,7 @@ from slipstream.learner.trainer.checkpoints.threaded_save import (
     first_cause,
 )
 from slipstream.learner.trainer.model.model import unwrapped
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
@@ -74,6 +75,8 @@ _DISTRIBUTED_COPY = "optimizer.state.param."
 _PLAIN_COPY = "optimizer.state.fp32_param."
 _STATE = "optimizer.state."
 _SCALER = "grad_scaler"
+# Name of the number of updates beside a model's own state.
+_UPDATES = "updates"
 
 # Nested dicts and lists, with Megatron's sharded tensors as leaves.
 Tree: TypeAlias = Any
@@ -117,6 +120,10 @@ def begin_save(
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     strategy = ThreadedSaveStrategy(copy=copy, host=host, moved=disk.moved)
     state = sharded_states(models, host)
+    for model in models:
+        if model.optimizer is not None:
+            # Megatron saves the optimizer's own number as rank 0 has it, which may train nothing.
+            state[model.name][_UPDATES] = _num_updates(model, disk.ranks)
     try:
         request = dist_checkpointing.save(
             state,
@@ -167,20 +174,17 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
                 unwrapped(chunk).load_state_dict(part[key], strict=model.content == "all")
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
-                _count_alike(model.optimizer)
+                # Without it a part that rank 0 lacks would correct old moments like first ones.
+                for group in model.optimizer.param_groups if part.get(_UPDATES) else ():
+                    group["step"] = part[_UPDATES]
 
 
-def _count_alike(optimizer: Megatron) -> None:
-    """Gives all parts of `optimizer` the same number of updates, as they are all stepped together.
-
-    Megatron saves the numbers that rank 0 has. If its pipeline stage has no experts, the experts of
-    other stages are loaded without one, and would correct old moments like first ones.
-    """
-    groups = optimizer.param_groups
-    updates = max((group.get("step") or 0 for group in groups), default=0)
-    for group in groups:
-        if updates and not group.get("step"):
-            group["step"] = updates
+def _num_updates(model: StoredModel, ranks: Ranks) -> int:
+    """Returns how often `model` was updated, all its parts together; collective."""
+    with model.in_force():
+        groups = [] if model.optimizer is None else model.optimizer.param_groups
+        own = max((group.get("step") or 0 for group in groups), default=0)
+    return int(ranks.max(torch.tensor([float(own)])))
 
 
 def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A recipe turns config.json into Megatron's settings and maps its parameters to t
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
-from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
     GPTOSSMLPDownProjMapping,
     GPTOSSMLPGateUpProjMapping,
@@ -29,6 +28,7 @@ from slipstream.learner.trainer.families.mappings import (
     recipe_for,
     renamed,
     scale_embeddings,
+    shared_expert,
 )
 from slipstream.learner.trainer.layers.router_replay import choose_groups_by_best
 from slipstream.learner.trainer.untyped import Megatron
@@ -91,7 +91,7 @@ class _GemmaBridge(FamilyBridge):
         return [
             *ends(),
             *norms_before(mlp="pre_feedforward_layernorm"),
-            *norms_after(attention="post_attention_layernorm", mlp="post_feedforward_layernorm"),
+            *norms_after(),
             *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
         ]
 
@@ -140,7 +140,7 @@ class Olmo2Bridge(FamilyBridge):
     def _mappings(self) -> list[Megatron]:
         return [
             *ends(),
-            *norms_after(attention="post_attention_layernorm", mlp="post_feedforward_layernorm"),
+            *norms_after(),
             *attention(normed_heads=True),
             *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
         ]
@@ -193,17 +193,8 @@ class Qwen2MoeBridge(FamilyBridge):
         provider.moe_shared_expert_gate = True
 
     def _mappings(self) -> list[Megatron]:
-        gate = ReplicatedMapping(
-            megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
-        )
-        return [
-            *ends(),
-            *norms_before(),
-            *attention(biases=True),
-            *experts(),
-            *gated(SHARED, f"{LAYER}mlp.shared_expert."),
-            gate,
-        ]
+        theirs = [*attention(biases=True), *experts(), *shared_expert()]
+        return [*ends(), *norms_before(), *theirs]
 
 
 @recipe_for(Ernie4_5ForCausalLM, "ernie4_5")

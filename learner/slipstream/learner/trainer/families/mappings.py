@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    QKVMapping,
+    ReplicatedMapping,
+)
 from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer.untyped import Megatron
@@ -110,6 +115,14 @@ def experts(
     ]
 
 
+def shared_expert() -> list[Megatron]:
+    """Returns the mappings of the expert that every token goes to, and of its gate."""
+    gate = ReplicatedMapping(
+        megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
+    )
+    return [*gated(SHARED, f"{LAYER}mlp.shared_expert."), gate]
+
+
 def recipe_for(source: type, model_type: str, provider: Megatron | None = None) -> Megatron:
     """Registers the decorated recipe with Bridge for transformers' class `source`."""
     return MegatronModelBridge.register_bridge(
@@ -167,12 +180,12 @@ def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
     provider.transformer_layer_spec = spec.layer_spec
 
 
-def norms_after(*, attention: str, mlp: str) -> list[Megatron]:
-    """Returns the mappings of the norms after attention and MLP, given their names in the files."""
+def norms_after() -> list[Megatron]:
+    """Returns the mappings of the norms after attention and MLP."""
     return renamed(
         {
-            f"{DECODER}self_attn_bda.norm.weight": f"{LAYER}{attention}.weight",
-            f"{DECODER}mlp_bda.norm.weight": f"{LAYER}{mlp}.weight",
+            f"{DECODER}self_attn_bda.norm.weight": f"{LAYER}post_attention_layernorm.weight",
+            f"{DECODER}mlp_bda.norm.weight": f"{LAYER}post_feedforward_layernorm.weight",
         }
     )
 

@@ -12,7 +12,6 @@ from megatron.bridge.models.conversion.param_mapping import (
     GDNConv1dMapping,
     GDNLinearMapping,
     MegatronParamMapping,
-    ReplicatedMapping,
     split_gdn_linear_weights,
 )
 from megatron.core import parallel_state
@@ -20,7 +19,6 @@ from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
     LAYER,
-    SHARED,
     FamilyBridge,
     FusedExperts,
     attention,
@@ -32,6 +30,7 @@ from slipstream.learner.trainer.families.mappings import (
     place_norms,
     recipe_for,
     renamed,
+    shared_expert,
 )
 from slipstream.learner.trainer.families.vision import VisionBridge
 from slipstream.learner.trainer.untyped import Megatron
@@ -93,14 +92,6 @@ def delta_nets() -> list[Megatron]:
         *renamed(pairs),
         GDNConv1dMapping(f"{ATTENTION}conv1d.weight", f"{DELTA_NET}conv1d.weight"),
     ]
-
-
-def shared_expert() -> list[Megatron]:
-    """Returns the mappings of the expert that every token goes to, and of its gate."""
-    gate = ReplicatedMapping(
-        megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
-    )
-    return [*gated(SHARED, f"{LAYER}mlp.shared_expert."), gate]
 
 
 @recipe_for(Qwen3NextForCausalLM, "qwen3_next")

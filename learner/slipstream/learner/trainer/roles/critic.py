@@ -100,12 +100,21 @@ class Critic:
             # old parameters.
             self._model.gather_parameters()
         tokens = max(1.0, float(total[ValueSum.TOKENS]))
+        values, returns = [], []
+        for sequence in sequences:
+            assert sequence.values is not None
+            assert sequence.returns is not None
+            values.append(sequence.values[sequence.loss_mask])
+            returns.append(sequence.returns[sequence.loss_mask])
         found = {
             "value_loss": float(total[ValueSum.LOSS]) / tokens,
             "value_clip_fraction": float(total[ValueSum.CLIPPED]) / tokens,
             "value_mean": float(total[ValueSum.VALUE]) / tokens,
             "critic_grad_norm": sum(norms) / len(norms),
-            "explained_variance": _explained(sequences),
+            # The values before the step, over the trained tokens.
+            "explained_variance": explained_variance(
+                np.concatenate(values), np.concatenate(returns)
+            ),
         }
         if self._model.scaler is not None:
             found["critic_gradient_overflows"] = float(overflows)
@@ -178,17 +187,6 @@ def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
     if variance == 0.0:
         return 0.0
     return 1.0 - float((returns.astype(np.float64) - values).var()) / variance
-
-
-def _explained(sequences: Sequence[TrainingSequence]) -> float:
-    """Returns the explained variance of the values before the step, over the trained tokens."""
-    values, returns = [], []
-    for sequence in sequences:
-        assert sequence.values is not None
-        assert sequence.returns is not None
-        values.append(sequence.values[sequence.loss_mask])
-        returns.append(sequence.returns[sequence.loss_mask])
-    return explained_variance(np.concatenate(values), np.concatenate(returns))
 
 
 class ValueHead(torch.nn.Module):

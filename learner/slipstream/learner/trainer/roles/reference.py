@@ -73,7 +73,13 @@ class Reference:
                 if any(source not in waiting for source in _sources(task)):
                     continue
                 with self._ranks.in_force():
-                    _convert(policy.bridge._model_bridge, task, waiting)
+                    # This is how Bridge loads a folder.
+                    found = policy.bridge._model_bridge.maybe_modify_loaded_hf_weight(
+                        task.mapping.hf_param, waiting
+                    )
+                    part = task.mapping.hf_to_megatron(found, task.megatron_module)
+                    if part is not None:
+                        task.param_weight.copy_(part)
                 for source in _sources(task):
                     del needed_by[source][task.global_param_name]
                     if not needed_by[source]:
@@ -109,14 +115,6 @@ def reference_logprobs(
         )
         for values in columns
     ]
-
-
-def _convert(bridge: Megatron, task: Megatron, tensors: dict[str, Tensor]) -> None:
-    """Converts and copies one parameter, the way Bridge loads a folder."""
-    found = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, tensors)
-    part = task.mapping.hf_to_megatron(found, task.megatron_module)
-    if part is not None:
-        task.param_weight.copy_(part)
 
 
 def _sources(task: Megatron) -> Sequence[str]:
@@ -155,7 +153,6 @@ def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
 
     adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
     of_experts = [*adapters_of(list(chunks))]
-    assert adapted or of_experts, "the policy has no adapters to switch off"
     for module in adapted:
         module.disable_adapter_layers()
     for adapter in of_experts:

@@ -255,7 +255,13 @@ class VersionWriter:
             if link.HasField("delta"):
                 link.delta.base = content_name(self._chain[-1].bucket_digests)
             chain = [link] if whole else [*self._chain, link]
-            report.stored.CopyFrom(self._write_manifest(chain, report.folder, until))
+            layout = self._published.layout(adapters_alone=False)
+            data = weights_pb2.StoredManifest(layout=layout, links=chain).SerializeToString()
+            key = f"{report.folder}/manifest"
+            self._storage.write(key, memoryview(data), until)
+            self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
+            report.stored.key, report.stored.num_bytes = key, len(data)
+            report.stored.digest = _digest(data)
             report.num_bytes = _num_bytes(link)
             self._chain = chain
         except Exception as error:  # noqa: BLE001 - reported; the thread has no caller
@@ -310,16 +316,6 @@ class VersionWriter:
                 f"storage {self._storage.url} has other bytes in {key} than rank {rank} wrote"
             )
         return weights_pb2.StoredLink.FromString(data)
-
-    def _write_manifest(
-        self, chain: list[weights_pb2.StoredLink], folder: str, until: Until
-    ) -> weights_pb2.StoredWeights:
-        layout = self._published.layout(adapters_alone=False)
-        data = weights_pb2.StoredManifest(layout=layout, links=chain).SerializeToString()
-        key = f"{folder}/manifest"
-        self._storage.write(key, memoryview(data), until)
-        self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
-        return weights_pb2.StoredWeights(key=key, num_bytes=len(data), digest=_digest(data))
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
         """Tells the controller, and removes what neither the newest nor a needed manifest names."""

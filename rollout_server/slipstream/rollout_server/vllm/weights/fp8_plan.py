@@ -100,7 +100,9 @@ def loadable(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             kept.append((layer, dict(layer._parameters)))
             with torch.device("cpu"):
                 plain = materialize_meta_tensor(_as_loaded(name, layer))
-            plain.weight_loader = _own_loader(plain)
+            # The weight's own loader, without vLLM's collecting of a whole layer around it.
+            while plain.weight_loader.__name__ == "online_process_loader":
+                plain.weight_loader = plain.weight_loader.__wrapped__
             del layer._parameters["weight_scale"]
             layer._parameters["weight"] = plain
         yield dict(model.named_parameters())
@@ -123,14 +125,6 @@ def _as_loaded(name: str, layer: Any) -> Any:  # noqa: ANN401 - vLLM's classes o
     if found is None or found.dim() != 2:
         raise NotCopied(f"{name} is loaded in another form than as a matrix")
     return restore_layer_refs(found, layer)
-
-
-def _own_loader(plain: Any) -> Any:  # noqa: ANN401 - a loader of vLLM
-    """Returns the loader of a weight without vLLM's collecting of a whole layer around it."""
-    loader = plain.weight_loader
-    while loader.__name__ == "online_process_loader":
-        loader = loader.__wrapped__
-    return loader
 
 
 def _live(name: str, layer: Any) -> Fp8Linear:  # noqa: ANN401 - a layer of vLLM

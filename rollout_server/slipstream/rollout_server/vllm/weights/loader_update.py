@@ -98,18 +98,6 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
 
-def repack_experts(model: torch.nn.Module) -> None:
-    """Packs the experts' matrices again.
-
-    vLLM for CPU packs them when it makes their kernel, and at no later load. It would compute with
-    plain matrices as if they were packed (0.32.0).
-    """
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            kernel = module.quant_method.moe_kernel
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
     """Hands `tensors` to the loader of `model`; returns the names that the loader returns.
 
@@ -276,7 +264,12 @@ class LoaderUpdate:
         """Finalises the layers."""
         reload.finalize_layerwise_reload(self._model, self._model_config)
         if on_cpu:
-            repack_experts(self._model)
+            # vLLM packs the experts' matrices when it makes their kernel, and at no later load. It
+            # would compute with plain matrices as if they were packed (0.32.0).
+            for module in self._model.modules():
+                if isinstance(module, RoutedExperts):
+                    kernel = module.quant_method.moe_kernel
+                    kernel.fused_experts.process_weights_after_loading(module)
 
     def result(self, shares: list[tuple[str, str]], *, has_plan: bool) -> LoadResult:
         """Returns the digests and the times up to now."""

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.rollout_server.vllm.weights import loader_update
 from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
-from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Check, Fp8Plan, Fp8Replay
+from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan, Fp8Replay
 from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
@@ -318,7 +318,15 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert loading is not None
         loading.finish(on_cpu=self.device.type == "cpu")
         if loading.check is not None:
-            self._conclude(loading.check, loading.parameters)
+            assert self._plan is not None
+            self._replay = loader_update.proved_replay(
+                self._plan, loading.check, loading.parameters, self.model
+            )
+            if self._replay is None:
+                # The plan does not do what the loader did.
+                self._plan = None
+            else:
+                self._live = loader_update.live_base(self._plan, self._replay, self.device)
         self._settle()
         shares = [] if self._live is None else self._live.read_unchanged()
         self.result = loading.result(shares, has_plan=self._replay is not None)
@@ -360,15 +368,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert self._replay is not None
         self._is_whole = False
         (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
-
-    def _conclude(self, check: Fp8Check, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keeps the plan for later updates if it does what the loader did."""
-        assert self._plan is not None
-        self._replay = loader_update.proved_replay(self._plan, check, parameters, self.model)
-        if self._replay is None:
-            self._plan = None
-        else:
-            self._live = loader_update.live_base(self._plan, self._replay, self.device)
 
     def _settle(self) -> None:
         """Completes the new weights, also where a layer keeps a second form of them."""

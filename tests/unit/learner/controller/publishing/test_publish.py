@@ -31,9 +31,7 @@ def run() -> Run:
     return run_of()
 
 
-async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
-    run: Run,
-) -> None:
+async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -73,9 +71,7 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
         assert (list(receipt.serving), receipt.discard_communicator) == (["a"], False)
 
 
-async def test_servers_are_asked_while_the_trainer_makes_the_version(
-    run: Run,
-) -> None:
+async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         # The server serves what the trainer has, and is due when the next version is there.
@@ -92,9 +88,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(
         scene.publisher.trainer_lost()
 
 
-async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
-    run: Run,
-) -> None:
+async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
@@ -146,9 +140,7 @@ async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
         assert not order.new_communicator
 
 
-async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
-    run: Run,
-) -> None:
+async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -201,9 +193,7 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
         assert scene.sent() == ["abort"]
 
 
-async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
-    run: Run,
-) -> None:
+async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -228,9 +218,7 @@ async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt
     assert list(receipt.serving) == []
 
 
-async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
-    run: Run,
-) -> None:
+async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         scene.trainer.ClearField("bucket_digests")
@@ -251,9 +239,7 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
     assert second.communicator.communicator_id != first.communicator.communicator_id
 
 
-async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
-    run: Run,
-) -> None:
+async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(run: Run) -> None:
     async with publishing(run) as scene:
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
@@ -282,9 +268,7 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
         scene.publisher.trainer_lost()
 
 
-async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
-    run: Run,
-) -> None:
+async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(run: Run) -> None:
     async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
@@ -301,9 +285,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
         assert scene.publisher.due() == [scene.session]
 
 
-async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
-    run: Run,
-) -> None:
+async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -319,9 +301,7 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
         scene.publisher.trainer_lost()
 
 
-async def test_a_server_that_took_its_weights_back_is_sent_them_again(
-    run: Run,
-) -> None:
+async def test_a_server_that_took_its_weights_back_is_sent_them_again(run: Run) -> None:
     async with publishing(run) as scene:
         await scene.serve()
         scene.say("p000000", FAILED, message="of another publish")
@@ -378,9 +358,7 @@ async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_m
         assert len(told) == 3
 
 
-async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
-    run: Run,
-) -> None:
+async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(run: Run) -> None:
     async with publishing(run) as scene:
         await fail_all_of_its_life(scene, scene.session)
         assert not run.progress.is_over

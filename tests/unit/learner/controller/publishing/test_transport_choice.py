@@ -32,9 +32,7 @@ def place(host: str, *gpus: str) -> weights_pb2.Place:
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
-    run: Run,
-) -> None:
+def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(run: Run) -> None:
     run.progress.trainer_registered((Place("here", ("GPU-0",)),))
     servers = {
         "a": place("here", "GPU-0"),
@@ -48,9 +46,7 @@ def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
 
 
 @pytest.mark.parametrize("run", ["nccl"], indirect=True)
-def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
-    run: Run,
-) -> None:
+def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(run: Run) -> None:
     assert misfit(run, hello("a", place("here", "GPU-0"))) == ""
     run.progress.trainer_registered((Place("here", ("GPU-0",)),))
     assert "joins no two processes on one GPU" in misfit(run, hello("a", place("here", "GPU-0")))
@@ -58,9 +54,7 @@ def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(
-    run: Run,
-) -> None:
+def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -> None:
     run.progress.trainer_registered((Place("here", ("GPU-0",), {"NCCL_CUMEM_ENABLE": "0"}),))
     server = place("there", "GPU-7")
     server.nccl["NCCL_CUMEM_ENABLE"] = "1"

@@ -36,9 +36,7 @@ async def test_batches_since_the_checkpoint_before_the_newest_stay(tmp_path: Pat
     assert await kept_after(tmp_path, 3, 6) == [3, 4, 5, 6, 7, 8, 9]
 
 
-async def test_a_checkpoint_that_is_reported_twice_covers_no_more_than_once(
-    tmp_path: Path,
-) -> None:
+async def test_a_checkpoint_that_is_reported_twice_covers_no_more_than_once(tmp_path: Path) -> None:
     assert await kept_after(tmp_path, 3, 6, 6) == [3, 4, 5, 6, 7, 8, 9]
 
 

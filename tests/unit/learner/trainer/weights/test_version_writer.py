@@ -11,6 +11,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.version_writer import RankObjects, VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
@@ -55,7 +56,21 @@ class Trainer:
             for name, (size, sender) in SHAPES.items()
         }
         self.contents: list[bytes] = []
-        self.delta: Any = "off"
+
+    def opened(
+        self, ranks: ThreadRanks, *, delta: DeltaSetting = "off"
+    ) -> tuple[WeightStream, VersionWriter]:
+        """The weights of a rank, and what writes them."""
+        filling = PlainFilling(self.tensors, ranks)
+        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES, delta=delta)
+        writer = VersionWriter(
+            Published(stream),
+            self.weights,
+            ranks=ranks,
+            client=self.client,
+            whole_every=self.whole_every,
+        )
+        return stream, writer
 
     def write(
         self, *changes: Callable[[], None], first: int = 0, close: bool = False
@@ -63,18 +78,7 @@ class Trainer:
         """Writes a version after each change, beginning with version `first`."""
 
         def on_rank(ranks: ThreadRanks) -> None:
-            filling = PlainFilling(self.tensors, ranks)
-            stream = WeightStream(
-                PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES, delta=self.delta
-            )
-            published = Published(stream)
-            writer = VersionWriter(
-                published,
-                self.weights,
-                ranks=ranks,
-                client=self.client,
-                whole_every=self.whole_every,
-            )
+            stream, writer = self.opened(ranks)
             for step, change in enumerate(changes, first):
                 if ranks.is_main:
                     change()
@@ -121,6 +125,16 @@ class Trainer:
 
 def same() -> None:
     """Leaves the weights as they are."""
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, bytes], bytes | None]) -> None:
+    """Lets `act` see each file before it is written; it may return other bytes, or raise."""
+    write = LocalFileSystem.pipe_file
+
+    def meddled(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+        write(files, path, act(path, value) or value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", meddled)
 
 
 def test_versions_of_two_ranks_arrive_bit_for_bit(tmp_path: Path) -> None:
@@ -193,14 +207,12 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tmp_path / "s")
-    write = LocalFileSystem.pipe_file
 
-    def full(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+    def full(path: str, _: bytes) -> None:
         if path.endswith("run/1-2/0-00000"):
             raise OSError(28, "No space left on device")
-        write(files, path, value, **options)
 
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", full)
+    meddle(monkeypatch, full)
     good, bad, again = trainer.write(same, trainer.few, trainer.few)
     assert "could not write run/1-2/0-00000" in bad.error
     assert "No space left" in bad.error
@@ -261,16 +273,14 @@ def test_what_a_rank_still_writes_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tmp_path / "s")
-    write = LocalFileSystem.pipe_file
 
-    def slow(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+    def slow(path: str, _: bytes) -> None:
         if path.endswith("/part-1"):
             # A folder shows a file before its bytes.
             Path(path).touch()
             time.sleep(1.0)
-        write(files, path, value, **options)
 
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", slow)
+    meddle(monkeypatch, slow)
     (report,) = trainer.write(same)
     assert report.error == ""
     assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
@@ -280,16 +290,15 @@ def test_a_ranks_list_that_somebody_changed_in_storage_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tmp_path / "s")
-    write = LocalFileSystem.pipe_file
 
-    def change(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+    def change(path: str, value: bytes) -> bytes:
         if path.endswith("/part-1"):
             link = weights_pb2.StoredLink.FromString(value)
             link.objects[0].digest = bytes(32)
             value = link.SerializeToString()
-        write(files, path, value, **options)
+        return value
 
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", change)
+    meddle(monkeypatch, change)
     (report,) = trainer.write(same)
     assert (
         report.error
@@ -302,9 +311,8 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(
 ) -> None:
     trainer = Trainer(tmp_path / "s", storage_deadline_s=60.0)
     begun, over, written = threading.Event(), threading.Event(), threading.Event()
-    write = LocalFileSystem.pipe_file
 
-    def slow(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+    def slow(path: str, _: bytes) -> None:
         if path.endswith("run/1/1-00000"):
             begun.set()
             over.wait(30)
@@ -312,17 +320,11 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(
         if path.endswith("run/1/0-00000"):
             begun.wait(30)
             raise OSError("no permission")
-        write(files, path, value, **options)
 
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", slow)
+    meddle(monkeypatch, slow)
 
     def on_rank(ranks: ThreadRanks) -> None:
-        stream = WeightStream(
-            PlainModel(ranks), PlainFilling(trainer.tensors, ranks), bucket_bytes=BUCKET_BYTES
-        )
-        writer = VersionWriter(
-            Published(stream), trainer.weights, ranks=ranks, client=trainer.client
-        )
+        stream, writer = trainer.opened(ranks)
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
         if ranks.is_main:
             trainer.contents.append(trainer.content(stream))
@@ -388,24 +390,17 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
 ) -> None:
     trainer = Trainer(tmp_path / "s")
     begun, over = threading.Event(), threading.Event()
-    write = LocalFileSystem.pipe_file
 
-    def stuck(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+    def stuck(path: str, _: bytes) -> None:
         if path.endswith("/manifest"):
             begun.set()
             over.wait(30)
             raise OSError("the run is over")
-        write(files, path, value, **options)
 
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", stuck)
+    meddle(monkeypatch, stuck)
 
     def on_rank(ranks: ThreadRanks) -> None:
-        stream = WeightStream(
-            PlainModel(ranks), PlainFilling(trainer.tensors, ranks), bucket_bytes=BUCKET_BYTES
-        )
-        writer = VersionWriter(
-            Published(stream), trainer.weights, ranks=ranks, client=trainer.client
-        )
+        _, writer = trainer.opened(ranks)
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
         assert begun.wait(30)
         writer.close()
@@ -424,22 +419,19 @@ def test_what_is_stored_is_no_base_of_what_is_sent(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "s")
 
     def on_rank(ranks: ThreadRanks) -> None:
-        filling = PlainFilling(trainer.tensors, ranks)
-        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES, delta="gpu")
-        published = Published(stream)
-        writer = VersionWriter(published, trainer.weights, ranks=ranks, client=trainer.client)
-        sent = published.run(lambda *_: lambda: None)
+        stream, writer = trainer.opened(ranks, delta="gpu")
+        sent = stream.run(lambda *_: lambda: None)
         if ranks.is_main:
             trainer.few()
         ranks.gather_bytes(b"")
-        published.digests()
+        stream.run()
         offer = stream.offer
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
         assert writer._thread is not None
         writer._thread.join()
         assert stream.offer == offer
         assert offer is not None
-        assert sent.buckets != published.digests().buckets
+        assert sent.buckets != stream.run().buckets
 
     run_ranks(2, on_rank)
     assert [report.error for report in trainer.client.reports] == [""]
