@@ -53,7 +53,7 @@ ENVIRONMENTS = [
 # An environment's line is there when its process takes three seconds, as on a busy machine.
 SHOWN = re.compile(
     r" *\d+\.\d s  \S.*|  [a-z][a-z -]+  \S.*|  \S+/: .*"
-    r"|environment [a-z-]+ is loaded, within \d+ s|"
+    r"|environment [a-z-]+ is (loaded,|checked, each call) within \d+ s|"
 )
 
 
