@@ -59,6 +59,7 @@ def _recorded(path: Path) -> object:
         publish={},
         weight_digest="",
         trainer_ranks=1,
+        advice={},
         ending=Ending("finished", "x", solved=False, suspended_environments={}),
     )
     # What others read of it has neither NaN nor infinity.
