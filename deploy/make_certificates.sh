@@ -58,11 +58,16 @@ for secret in token metrics_token redis_controller_password redis_rollout_passwo
     [ -e $secret ] || openssl rand -hex 32 > $secret
 done
 # A role's token is made from the run's (docs/security.md).
-for role in trainer rollout-server client reader; do
-    key=$(head -n 1 token | tr -d '\n' | od -An -v -tx1 | tr -d ' \n')
-    printf 'slipstream %s' $role | openssl dgst -sha256 -mac HMAC -macopt hexkey:$key -r \
-        | { read -r digest _; echo "$role.$digest"; } > ${role//-/_}_token
-done
+# By Python: openssl would take the run's token from its command line, which others may read.
+python3 - << 'EOF'
+import hmac
+from pathlib import Path
+
+token = Path("token").read_text().split()[0].encode()
+for role in ("trainer", "rollout-server", "client", "reader"):
+    digest = hmac.digest(token, f"slipstream {role}".encode(), "sha256").hex()
+    Path(f"{role.replace('-', '_')}_token").write_text(f"{role}.{digest}\n")
+EOF
 
 # What each end of the queue may do, and on which keys (docs/security.md). Nobody enters as the
 # default user, with whose rights many servers load their files.

@@ -1,6 +1,7 @@
 """GRPO by functions of one's own, written down again from the built-in ones."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,19 @@ from slipstream.learner.algorithms.episodes import (
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms, TokenWeights
 
 
-def loss(tokens: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenTerms:
+class Bounds(NamedTuple):
+    """Bounds of a ratio's distance from 1."""
+
+    low: float
+    high: float
+
+
+CLIP = Bounds(0.2, 0.2)
+
+
+def loss(
+    tokens: LossInputs, *, clip_low: float = CLIP.low, clip_high: float = CLIP.high
+) -> TokenTerms:
     """PPO's loss, which reports how many tokens were clipped."""
     ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -37,7 +37,7 @@ from slipstream.core.settings.config import Config
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
 # Seconds in which all nodes of a learner must have started their examination.
-MEETING_LIMIT_S = 60.0
+MEETING_LIMIT_S = 300.0
 REDIS_REMEDY = "install redis and hiredis"
 
 

@@ -8,6 +8,8 @@ from pprint import pformat
 from slipstream.client.launch.roles import LEARNER, ROLLOUT_SERVER, Roles
 from slipstream.client.launch.template import filled_template
 
+# Servers start beside the learner, which may prove its algorithm before it listens.
+CONNECT_TIMEOUT_S = 3600
 # In a file without the suffix of a module: nothing here can import Ray.
 TEMPLATE = Path(__file__).with_name("ray_program.txt")
 
@@ -21,7 +23,7 @@ def ray_program(roles: Roles, file: str, *, controller_port: int, master_port: i
         file=file,
         folder=repr(str(Path.cwd())),
         learner=pformat(learner.command),
-        rollout_server=pformat(server.command),
+        rollout_server=pformat([*server.command, f"--connect-timeout-s={CONNECT_TIMEOUT_S}"]),
         nodes=learner.count.usual,
         servers=server.count.usual,
         learner_cpus=learner.cpus,

@@ -78,9 +78,10 @@ def check_certificates(security: SecuritySection) -> None:
         if certificate is not None:
             # An empty password, since no person is there to type one.
             context.load_cert_chain(certificate, key, password=lambda: "")
-        if authority is not None:
-            files = f"security.tls_ca {authority}"
-            context.load_verify_locations(authority)
+        for name, file in (("tls_ca", authority), ("tls_client_ca", security.tls_client_ca)):
+            if file is not None:
+                files = f"security.{name} {file}"
+                context.load_verify_locations(file)
     except ssl.SSLError as error:
         reason = (error.reason or "no PEM file").lower().replace("_", " ")
         raise ConfigError(f"{files} cannot be used: {reason}") from error
@@ -101,19 +102,27 @@ def check_own_certificate(config: Config) -> None:
     client = ssl.create_default_context(cafile=security.tls_ca or security.tls_certificate)
     # gRPC takes any certificate in the file for an authority.
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if security.tls_client_ca is not None:
+        # Trainer ranks show the controller's own certificate.
+        client.load_cert_chain(security.tls_certificate, security.tls_key, password=lambda: "")
+        server.verify_mode = ssl.CERT_REQUIRED
+        server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        server.load_verify_locations(security.tls_client_ca)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     asking = client.wrap_bio(back, there, server_hostname=address_parts(address)[0])
     answering = server.wrap_bio(there, back, server_side=True)
-    for end in (asking, answering, asking):
+    for end in (asking, answering, asking, answering):
         try:
             end.do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
+            judge = f"every client of controller.address {address}"
+            if end is answering:
+                judge = f"security.tls_client_ca {security.tls_client_ca}, where ranks show it"
             raise ConfigError(
-                f"security.tls_certificate {security.tls_certificate} is refused by every client "
-                f"of controller.address {address}: {error.verify_message.rstrip('.')}; "
-                "make_certificates.sh issues a new one"
+                f"security.tls_certificate {security.tls_certificate} is refused by {judge}: "
+                f"{error.verify_message.rstrip('.')}; make_certificates.sh issues a new one"
             ) from None
 
 

@@ -218,6 +218,11 @@ def roles_of(config: Config, site: Site, *, on_gpus: bool) -> Roles:
             "queue.redis_url must be the address of a server that all machines reach, or "
             'queue.kind "grpc": only `slipstream run` starts a queue of its own'
         )
+    if config.security.tls_client_ca is not None:
+        raise ConfigError(
+            "security.tls_client_ca: roles hand out no certificates of callers; leave it out, the "
+            "token of its role is what an instance shows"
+        )
     roles = [_learner(config, site, on_gpus), _rollout_server(config, site, on_gpus)]
     return Roles(run=config.run.name, folder=str(config.run_dir), roles=roles)
 

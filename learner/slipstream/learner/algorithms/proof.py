@@ -148,11 +148,12 @@ def _kept_by(function: Function) -> dict[str, str]:
     """Returns what the module of a function keeps between calls, by name."""
     assert isinstance(function.call, functools.partial)
     call = inspect.unwrap(function.call.func)
-    return {
-        name: repr((value, getattr(value, "__module__", "") == call.__module__ and vars(value)))
-        for name, value in call.__globals__.items()
-        if not name.startswith("__")
-    }
+    kept = {}
+    for name, value in call.__globals__.items():
+        if not name.startswith("__"):
+            is_own = getattr(value, "__module__", "") == call.__module__
+            kept[name] = repr((value, is_own and getattr(value, "__dict__", None)))
+    return kept
 
 
 def _fault(check: Callable[[Subject], None], subject: Subject) -> str:

@@ -44,13 +44,14 @@ _BLOCK_BYTES = 1 << 20
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 # Folder of a commit in the hub's cache.
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
-# Settings and variables of the environment whose values are secrets, by the end of their names.
+# Settings whose values are secrets, by the end of their names.
 _SECRET_NAME = re.compile(
-    r"(?:^|[_-])(?:api_?key|access_?key|secret|secret_?key|password|passwd|credentials?"
-    r"|(?:access|auth|api|hf|bearer)_?token)$",
+    r"(?:^|[_-])(?:(?:api|access|secret|private|service|signing|openai|anthropic)[_-]?keys?"
+    r"|secrets?|password|passwd|passphrase|pwd|credentials?|authorization"
+    r"|(?:access|auth|api|hf|bearer|github|judge|service)[_-]?token)$|^token$",
     re.IGNORECASE,
 )
-_URL_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]*@")
+_URL_PASSWORD = re.compile(r"://[^/@\s]+@")
 _SECRET_VARIABLE = re.compile(r"(?:TOKEN|KEY|PASSWORD|PASSWD|SECRET|CREDENTIALS)$")
 # A shorter value may be in any text.
 _MIN_SECRET_BYTES = 8
@@ -202,7 +203,7 @@ def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
         for number, inner in enumerate(value):
             _check_settings(inner, (*keys, str(number)))
     elif isinstance(value, str) and (
-        value and _SECRET_NAME.search(keys[-1]) or _URL_PASSWORD.search(value)
+        value and any(map(_SECRET_NAME.search, keys)) or _URL_PASSWORD.search(value)
     ):
         raise ConfigError(
             f"{'.'.join(keys)} looks like a secret, and all settings are in a receipt: read it "

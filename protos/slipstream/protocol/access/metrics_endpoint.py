@@ -109,7 +109,11 @@ class MetricsEndpoint:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._security.tls_certificate is not None:
             # Files that were replaced hold from the next connection on.
-            context = _server_context(self._security)
+            try:
+                context = _server_context(self._security)
+            except OSError as error:
+                log.warning("/metrics gives no answer: its certificate: %s", error)
+                return
             await writer.start_tls(context, ssl_handshake_timeout=LIMIT_S)
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         while (event := connection.next_event()) is h11.NEED_DATA:

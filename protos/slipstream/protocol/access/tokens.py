@@ -27,8 +27,8 @@ _PREFIX = "/slipstream.v1."
 _READS = ("StatusService/GetStatus", "StatusService/Watch", "EnvironmentService/ListEnvironments")
 # What each role may call besides: all methods of a service, or one.
 RIGHTS: dict[str, tuple[str, ...]] = {
-    "trainer": ("TrainerService/", "StatusService/StopRun"),
-    "rollout-server": ("FleetService/", "TrajectoryService/"),
+    "trainer": ("TrainerService/", "StatusService/StopRun", "StatusService/GetSetup"),
+    "rollout-server": ("FleetService/", "TrajectoryService/", "StatusService/GetSetup"),
     "client": ("EnvironmentService/",),
     "reader": (),
 }

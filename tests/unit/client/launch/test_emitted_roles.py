@@ -245,7 +245,10 @@ def test_ray_gets_a_program_of_the_roles() -> None:
         if isinstance(target, ast.Name)
     }
     assert ast.literal_eval(values["LEARNER"]) == printed[LEARNER].command
-    assert ast.literal_eval(values["ROLLOUT_SERVER"]) == printed[ROLLOUT_SERVER].command
+    *server, patience = ast.literal_eval(values["ROLLOUT_SERVER"])
+    assert server == printed[ROLLOUT_SERVER].command
+    # Longer than a learner takes to prove an algorithm before it listens.
+    assert patience == "--connect-timeout-s=3600"
     assert ast.literal_eval(values["LEARNER_NEEDS"]) == {"CPU": 3, "GPU": 2}
     # Nodes of a gang lie on machines of their own.
     assert 'strategy="STRICT_SPREAD"' in text

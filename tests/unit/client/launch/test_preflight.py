@@ -652,3 +652,33 @@ async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
         assert config.run_dir.exists() == log.exists() == (name == "loud")
     assert str(caught.value).endswith(f"(log: {log})")
     assert "looking for data\n" in log.read_text()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("trusts_it", [True, False])
+def test_ranks_must_be_known_to_the_authority_of_callers(
+    authority: Path, tmp_path: Path, *, trusts_it: bool
+) -> None:
+    other = authority / "ca.pem"
+    if not trusts_it:
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        made = ("req", "-x509", *key, "-subj", "/CN=other", "-keyout", "o.key", "-out", "o.pem")
+        subprocess.run(["openssl", *made], cwd=tmp_path, check=True, capture_output=True)
+        other = tmp_path / "o.pem"
+    security = SecuritySection(
+        tls_certificate=authority / "here.pem",
+        tls_key=authority / "server.key",
+        tls_ca=authority / "ca.pem",
+        tls_client_ca=other,
+    )
+    config = config_of(tmp_path).model_copy(update={"security": security})
+    place = config.controller.model_copy(update={"address": "127.0.0.1:7070"})
+    config = config.model_copy(update={"controller": place})
+    with (
+        contextlib.nullcontext()
+        if trusts_it
+        else pytest.raises(
+            ConfigError, match=r"is refused by security\.tls_client_ca .*, where ranks show it: "
+        )
+    ):
+        check_own_certificate(config)

@@ -52,8 +52,8 @@ def test_each_method_is_open_to_the_roles_that_need_it() -> None:
     assert opened == {
         "reader": reads,
         "client": reads | {"SubmitEnvironment", "ServeEpisodes"},
-        "rollout-server": reads | {"Join", "CallEnvironments", "Deliver"},
-        "trainer": reads | {"StopRun"} | {method.name for method in trainer.methods},
+        "rollout-server": reads | {"Join", "CallEnvironments", "Deliver", "GetSetup"},
+        "trainer": reads | {"StopRun", "GetSetup"} | {method.name for method in trainer.methods},
     }
     # Only the run's own token sends a server away.
     assert may_call(None, "/slipstream.v1.StatusService/DrainServer")

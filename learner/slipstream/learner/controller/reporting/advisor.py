@@ -56,14 +56,15 @@ def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
 
     Least squares of the sampling seconds of each report by its steps and tokens, both parts at
     least 0. While the number of running replies hardly changes, all is taken for the step's. None
-    without any step.
+    without any token.
     """
     points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
-    steps = sum(n for _, n, _ in points)
-    if not steps:
+    steps, tokens = sum(n for _, n, _ in points), sum(t for _, _, t in points)
+    # Probes alone are steps whose tokens do not count.
+    if not steps or not tokens:
         return None
     seconds = sum(s for s, _, _ in points)
-    mean = sum(t for _, _, t in points) / steps
+    mean = tokens / steps
     # Weighted by steps: the error of a report's seconds grows with their number.
     spread = sum(n * (t / n - mean) ** 2 for _, n, t in points) / steps
     if spread < (LEAST_SPREAD * mean) ** 2:
@@ -155,11 +156,11 @@ class Advisor:
         while True:
             await self._due.wait()
             self._due.clear()
-            self._check()
-            profile = self.profile()
-            if profile is None:
-                continue
             try:
+                self._check()
+                profile = self.profile()
+                if profile is None:
+                    continue
                 self.advice, took_s = await asyncio.to_thread(_timed_advice, profile)
             except FAULTS as error:
                 # A report that no server sends in earnest must not end the run.
@@ -168,11 +169,16 @@ class Advisor:
                 self._has_warned = True
                 continue
             self._may_at_s = time.monotonic() + PAUSE * took_s
+            # Steps that came meanwhile wait as well.
+            self._due.clear()
             table = {"profile": profile_to_json(profile), **self.summary()}
             self._write(json.dumps(table) + "\n")
 
     def _check(self) -> None:
         """Compares the last prediction for this setting with the steps that followed it."""
+        if self._since < 1:
+            # The setting has changed since it was due.
+            return
         setting = self._steps[-1].setting
         if self.advice is not None and setting in (told := self.advice.predictions()):
             self.error = told[setting] * self._since_s / self._since - 1

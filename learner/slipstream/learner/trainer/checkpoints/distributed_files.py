@@ -175,8 +175,11 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
                 # Without it a part that rank 0 lacks would correct old moments like first ones.
-                for group in model.optimizer.param_groups if part.get(_UPDATES) else ():
-                    group["step"] = part[_UPDATES]
+                # Checkpoints of before have it only with the parts that rank 0 has.
+                groups = model.optimizer.param_groups
+                known = max((group.get("step") or 0 for group in groups), default=0)
+                for group in groups if (updates := part.get(_UPDATES) or known) else ():
+                    group["step"] = updates
 
 
 def _num_updates(model: StoredModel, ranks: Ranks) -> int:

@@ -97,6 +97,8 @@ def test_no_part_of_an_engines_costs_is_below_nothing() -> None:
     step_s, token_s = engine_costs(rising) or (math.nan, math.nan)
     assert (step_s, token_s) == pytest.approx((0.0, 9.1 / 110))
     assert engine_costs([ServerWork(1.0, 0.0, 1.0, 0, 0)]) is None
+    # Probes alone, as with demonstrations: steps without a token that counts.
+    assert engine_costs([ServerWork(1.0, 0.0, 1.0, 1, 0)] * 2) is None
 
 
 async def test_a_profile_is_what_steps_and_reports_say() -> None:
