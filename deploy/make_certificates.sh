@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes what the services show each other: an authority, one server certificate, the token, the queue's passwords.
+# Makes what the services show each other: an authority, one server certificate, the tokens, the queue's passwords.
+# It needs openssl and python3.
 #
 #   deploy/make_certificates.sh FOLDER HOST...
 #

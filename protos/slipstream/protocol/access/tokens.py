@@ -90,7 +90,10 @@ class Tokens:
     @classmethod
     def read(cls, path: Path) -> Tokens:
         """Reads a token file; raises ConfigError for an unfit one."""
-        return cls(read_tokens(path), path)
+        # Looked at before it is read: a change in between is seen at the next look.
+        tokens = cls((), path)
+        tokens._lines = read_tokens(path)
+        return tokens
 
     @property
     def lines(self) -> tuple[str, ...]:
