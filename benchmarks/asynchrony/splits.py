@@ -129,8 +129,9 @@ async def play(
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Returns each split under each bound; the bounds take turns."""
-    splits = [(s, arguments.budget - s) for s in range(1, arguments.budget)]
+    """Returns each chosen split under each bound; the bounds take turns."""
+    servers = arguments.servers or range(1, arguments.budget)
+    splits = [(number, arguments.budget - number) for number in servers]
     return [
         Setting(servers, replicas, bound, arguments.group_size)
         for servers, replicas in splits
@@ -247,6 +248,7 @@ def main() -> None:
     """Prints the table, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--budget", type=int, default=7)
+    parser.add_argument("--servers", type=int, nargs="+", help="of the splits; default: all")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--base-servers", type=int, default=3)
     parser.add_argument("--base-staleness", type=int, default=2)
