@@ -10,8 +10,8 @@ from slipstream.core.advice import SERVER_SHARES, TRAINER_PARTS
 
 Interval = tuple[float, float]
 
-# Stages of the trainer whose seconds are summed over all steps.
-STAGES = ("training", "waiting", "publish", "export")
+# Values whose sums over all steps are resources of the run.
+RESOURCES = ("training_s", "waiting_s", "publish_s", "export_s", "model_flops")
 # Values of which the largest of all steps counts.
 PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
 # Seconds over which the rate is a mean: heartbeats are too coarse for a single step.
@@ -19,19 +19,24 @@ WINDOW_S = 5.0
 EDGE_STEPS = 5
 
 
-class RunResources:
-    """Totals and peaks over the steps that were added."""
+class RunTotals:
+    """Sums and peaks over the rows of all steps, the loading before the first step included."""
 
     def __init__(self) -> None:
-        self._totals = dict.fromkeys((*(f"{stage}_s" for stage in STAGES), "model_flops"), 0.0)
+        self._sums = dict.fromkeys(("step_s", *TRAINER_PARTS, *SERVER_SHARES, *RESOURCES), 0.0)
         self._peaks: dict[str, float] = {}
+        # Seconds of the steps in which servers have reported.
+        self._reported_s = 0.0
         self._servers = 0
 
     def add(self, row: Mapping[str, float]) -> None:
         """Adds the row of one step."""
-        for name in self._totals:
-            value = row.get(name, 0.0)
-            self._totals[name] += 0.0 if math.isnan(value) else value
+        step_s = row.get("step_s", 0.0)
+        if SERVER_SHARES[0] in row:
+            self._reported_s += step_s
+        for name in self._sums:
+            value = row.get(name, 0.0) * (step_s if name in SERVER_SHARES else 1.0)
+            self._sums[name] += value if math.isfinite(value) else 0.0
         for name in PEAKS:
             # The comparison leaves out numbers that are none.
             if (value := row.get(name, math.nan)) >= self._peaks.get(name, 0.0):
@@ -39,46 +44,24 @@ class RunResources:
         if (servers := row.get("servers_serving", 0.0)) > self._servers:
             self._servers = int(servers)
 
-    def told(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
-        """The numbers by name, without peaks that no row had."""
+    def resources(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
+        """The resources by name, without peaks that no row had."""
         return {
             "trainer_ranks": trainer_ranks,
             "rollout_servers": self._servers,
-            **self._totals,
+            **{name: self._sums[name] for name in RESOURCES},
             **self._peaks,
         }
 
-
-class RunTime:
-    """Where the time of the run went: shares of the trainer's time, and of the servers'."""
-
-    def __init__(self) -> None:
-        self._step_s = self._reported_s = 0.0
-        self._trainer_s = dict.fromkeys(TRAINER_PARTS, 0.0)
-        self._servers_s = dict.fromkeys(SERVER_SHARES, 0.0)
-
-    def add(self, row: Mapping[str, float]) -> None:
-        """Adds the row of one step, the loading before the first step included."""
-        step_s = row.get("step_s", 0.0)
-        self._step_s += step_s
-        for name in self._trainer_s:
-            value = row.get(name, 0.0)
-            self._trainer_s[name] += value if math.isfinite(value) else 0.0
-        if SERVER_SHARES[0] in row:
-            self._reported_s += step_s
-            for name in self._servers_s:
-                self._servers_s[name] += step_s * row[name]
-
     def shares(self) -> dict[str, JsonValue]:
-        """The shares by fleet and name; those of a fleet are left out while they are unknown."""
+        """The shares of the trainer's time and of the servers', each left out if unknown."""
         found: dict[str, JsonValue] = {}
-        if self._step_s:
-            trainer = {TRAINER_PARTS[n]: s / self._step_s for n, s in self._trainer_s.items()}
+        if step_s := self._sums["step_s"]:
+            trainer = {TRAINER_PARTS[name]: self._sums[name] / step_s for name in TRAINER_PARTS}
             found["trainer"] = {**trainer, "other": max(0.0, 1.0 - sum(trainer.values()))}
         if self._reported_s:
             found["servers"] = {
-                name.split("_")[1]: seconds / self._reported_s
-                for name, seconds in self._servers_s.items()
+                name.split("_")[1]: self._sums[name] / self._reported_s for name in SERVER_SHARES
             }
         return found
 
@@ -116,14 +99,13 @@ class RunFacts:
     steps: int = 0
     first_rewards: list[float] = field(default_factory=list)
     last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
-    resources: RunResources = field(default_factory=RunResources)
+    totals: RunTotals = field(default_factory=RunTotals)
     lag_counts: Counter[int] = field(default_factory=Counter)
     with_several_versions: int = 0
     gap_sum: float = 0.0
     gap_tokens: float = 0.0
     gap_max: float = 0.0
     gradient_overflows: int = 0
-    time: RunTime = field(default_factory=RunTime)
 
     def edge_rewards(self) -> tuple[list[float], list[float]]:
         """Returns the mean rewards of the first and of the last steps, without a step in both."""
@@ -132,8 +114,7 @@ class RunFacts:
 
     def count_row(self, row: Mapping[str, float]) -> None:
         """Takes the numbers of the row of a step that count for the run."""
-        self.resources.add(row)
-        self.time.add(row)
+        self.totals.add(row)
         self.gradient_overflows += int(row.get("gradient_overflows", 0))
         self.last_rewards.append(row["reward_mean"])
         if len(self.first_rewards) < EDGE_STEPS:

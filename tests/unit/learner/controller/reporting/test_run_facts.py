@@ -39,7 +39,7 @@ def test_first_and_last_rewards_are_those_of_other_steps(
 
 
 def test_the_time_of_a_run_is_that_of_its_steps() -> None:
-    time = RunFacts().time
+    time = RunFacts().totals
     assert time.shares() == {}
     time.add({"step_s": 6.0, "training_s": 3.0, "groups_wait_s": 1.0, "publish_s": math.nan})
     shares = {"servers_sampling_share": 0.5, "servers_paused_share": 0.1, "servers_idle_share": 0.4}

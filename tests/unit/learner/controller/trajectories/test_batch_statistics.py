@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
-from slipstream.learner.controller.reporting.run_facts import RunResources
+from slipstream.learner.controller.reporting.run_facts import RunTotals
 from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.learner.controller.trajectories.batch_statistics import (
     HINT_AFTER_STEPS,
@@ -174,10 +174,10 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
         {"training_s": 2.0, "export_s": 0.25, "model_flops": 30.0, "trainer_rss_bytes": 5.0},
     ]
     rows[1]["servers_serving"] = 2.0
-    resources = RunResources()
+    totals = RunTotals()
     for row in rows:
-        resources.add(row)
-    assert resources.told(trainer_ranks=4) == {
+        totals.add(row)
+    assert totals.resources(trainer_ranks=4) == {
         "trainer_ranks": 4,
         "rollout_servers": 2,
         "training_s": 3.0,
@@ -190,6 +190,6 @@ def test_resources_add_up_over_steps_and_peaks_are_the_largest():
 
 
 def test_a_run_without_a_step_took_nothing():
-    found = RunResources().told(trainer_ranks=0)
+    found = RunTotals().resources(trainer_ranks=0)
     assert found["model_flops"] == pytest.approx(0)
     assert "trainer_rss_bytes" not in found
