@@ -264,6 +264,12 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="of runs, or of one; default: runs",
     )
     dashboard.add_argument("--port", type=int, default=7080, help="0: a free one; default: 7080")
+    dashboard.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="writes the page of one run, to send it to somebody",
+    )
     dashboard.set_defaults(execute=_dashboard)
 
 
@@ -455,6 +461,10 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _dashboard(arguments: argparse.Namespace) -> int:
     from slipstream.client.dashboard.server import serve_dashboard
 
+    if arguments.out is not None:
+        from slipstream.client.dashboard.page import save_run
+
+        return save_run(arguments.folder, arguments.out)
     return serve_dashboard(arguments.folder, arguments.port)
 
 

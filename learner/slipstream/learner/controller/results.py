@@ -85,6 +85,7 @@ class Results:
         row = self._recorder.step(
             batch,
             report.metrics,
+            advantages=report.advantages,
             training=(now - report.wall_s, now),
             generated_tokens=snapshot.generated - snapshot.judged,
             gauges={
