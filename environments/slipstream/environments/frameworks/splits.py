@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.environments.frameworks.packages import check_at_least, check_choice
+from slipstream.environments.arguments import check_at_least, check_choice
 
 SPLITS = ("train", "heldout")
 

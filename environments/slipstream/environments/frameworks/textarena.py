@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
+from slipstream.environments.arguments import check_at_least
 from slipstream.environments.frameworks.packages import (
     Foreign,
-    check_at_least,
     import_function,
     import_package,
     unknown_name,
