@@ -79,15 +79,19 @@ class Advice:
 
 
 def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
-    """Yields the name and the setting of each change that could be made."""
+    """Yields the name and the setting of each change that could be made.
+
+    Fleets that share devices stay as they are: another server there would slow the others down.
+    """
     now = profile.setting
     staleness, size = now.max_staleness, now.group_size
-    yield "server_more", replace(now, servers=now.servers + 1)
-    if now.servers > 1:
-        yield "server_less", replace(now, servers=now.servers - 1)
-    yield "rank_more", replace(now, replicas=now.replicas + 1)
-    if now.replicas > 1:
-        yield "rank_less", replace(now, replicas=now.replicas - 1)
+    if not profile.in_turns:
+        yield "server_more", replace(now, servers=now.servers + 1)
+        if now.servers > 1:
+            yield "server_less", replace(now, servers=now.servers - 1)
+        yield "rank_more", replace(now, replicas=now.replicas + 1)
+        if now.replicas > 1:
+            yield "rank_less", replace(now, replicas=now.replicas - 1)
     yield "staleness_doubled", replace(now, max_staleness=max(1, 2 * staleness))
     if staleness:
         yield "staleness_halved", replace(now, max_staleness=staleness // 2)
@@ -119,9 +123,12 @@ def _wanted_servers(
 ) -> int:
     """The smallest number of servers that a larger one beats by less than `ENOUGH`.
 
-    It lies between half and twice the present number: what is further away is not known well.
+    It lies between half and twice the present number: what is further away is not known well. In
+    turns it is the present number.
     """
     present = profile.setting.servers
+    if profile.in_turns:
+        return present
     rates = {present: now.steps_per_s}
 
     def rate(servers: int) -> float:

@@ -70,6 +70,14 @@ class Profile:
     order_s: float
     pause_s: float
     groups: tuple[Group, ...]
+    # The last part of `order_s`, in which engines rest already, as they do from there until the new
+    # weights serve; None: they work while the learner trains.
+    resting_order_s: float | None = None
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether the fleets compute in turn."""
+        return self.resting_order_s is not None
 
     def training_s(self, tokens: float, replicas: int) -> float:
         """Seconds of a training step of `tokens` tokens."""
@@ -254,6 +262,8 @@ class Simulation:
         self._step += 1
         self._waited_s += self._now_s - self._waiting_since_s
         self._waiting_since_s = None
+        if (resting_s := self._profile.resting_order_s) is not None:
+            self._add(self._now_s + self._profile.order_s - resting_s, "pause")
         tokens *= self._profile.groups_per_step / self._batch
         training_s = self._profile.training_s(tokens, self._setting.replicas)
         self._add(self._now_s + self._profile.order_s + training_s, "trained")

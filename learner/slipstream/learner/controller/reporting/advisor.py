@@ -91,7 +91,7 @@ class Advisor:
         self._work: deque[ServerWork] = deque(maxlen=MOST_REPORTS)
         self._due = asyncio.Event()
         self._places = self._groups_per_step = 0
-        self._waste = 1.0
+        self._waste, self._in_turns = 1.0, False
         self.advice: Advice | None = None
         # Predicted over measured, less 1, of the last prediction that could be checked.
         self.error = math.nan
@@ -112,10 +112,11 @@ class Advisor:
         setting: Setting,
         places: int,
         waste: float,
+        in_turns: bool,
     ) -> None:
         """Notes a step that was trained under `setting`, on servers with `places` each.
 
-        `waste`: generated tokens for each that is trained.
+        `waste`: generated tokens for each that is trained. `in_turns`: engines rest meanwhile.
         """
         if self._steps and self._steps[-1].setting != setting:
             self._since, self._since_s = -1, 0.0
@@ -138,6 +139,7 @@ class Advisor:
             self._since_s += costs.step_s if self._since else 0.0
             self._steps.append(costs)
         self._places, self._groups_per_step, self._waste = places, len(groups), waste
+        self._in_turns = in_turns
         for group in groups:
             members = group.in_order()
             self._groups.append(
@@ -200,6 +202,7 @@ class Advisor:
         steps = list(self._steps)
         tokens = sum(step.tokens for step in steps)
         busy_s = [s.step_s - s.waited_s - s.training_s - s.publish_s for s in steps]
+        order_s = max(0.0, statistics.fmean(busy_s))
         return Profile(
             setting=setting,
             groups_per_step=self._groups_per_step,
@@ -209,10 +212,18 @@ class Advisor:
             training_fixed_s=statistics.fmean(s.training_s - s.computing_s for s in steps),
             training_token_s=sum(s.computing_s for s in steps) / tokens if tokens else 0.0,
             publish_s=statistics.fmean(s.publish_s for s in steps),
-            order_s=max(0.0, statistics.fmean(busy_s)),
+            order_s=order_s,
             pause_s=statistics.fmean(s.pause_s for s in steps),
             groups=tuple(self._groups),
+            resting_order_s=min(order_s, self._rest_s(steps)) if self._in_turns else None,
         )
+
+    def _rest_s(self, steps: Sequence[StepCosts]) -> float:
+        """Returns the seconds of a step in which engines rest beside training and publish."""
+        uptime_s = sum(work.uptime_s for work in self._work)
+        share = sum(work.paused_s for work in self._work) / uptime_s if uptime_s > 0 else 0.0
+        rests_s = [share * s.step_s - s.training_s - s.publish_s for s in steps]
+        return max(0.0, statistics.fmean(rests_s))
 
     def gauges(self) -> dict[str, float]:
         """The newest advice as metrics; empty before the first."""

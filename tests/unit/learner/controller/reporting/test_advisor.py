@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from slipstream.core.advice import Advice, advise, profile_from_json
+from slipstream.core.advice import Advice, advise, profile_from_json, profile_to_json
 from slipstream.core.step_simulation import Profile, Setting
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
@@ -58,11 +58,18 @@ class Rig:
         self.warnings: list[str] = []
         self.advisor = Advisor(self.written.append, self.warnings.append)
 
-    def steps(self, number: int, *, setting: Setting = SETTING, **changes: float) -> None:
+    def steps(
+        self, number: int, *, setting: Setting = SETTING, in_turns: bool = False, **changes: float
+    ) -> None:
         self.advisor.note_report(work(30, 60, step_s=0.2, token_s=0.0))
         for _ in range(number):
             self.advisor.note_step(
-                ROW | changes, [group(), group()], setting=setting, places=8, waste=1.0
+                ROW | changes,
+                [group(), group()],
+                setting=setting,
+                places=8,
+                waste=1.0,
+                in_turns=in_turns,
             )
 
     async def advice(self) -> None:
@@ -114,6 +121,17 @@ async def test_a_profile_is_what_steps_and_reports_say() -> None:
     assert found.engine_step_s == pytest.approx(0.2)
     assert found.groups[0][0] == (2, 3, pytest.approx(0.25))
     assert (found.setting, found.groups_per_step, found.places) == (SETTING, 2, 8)
+
+
+async def test_engines_in_turns_rest_as_long_as_their_reports_say() -> None:
+    rig = Rig()
+    # 42 s in 60 s are 1.4 s of each step of 2: training, publish, and 0.2 of the 0.3 s on the way.
+    rig.advisor.note_report(ServerWork(60.0, 42.0, 0.0, 30, 60))
+    rig.steps(11, in_turns=True)
+    found = rig.advisor.profile()
+    assert found is not None and found.in_turns
+    assert found.resting_order_s == pytest.approx(0.2)
+    assert profile_from_json(json.loads(json.dumps(profile_to_json(found)))) == found
 
 
 async def test_a_prediction_is_compared_with_the_steps_that_follow_it() -> None:
