@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,17 +101,26 @@ def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
         yield "group_halved", replace(now, group_size=size // 2)
 
 
-def advise(profile: Profile, *, seed: int = 0) -> Advice:
-    """Predicts the present setting and its alternatives; takes some tenths of a second."""
-    now = Simulation(profile, profile.setting, seed=seed).run()
+def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -> Advice:
+    """Predicts the present setting and its alternatives; takes some tenths of a second.
+
+    Raises SimulationCancelled as soon as `is_cancelled`.
+    """
+
+    def simulated(setting: Setting) -> Simulated:
+        return Simulation(profile, setting).run(is_cancelled)
+
+    now = simulated(profile.setting)
     found = []
     for name, setting in alternatives(profile):
-        rate = Simulation(profile, setting, seed=seed).run().steps_per_s
+        rate = simulated(setting).steps_per_s
         found.append(Alternative(name, setting, rate, rate / now.steps_per_s - 1))
-    return Advice(profile.setting, now, tuple(found), _wanted_servers(profile, now, seed))
+    return Advice(profile.setting, now, tuple(found), _wanted_servers(profile, now, simulated))
 
 
-def _wanted_servers(profile: Profile, now: Simulated, seed: int) -> int:
+def _wanted_servers(
+    profile: Profile, now: Simulated, simulated: Callable[[Setting], Simulated]
+) -> int:
     """The smallest number of servers that a larger one beats by less than `ENOUGH`.
 
     It lies between half and twice the present number: what is further away is not known well. In
@@ -125,7 +134,7 @@ def _wanted_servers(profile: Profile, now: Simulated, seed: int) -> int:
     def rate(servers: int) -> float:
         if servers not in rates:
             setting = replace(profile.setting, servers=servers)
-            rates[servers] = Simulation(profile, setting, seed=seed).run().steps_per_s
+            rates[servers] = simulated(setting).steps_per_s
         return rates[servers]
 
     most, least = MOST_GROWTH * present, max(1, present // MOST_GROWTH)

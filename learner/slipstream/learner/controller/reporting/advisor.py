@@ -1,14 +1,15 @@
 """Measures the profile of a run, lets the model predict from it, and checks what it predicted.
 
 Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
-Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, and take at
-most a hundredth of a core.
+Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, which ends
+with the task that waits for it, and take at most a hundredth of a core.
 """
 
 import asyncio
 import json
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -158,18 +159,22 @@ class Advisor:
         while True:
             await self._due.wait()
             self._due.clear()
+            over = threading.Event()
             try:
                 self._check()
                 profile = self.profile()
                 if profile is None:
                     continue
-                self.advice, took_s = await asyncio.to_thread(_timed_advice, profile)
+                self.advice, took_s = await asyncio.to_thread(_timed_advice, profile, over.is_set)
             except FAULTS as error:
                 # A report that no server sends in earnest must not end the run.
                 if not self._has_warned:
                     self._warn(f"there is no advice: {type(error).__name__}: {error}")
                 self._has_warned = True
                 continue
+            finally:
+                # The process waits for the thread, which can take seconds under a large bound.
+                over.set()
             self._may_at_s = time.monotonic() + PAUSE * took_s
             # Steps that came meanwhile wait as well.
             self._due.clear()
@@ -244,10 +249,10 @@ class Advisor:
         }
 
 
-def _timed_advice(profile: Profile) -> tuple[Advice, float]:
+def _timed_advice(profile: Profile, is_over: Callable[[], bool]) -> tuple[Advice, float]:
     """Returns the advice, and the processor time that it took."""
     started_s = time.thread_time()
-    return advise(profile), time.thread_time() - started_s
+    return advise(profile, is_over), time.thread_time() - started_s
 
 
 def _number(row: Mapping[str, float], name: str) -> float:

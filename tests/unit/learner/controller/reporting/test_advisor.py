@@ -7,9 +7,11 @@ import dataclasses
 import json
 import math
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
-from slipstream.core.advice import Advice, profile_from_json, profile_to_json
+from slipstream.core.advice import Advice, advise, profile_from_json, profile_to_json
 from slipstream.core.step_simulation import Profile, Setting
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
@@ -176,7 +178,7 @@ async def test_a_setting_that_was_not_foreseen_keeps_the_last_error() -> None:
 async def test_figures_that_cannot_be_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
 
-    def fail(profile: Profile) -> Advice:
+    def fail(profile: Profile, is_cancelled: Callable[[], bool]) -> Advice:
         raise ZeroDivisionError(f"{profile.places} places")
 
     with monkeypatch.context() as patched:
@@ -189,6 +191,34 @@ async def test_figures_that_cannot_be_end_no_run(monkeypatch: pytest.MonkeyPatch
     await until(lambda: rig.written)
     loop.cancel()
     assert rig.warnings == ["there is no advice: ZeroDivisionError: 8 places"]
+
+
+async def test_an_end_of_the_run_ends_a_prediction_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def last(profile: Profile, is_cancelled: Callable[[], bool]) -> Advice:
+        def is_asked() -> bool:
+            begun.set()
+            return is_cancelled()
+
+        try:
+            # It would take minutes.
+            long = dataclasses.replace(profile.setting, max_staleness=100_000)
+            return advise(dataclasses.replace(profile, setting=long), is_asked)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(module, "advise", last)
+    rig = Rig()
+    rig.steps(11)
+    loop = asyncio.create_task(rig.advisor.advise_forever())
+    await until(begun.is_set)
+    assert not ended.is_set()
+    loop.cancel()
+    await until(ended.is_set)
+    assert not rig.written
 
 
 @pytest.mark.parametrize("busy_s", [0.0, -5.0, 1e9])
