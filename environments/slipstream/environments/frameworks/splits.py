@@ -51,7 +51,7 @@ class Seeds:
 
 
 class Chance:
-    """The numbers that `random` and numpy give while it is in use; it goes on where it stopped.
+    """A state of `random` and numpy that is in force inside `with`, and goes on where it stopped.
 
     Frameworks draw from the random numbers of the whole process, which all episodes share.
     """

@@ -39,7 +39,7 @@ FAULTS = (ArithmeticError, AssertionError, LookupError, ValueError)
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the trainer's part of one step took."""
+    """The times and tokens of one step, as the trainer measured them."""
 
     setting: Setting
     step_s: float
