@@ -67,11 +67,6 @@ class Advice:
     # The smallest fleet that is fast enough.
     wanted_servers: int
 
-    @property
-    def best(self) -> Alternative:
-        """The alternative with the most steps per second."""
-        return max(self.alternatives, key=lambda each: each.steps_per_s)
-
     def predictions(self) -> dict[Setting, float]:
         """Steps per second by setting."""
         others = {each.setting: each.steps_per_s for each in self.alternatives}

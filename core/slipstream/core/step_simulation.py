@@ -1,4 +1,4 @@
-"""A run in simulated time, which tells the seconds of a step: pure, with a seed.
+"""A run in simulated time, which tells the seconds of a step: pure, with a fixed seed.
 
 Long tails and whole groups are what a formula cannot hold: a step waits for the slowest member of
 the groups that it may not leave for later. So the simulation plays the leases by the staleness
@@ -154,9 +154,8 @@ class Simulation:
     The trainer waits for a batch, trains, publishes, and waits again.
     """
 
-    def __init__(self, profile: Profile, setting: Setting, *, seed: int = 0) -> None:
+    def __init__(self, profile: Profile, setting: Setting) -> None:
         self._profile, self._setting = profile, setting
-        drawn = random.Random(seed)
         size = setting.group_size
         groups = profile.groups
         if any(len(group) != size for group in groups):
@@ -164,7 +163,7 @@ class Simulation:
         self._parts = [_parts(group) for group in groups]
         # Each group comes once before any comes again: the same work under every setting.
         self._next: list[int] = []
-        self._drawn = drawn
+        self._drawn = random.Random(0)
         self._batch = min(profile.groups_per_step, MOST_GROUPS)
         servers = setting.servers * self._batch / profile.groups_per_step
         number = max(1, min(MOST_ENGINES, int(servers)))

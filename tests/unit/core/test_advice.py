@@ -45,7 +45,7 @@ def test_a_run_whose_servers_are_slow_wants_servers() -> None:
     assert found["server_more"] == pytest.approx(0.5, abs=0.03)
     assert found["server_less"] == pytest.approx(-0.5, abs=0.03)
     assert found["rank_more"] == pytest.approx(0.0, abs=0.01)
-    assert advise(slow).best.name in ("server_more", "group_halved")
+    assert max(found, key=lambda name: found[name]) in ("server_more", "group_halved")
 
 
 def test_fleets_that_share_devices_in_turns_are_advised_no_other_sizes() -> None:
