@@ -125,24 +125,68 @@ class RunCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of this moment."""
-        status = self._status()
+        status, row = self._status(), self._recorder.newest
+        for name, (meaning, value) in self._totals_of(status).items():
+            yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
+        values = self._values_of(status)
+        for table, prefix in ((STEP_METRICS, "step_"), (ADVICE_METRICS, "")):
+            values |= {
+                f"{prefix}{own}": (meaning, row[name])
+                for name, (own, meaning) in table.items()
+                if name in row
+            }
+        for name, (meaning, value) in values.items():
+            yield GaugeMetricFamily(f"slipstream_{name}", meaning, value)
         yield from self._progress(status)
-        yield from _tokens(status.ledger)
         yield from self._servers(status)
         yield from self._environments(status.environments)
-        yield from self._publishes()
         yield from self._disk.collect()
-        row = self._recorder.newest
-        for table, prefix in ((STEP_METRICS, "step_"), (ADVICE_METRICS, "")):
-            for name, (own, meaning) in table.items():
-                if name in row:
-                    yield _gauge(f"{prefix}{own}", meaning, row[name])
-        yield _gauges(
-            "predicted_gain_ratio",
-            "Steps a second that a change would bring in addition.",
-            "change",
-            {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row},
-        )
+
+    def _totals_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
+        """Meanings and values of the counters without a label, by name."""
+        totals, ledger = self._totals, status.ledger
+        return {
+            "steps": ("Trained steps of the run.", status.step),
+            "generated_tokens": ("Tokens that all engines generated.", ledger.generated),
+            "trained_tokens": ("Tokens of batches that were trained.", ledger.trained),
+            "servers_lost": (
+                "Times that a rollout server was lost before it had drained.",
+                self._books.fleet.num_lost,
+            ),
+            "publishes": ("Versions that were sent to servers.", totals.publishes),
+            "published_bytes": ("Bytes of sent weights.", totals.bytes_sent),
+            "publish_pause_seconds": (
+                "Pauses of generation for new weights, of all servers.",
+                totals.paused_s,
+            ),
+        }
+
+    def _values_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
+        """Meanings and values of the gauges without a label, by name."""
+        return {
+            "planned_steps": ("Steps that the run will train.", status.num_steps),
+            "checkpointed_steps": ("Steps of the newest checkpoint.", status.checkpoint_step),
+            # The controller's own clock does not jump with the time of day.
+            "last_step_timestamp_seconds": (
+                "When the newest step was done, or the controller began.",
+                time.time() - self._recorder.since_step_s,
+            ),
+            "max_staleness_versions": ("Bound of the lag of trained tokens.", status.max_staleness),
+            "probe_tolerance_nats": ("Largest allowed gap.", self._config.probe_tolerance),
+            "probe_gap_max_nats": ("Largest gap of a probe.", self._totals.probe_gap_max),
+            "leased_groups": ("Groups leased and not trained.", status.leased_groups),
+            "complete_groups": ("Those of them that are complete.", status.complete_groups),
+            "queue_bytes": ("Trajectories in the queue.", status.queued_bytes),
+            "queue_reserved_bytes": (
+                "Queue that is used or reserved for leased episodes.",
+                status.reserved_bytes,
+            ),
+            "queue_limit_bytes": ("Size of the queue.", self._config.queue.max_bytes),
+            "ledger_difference_tokens": (
+                "Generated tokens less those with a fate; not 0 for long: the ledger is open.",
+                status.ledger.difference,
+            ),
+        }
 
     def _progress(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
         states = {
@@ -150,36 +194,17 @@ class RunCollector:
             for name, state in status_pb2.RunState.items()[1:]
         }
         yield _gauges("run_state", "Whether the run is in a state.", "state", states)
-        yield _counter("steps", "Trained steps of the run.", status.step)
-        # The controller's own clock does not jump with the time of day.
-        last_s = time.time() - self._recorder.since_step_s
-        for name, meaning, value in (
-            ("planned_steps", "Steps that the run will train.", status.num_steps),
-            ("checkpointed_steps", "Steps of the newest checkpoint.", status.checkpoint_step),
-            (
-                "last_step_timestamp_seconds",
-                "When the newest step was done, or the controller began.",
-                last_s,
-            ),
-            ("max_staleness_versions", "Bound of the lag of trained tokens.", status.max_staleness),
-            ("probe_tolerance_nats", "Largest gap of a probe.", self._config.probe_tolerance),
-            ("leased_groups", "Groups leased and not trained.", status.leased_groups),
-            ("complete_groups", "Those of them that are complete.", status.complete_groups),
-            ("queue_bytes", "Trajectories in the queue.", status.queued_bytes),
-            (
-                "queue_reserved_bytes",
-                "Queue that is used or reserved for leased episodes.",
-                status.reserved_bytes,
-            ),
-            ("queue_limit_bytes", "Size of the queue.", self._config.queue.max_bytes),
-        ):
-            yield _gauge(name, meaning, value)
-        waited = self._scheduler.waited_s()
-        yield _counters(
-            "lease_wait_seconds",
-            "Time in which the next lease lacked something.",
-            "cause",
-            {cause: waited[cause] for cause in LEASE_WAITS},
+        fates = {fate: getattr(status.ledger, fate) for fate in FATES}
+        yield _gauges("ledger_tokens", "Where the generated tokens are now.", "fate", fates)
+        waited = {cause: self._scheduler.waited_s()[cause] for cause in LEASE_WAITS}
+        meaning = "Time in which the next lease lacked something."
+        yield _counters("lease_wait_seconds", meaning, "cause", waited)
+        row = self._recorder.newest
+        yield _gauges(
+            "predicted_gain_ratio",
+            "Steps a second that a change would bring in addition.",
+            "change",
+            {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row},
         )
 
     def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
@@ -192,11 +217,6 @@ class RunCollector:
             if state not in _GONE
         }
         yield _gauges("servers", "Connected rollout servers.", "state", states)
-        yield _counter(
-            "servers_lost",
-            "Times that a rollout server was lost before it had drained.",
-            self._books.fleet.num_lost,
-        )
         versions = {name: server.version.step for name, server in connected.items()}
         yield _gauges("server_version", "Step of the version it serves.", "server", versions)
         for table, make, of_report in (
@@ -233,17 +253,6 @@ class RunCollector:
             values = {name: getattr(entry, field) for name, entry in entries.items()}
             yield _counters(f"environment_{own}", meaning, "environment", values)
 
-    def _publishes(self) -> Iterator[Metric]:
-        totals = self._totals
-        yield _counter("publishes", "Versions that were sent to servers.", totals.publishes)
-        yield _counter("published_bytes", "Bytes of sent weights.", totals.bytes_sent)
-        yield _counter(
-            "publish_pause_seconds",
-            "Pauses of generation for new weights, of all servers.",
-            totals.paused_s,
-        )
-        yield _gauge("probe_gap_max_nats", "Largest gap of a probe.", totals.probe_gap_max)
-
 
 class DiskSpace:
     """The room on the disk of the run's folder, as of the scrape before.
@@ -264,8 +273,8 @@ class DiskSpace:
             self._asking = self._ask()
         if self._newest is not None:
             total, free = self._newest
-            yield _gauge("disk_size_bytes", "Size of the disk of the run's folder.", total)
-            yield _gauge("disk_free_bytes", "Room on the disk of the run's folder.", free)
+            yield GaugeMetricFamily("slipstream_disk_size_bytes", "Size of the run's disk.", total)
+            yield GaugeMetricFamily("slipstream_disk_free_bytes", "Room on the run's disk.", free)
 
     def _ask(self) -> asyncio.Future[tuple[int, int] | None]:
         def room() -> tuple[int, int] | None:
@@ -276,26 +285,6 @@ class DiskSpace:
             return usage.total, usage.free
 
         return asyncio.get_running_loop().run_in_executor(None, room)
-
-
-def _tokens(ledger: status_pb2.Ledger) -> Iterator[Metric]:
-    yield _counter("generated_tokens", "Tokens that all engines generated.", ledger.generated)
-    yield _counter("trained_tokens", "Tokens of batches that were trained.", ledger.trained)
-    fates = {fate: getattr(ledger, fate) for fate in FATES}
-    yield _gauges("ledger_tokens", "Where the generated tokens are now.", "fate", fates)
-    yield _gauge(
-        "ledger_difference_tokens",
-        "Generated tokens less those with a fate; not 0 for long: the ledger is open.",
-        ledger.difference,
-    )
-
-
-def _gauge(name: str, meaning: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"slipstream_{name}", meaning, value)
-
-
-def _counter(name: str, meaning: str, value: float) -> Metric:
-    return CounterMetricFamily(f"slipstream_{name}", meaning, value)
 
 
 def _gauges(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
