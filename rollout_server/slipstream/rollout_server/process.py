@@ -43,9 +43,14 @@ _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 _SOCKET_NAME_BYTES = 37
 
 
-def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
+def engine_environment(
+    settings: RolloutServerSection, *, on_cpu: bool, agreement: str = "close"
+) -> dict[str, str]:
     """Returns the variables that vLLM reads when it is imported."""
     variables = _QUIET | _TURNS
+    if agreement == "bits":
+        # Rows must not depend on those beside them, nor attention on how many keys there are.
+        variables |= {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if on_cpu else {"VLLM_BATCH_INVARIANT": "1"}
     if not on_cpu:
         return variables
     if settings.is_eager(on_cpu=True):

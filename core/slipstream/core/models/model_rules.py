@@ -6,7 +6,7 @@ Each function yields one line for each broken rule, with the value and the rule.
 from collections.abc import Iterator
 
 from pydantic import JsonValue
-from slipstream.core.models.family import MAMBA, refusals
+from slipstream.core.models.family import MAMBA, Family, refusals
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.models.registry import FAMILIES, NESTED
 from slipstream.core.settings.config import Config
@@ -97,6 +97,30 @@ def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
     """Checks that vLLM computes the model's family in `dtype`."""
     if dtype == "float16":
         yield from refusals(sizes.family, sizes.architecture, {"model.dtype": dtype})
+
+
+def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
+    """Yields why learner and engine cannot compute a model with the same bits, if they are to."""
+    if agreement != "bits":
+        return
+    family = sizes.family
+    parts = {
+        "experts": bool(sizes.experts),
+        family.linear: bool(family.linear),
+        "latent attention": family.has_latent_attention,
+        "attention with sinks": family.has_sinks,
+        "sliding windows": sizes.uses_sliding_window,
+        "norms of other places": family.norms != Family().norms,
+        "norms of all heads together": family.query_norm == "whole",
+        "positions of a part of each head": family.rope.is_partial,
+        "a vision tower": sizes.has_vision or sizes.is_nested,
+        f"rotary positions of type {sizes.rope_type}": sizes.rope_type != "default",
+    }
+    for part in [name for name, is_there in parts.items() if is_there]:
+        yield (
+            f"algorithm.agreement = 'bits' is for plain dense decoders: learner and engine have no "
+            f"common kernel for {part}, which model.path holds"
+        )
 
 
 def engine_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
@@ -204,6 +228,8 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
             f"no kernel there that quantises experts, got {server.quantization!r}"
         )
+    if config.algorithm.agreement == "bits" and not server.is_eager(on_cpu=True):
+        yield "rollout_server.enforce_eager must be left out with algorithm.agreement = 'bits'"
     # vLLM's delta nets fail there at the first request in any other type.
     if sizes.family.is_delta and dtype != "bfloat16":
         yield (
