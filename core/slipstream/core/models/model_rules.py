@@ -6,7 +6,7 @@ Each function yields one line for each broken rule, with the value and the rule.
 from collections.abc import Iterator
 
 from pydantic import JsonValue
-from slipstream.core.models.family import MAMBA, Family, refusals
+from slipstream.core.models.family import MAMBA, refusals
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.models.registry import FAMILIES, NESTED
 from slipstream.core.settings.config import Config
@@ -104,22 +104,17 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
     if agreement != "bits":
         return
     family = sizes.family
-    parts = {
-        "experts": bool(sizes.experts),
-        family.linear: bool(family.linear),
-        "latent attention": family.has_latent_attention,
-        "attention with sinks": family.has_sinks,
-        "sliding windows": sizes.uses_sliding_window,
-        "norms of other places": family.norms != Family().norms,
-        "norms of all heads together": family.query_norm == "whole",
-        "positions of a part of each head": family.rope.is_partial,
-        "a vision tower": sizes.has_vision or sizes.is_nested,
-        f"rotary positions of type {sizes.rope_type}": sizes.rope_type != "default",
-    }
-    for part in [name for name, is_there in parts.items() if is_there]:
+    if not family.has_engine_bits:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.has_engine_bits)
         yield (
-            f"algorithm.agreement = 'bits' is for plain dense decoders: learner and engine have no "
-            f"common kernel for {part}, which model.path holds"
+            f"algorithm.agreement = 'bits' was shown for {known}: the layers of a "
+            f"{sizes.architecture} have kernels in the engine that the learner has not"
+        )
+    elif sizes.uses_sliding_window or sizes.rope_type != "default":
+        what = "sliding windows" if sizes.uses_sliding_window else f"rope_type {sizes.rope_type!r}"
+        yield (
+            f"algorithm.agreement = 'bits' needs full attention and the default rope_type: the "
+            f"learner has no kernel of the engine's for {what}, which model.path has"
         )
 
 

@@ -83,12 +83,14 @@ def agreement_problems(config: Tables) -> Iterator[str]:
         if value != only:
             yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
     for section, table, allowed in (
-        ("rollout_server.engine", server.engine, ("max_num_batched_tokens",)),
+        ("rollout_server.engine", server.engine, ("max_num_", "kv_cache_memory_bytes")),
         ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
     ):
         for key in table:
             if not key.startswith(allowed):
-                yield f"algorithm.agreement = 'bits' excludes {section}.{key}: it may change kernels"
+                yield (
+                    f"algorithm.agreement = 'bits' excludes {section}.{key}: it may change kernels"
+                )
 
 
 def length_problems(config: Tables) -> Iterator[str]:
