@@ -404,6 +404,15 @@ def test_step_adds_up_its_mini_batches() -> None:
     assert "logprob_gap_lag_2" not in metrics
 
 
+def test_tokens_of_lag_0_with_other_bits_are_counted_once() -> None:
+    # The smallest number of float32 above 0.
+    least = 1e-45
+    step = StepStatistics(2, reports=NAMES)
+    for _ in range(2):
+        step.add([found([0.0, -least, -0.5, math.nan], [0, 0, 1, 0])], OneRank())
+    assert step.unequal_tokens == step.metrics()["logprob_unequal_tokens"] == 1
+
+
 def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
     alone, beside = StepStatistics(reports=NAMES), StepStatistics(reports=NAMES)
     alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
