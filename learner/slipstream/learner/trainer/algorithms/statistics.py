@@ -187,6 +187,11 @@ class StepStatistics:
         """Tokens of lag 0 whose log-probability has other bits than the engine's."""
         return round(self._total(LossSum.UNEQUAL) / self._epochs)
 
+    @property
+    def largest_gap(self) -> float:
+        """The largest gap of the log-probabilities among tokens of lag 0."""
+        return max(0.0, float(self._maxima[0]))
+
     def join(self, others: StepStatistics) -> None:
         """Adds the sums of other mini-batches of the same step."""
         self._sums += others._sums
@@ -232,7 +237,7 @@ class StepStatistics:
         }
         return {
             "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
-            "logprob_gap_max": max(0.0, float(self._maxima[0])),
+            "logprob_gap_max": self.largest_gap,
             "logprob_gap_tokens": tokens[0] / self._epochs,
             "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
         } | by_lag

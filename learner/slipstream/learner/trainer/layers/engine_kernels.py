@@ -7,6 +7,7 @@ forward pass, whatever tokens it is computed beside, and the gradient of torch's
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -31,6 +32,9 @@ class EngineKernels(Protocol):
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
         """Returns `x` [tokens, heads, dim] turned by the `table` of cosines and sines."""
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Returns SiLU of the first half of each row, times the second half."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
@@ -67,6 +71,10 @@ class CpuKernels:
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
         """See `EngineKernels`."""
         return _rotate(self._ops, positions, x, table, halves=halves)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """See `EngineKernels`."""
+        return _gated(x)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
@@ -134,14 +142,21 @@ class GpuKernels:
     """The batch-invariant kernels of vLLM's layers on GPUs, see `EngineKernels`."""
 
     def __init__(self) -> None:
+        # Its kernels read this at their first call: rows of a norm are added up in one order then.
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm import _custom_ops
         from vllm.model_executor.determinism import batch_invariant
         from vllm.v1.attention.backends import fa_utils
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-        # As the engine does it, so that the head's product is not added up in parts.
+        # As the engine has it, so that the head's product is not added up in parts. vLLM's own mode
+        # would replace operations of torch that the backward pass and checks in float64 need.
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        for name in ("bf16", "fp16"):
+            setting = f"allow_{name}_reduced_precision_reduction"
+            setattr(torch.backends.cuda.matmul, setting, (False, False))
         batch_invariant.resolve_tuned_matmul_configs()
-        batch_invariant.enable_batch_invariant_mode()
         self._ops, self._invariant = _custom_ops, batch_invariant
         self._flash = functools.partial(
             fa_utils.flash_attn_varlen_func, fa_version=fa_utils.get_flash_attn_version()
@@ -166,6 +181,13 @@ class GpuKernels:
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
         """See `EngineKernels`."""
         return _rotate(self._ops, positions, x, table, halves=halves)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """See `EngineKernels`."""
+        flat = x.flatten(0, -2).contiguous()
+        out = flat.new_empty(len(flat), flat.shape[-1] // 2)
+        torch.ops._C.silu_and_mul(out, flat)
+        return out.view(*x.shape[:-1], -1)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
@@ -203,6 +225,11 @@ def _rotate(ops: Any, positions: Tensor, x: Tensor, table: Tensor, *, halves: bo
     found = x.flatten(1).contiguous().clone()
     ops.rotary_embedding(positions, found, None, x.shape[-1], table, halves)
     return found.view(x.shape)
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @functools.cache
@@ -298,6 +325,11 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
 
     kernel = functools.partial(engine_kernels().norm, eps=eps, is_sum=is_sum)
     return _Recomputed.apply(kernel, reference, x, weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gated(x: Tensor) -> Tensor:
+    """Returns SiLU of the first half of each row, times the second half."""
+    return _Recomputed.apply(engine_kernels().gate, _gated, x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def rotated(

@@ -96,13 +96,24 @@ def equal_parts(layer: Megatron, *, is_first: bool) -> None:
         attention.q_layernorm = attention.k_layernorm = PlainInputNorm
 
 
+def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
+    assert bias is None, "the model has no biases in its MLP"
+    return engine_kernels.gated(x)
+
+
 @functools.cache
 def install() -> None:
-    """Makes Megatron turn queries and keys by the engine's kernel where the settings say so."""
+    """Makes Megatron gate, and turn queries and keys, by the engine's kernels.
+
+    Its gate is that of `bias_activation_fusion`, which only models with these layers have then.
+    """
+    engine_kernels.engine_kernels()
     AutoMapping.register_module_type("EqualColumnLinear", "column")
     AutoMapping.register_module_type("EqualRowLinear", "row")
     for name in ("SumNorm", "PlainInputNorm"):
         AutoMapping.register_module_type(name, "replicated")
+    mlp: Megatron = importlib.import_module("megatron.core.transformer.mlp")
+    mlp.bias_swiglu_impl = _gated
     module: Megatron = importlib.import_module("megatron.core.transformer.attention")
     original = module.apply_rotary_pos_emb
 

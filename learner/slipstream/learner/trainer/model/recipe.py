@@ -135,7 +135,7 @@ def provider_of(
         values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
     else:
         values |= _without_transformer_engine(config)
-        values["agreement"] = config.algorithm.agreement
+        values |= {"agreement": config.algorithm.agreement, "bias_activation_fusion": is_equal}
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
         kind = values.get("cp_comm_type")
