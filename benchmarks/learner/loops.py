@@ -70,11 +70,9 @@ def shape_config(
 ) -> Config:
     """Returns the settings of a run on a model; writes only its config.json to `folder`.
 
-    Without a `dtype` it is bfloat16, on a CPU float32; "bits" is that in the engine's bits.
+    Without a `dtype` it is bfloat16, on a CPU float32.
     """
-    agreement = "bits" if dtype == "bits" else "close"
-    if dtype in (None, "bits"):
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     shape = dataclasses.replace(SHAPES[name], layers=load.layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))
@@ -87,7 +85,6 @@ def shape_config(
             "groups_per_step": 1,
             "max_staleness": 1,
             "learning_rate": 1e-6,
-            "agreement": agreement,
             "weight_args": {"cap": 2.0},
         },
         "sampling": {

@@ -83,7 +83,11 @@ def agreement_problems(config: Tables) -> Iterator[str]:
         if value != only:
             yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
     for section, table, allowed in (
-        ("rollout_server.engine", server.engine, ("max_num_", "kv_cache_memory_bytes")),
+        (
+            "rollout_server.engine",
+            server.engine,
+            ("max_num_", "kv_cache_memory_bytes", "load_format"),
+        ),
         ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
     ):
         for key in table:

@@ -234,8 +234,8 @@ class TrainingStep:
         if self._config.algorithm.agreement == "bits" and number:
             raise RunFailed(
                 f"step {step + 1}: algorithm.agreement = 'bits', but {number} tokens that the same "
-                "weights sampled have other log-probabilities in the learner than in the engine, by "
-                f"up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM "
+                "weights sampled have other log-probabilities in the learner than in the engine, "
+                f"by up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM "
                 "differ; the weights were not changed"
             )
 

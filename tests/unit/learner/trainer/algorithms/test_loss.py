@@ -81,6 +81,7 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
             LossSum.LOSS: -1.0,
             LossSum.TOKENS: 2,
             LossSum.ENTROPY: 2,
+            LossSum.UNEQUAL: 1,
             LossSum.SAMPLED: 2,
             LossSum.WEIGHT: 3.5,
             LossSum.WEIGHT_SQUARED: 2.25 + 4,
