@@ -87,7 +87,7 @@ model, environment and number of steps, as [smallest.toml](../deploy/configs/sma
 no file at all:
 
 ```
-slipstream run --model models/tiny --environment slipstream.environments.guess:GuessNumber --steps 5
+slipstream run --model models/tiny --environment slipstream.environments.echo:Echo --steps 5
 ```
 
 All else has a default.

@@ -37,11 +37,13 @@ from benchmarks.common.rig import SteeredController
 WITHIN = 0.10
 
 
-def config_of(arguments: argparse.Namespace, setting: Setting, folder: Path, steps: int) -> Config:
-    """Returns the settings of one run."""
+def config_of(
+    arguments: argparse.Namespace, setting: Setting, folder: Path, steps: int, *, seed: int
+) -> Config:
+    """Returns the settings of one run; the order of its tasks follows from `seed`."""
     return parse_config(
         {
-            "run": {"name": "r", "steps": steps, "dir": str(folder)},
+            "run": {"name": "r", "steps": steps, "dir": str(folder), "seed": seed},
             "model": {"path": "nowhere"},
             "algorithm": {
                 "group_size": setting.group_size,
@@ -94,13 +96,18 @@ async def note_lateness(lateness: list[float]) -> None:
 
 
 async def play(
-    arguments: argparse.Namespace, setting: Setting, steps: int, *, limit_s: float = 3600.0
+    arguments: argparse.Namespace,
+    setting: Setting,
+    steps: int,
+    *,
+    seed: int = 0,
+    limit_s: float = 3600.0,
 ) -> Played:
     """Runs `steps` steps under `setting`."""
     costs = Costs().slower(arguments.slower)
     # A disk that others use would be measured too.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        config = config_of(arguments, setting, Path(name), steps)
+        config = config_of(arguments, setting, Path(name), steps, seed=seed)
         controller = SteeredController(config)
         address = config.controller.address
         trainer = TimedTrainer(address, costs, replicas=setting.replicas)
@@ -129,8 +136,9 @@ async def play(
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Returns each split under each bound; the bounds take turns."""
-    splits = [(s, arguments.budget - s) for s in range(1, arguments.budget)]
+    """Returns each chosen split under each bound; the bounds take turns."""
+    servers = arguments.servers or range(1, arguments.budget)
+    splits = [(number, arguments.budget - number) for number in servers]
     return [
         Setting(servers, replicas, bound, arguments.group_size)
         for servers, replicas in splits
@@ -218,10 +226,10 @@ async def measure(arguments: argparse.Namespace) -> list[str]:
         arguments.group_size,
     )
 
-    async def one(setting: Setting, steps: int) -> Played:
+    async def one(setting: Setting, steps: int, seed: int) -> Played:
         # The last steps of a run train the long replies that all steps have left behind.
         rest = setting.max_staleness + 2
-        played = await play(arguments, setting, warmup(setting) + steps + rest)
+        played = await play(arguments, setting, warmup(setting) + steps + rest, seed=seed)
         progress(f"{setting}: {played.means(setting, steps)}")
         return played
 
@@ -229,10 +237,11 @@ async def measure(arguments: argparse.Namespace) -> list[str]:
     runs: dict[Setting, list[dict[str, float]]] = {setting: [] for setting in chosen}
     profile: Profile | None = None
     lines: list[str] = []
-    for _ in range(arguments.repeats):
+    # Each repeat has an order of tasks of its own: which long replies meet in a step decides much.
+    for seed in range(arguments.repeats):
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(one(base, arguments.base_steps))
-            others = [tasks.create_task(one(setting, arguments.steps)) for setting in chosen]
+            first = tasks.create_task(one(base, arguments.base_steps, seed))
+            others = [tasks.create_task(one(each, arguments.steps, seed)) for each in chosen]
         # Only the first run of the base predicts.
         profile = profile or first.result().profile
         if profile is None:
@@ -247,6 +256,7 @@ def main() -> None:
     """Prints the table, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--budget", type=int, default=7)
+    parser.add_argument("--servers", type=int, nargs="+", help="of the splits; default: all")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--base-servers", type=int, default=3)
     parser.add_argument("--base-staleness", type=int, default=2)

@@ -12,7 +12,6 @@ import pytest_asyncio
 pytest.importorskip("vllm")
 
 from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.environments.colours import COLOURS, square_png  # noqa: E402
 from slipstream.rollout_server.episodes.recording import Recording  # noqa: E402
 from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
 from support.fakes.agent_rig import (  # noqa: E402
@@ -21,6 +20,8 @@ from support.fakes.agent_rig import (  # noqa: E402
     agent_config,
     scripted_engine,
 )
+
+from deploy.environments.colours import COLOURS, square_png  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

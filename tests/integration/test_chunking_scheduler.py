@@ -55,6 +55,7 @@ class Engine:
     sizes: list[int] = field(default_factory=list)
     messages: int = 0
     preempted: int = 0
+    num_steps: int = 0
     plans: list[Any] = field(default_factory=list)
     _queue: deque[tuple[Any, Any]] = field(default_factory=deque)
     _computed: dict[str, int] = field(default_factory=dict)
@@ -73,6 +74,8 @@ class Engine:
         if self._queue:
             for outputs in self.scheduler.update_from_output(*self._queue.popleft()).values():
                 self.messages += 1
+                if outputs.scheduler_stats is not None:
+                    self.num_steps = outputs.scheduler_stats.step_counter
                 for output in outputs.outputs:
                     self._take(output)
 
@@ -639,6 +642,15 @@ def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypa
     assert [each is None for each in stats] == [True, True, False, True]
     assert stats[2].num_running_reqs == 3
     assert 0 < stats[2].kv_cache_usage <= 1
+
+
+@both
+def test_every_step_that_sampled_is_counted_though_few_hand_out(start, overlapping: bool) -> None:
+    engine = start(ours=True, overlapping=overlapping)
+    add(engine, "alone", 60)
+    engine.drain()
+    # The last outputs bring the count, whenever the statistics before them were told.
+    assert engine.num_steps == 60
 
 
 @both

@@ -1,15 +1,14 @@
-"""Environments of verifiers, OpenEnv and Inspect as their makers ship them, each in its own Python.
+"""Environments of verifiers and OpenEnv as their makers ship them, each in its own Python.
 
 They are no dependencies: a test without its framework is skipped. `SLIPSTREAM_FRAMEWORKS` names a
 folder that these commands fill; WORKER stands for the requirements for another Python in
 docs/guides/environment-runs.md.
 
     cd $SLIPSTREAM_FRAMEWORKS
-    for name in verifiers openenv inspect; do python3 -m venv $name; done
+    for name in verifiers openenv; do python3 -m venv $name; done
     verifiers/bin/pip install verifiers==0.4.0 hatchling WORKER
     openenv/bin/pip install openenv==0.10.0 gymnasium matplotlib
     git clone --depth 1 https://github.com/meta-pytorch/OpenEnv OpenEnv
-    inspect/bin/pip install inspect-ai==0.3.285 openai
     verifiers/bin/pip download --no-deps --no-binary :all: --no-build-isolation verifiers==0.4.0
     tar xzf verifiers-0.4.0.tar.gz
     realpath verifiers-0.4.0/tests/v1/fixtures > \\
@@ -40,7 +39,6 @@ from support.rigs.run_processes import (
     ROOT,
     check_ledger,
     command,
-    rows_of,
     summary_of,
     write_config,
 )
@@ -57,7 +55,6 @@ LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.environments.frameworks.verifiers:Verifiers"
 OPENENV = "slipstream.environments.frameworks.openenv:OpenEnv"
-INSPECT = "slipstream.environments.frameworks.inspect_ai:Inspect"
 FAKES = ROOT / "tests" / "support" / "fakes"
 
 
@@ -250,54 +247,6 @@ async def test_sessions_of_openenv_are_episodes_and_their_failures_have_causes()
             await replied(game, {"seed": 0}, "1")
 
 
-@needs("inspect")
-def test_inspect_evaluates_its_tasks_and_its_scores_are_metrics(tmp_path: Path) -> None:
-    args = {
-        "task": str(FAKES / "inspect_sums.py") + "@sums",
-        "inspect": str(FOLDER / "inspect" / "bin" / "inspect"),
-        "options": ["-T", "most=4"],
-        "samples": 4,
-        "samples_per_episode": 3,
-        "log_dir": str(tmp_path / "logs"),
-    }
-    one, other = play(
-        sys.executable, INSPECT, args, {"replies": ["2"]}, {"task": 1, "replies": ["It is 6"]}
-    )
-    assert (one["failure"], other["failure"]) == ("", "")
-    assert (one["reward"], other["reward"]) == (pytest.approx(1 / 3), 1.0)
-    assert set(one["metrics"]) == {"accuracy", "stderr"}
-    assert len(one["requests"]) == 3
-    logs = [json.loads(path.read_text()) for path in (tmp_path / "logs").iterdir()]
-    assert [log["status"] for log in logs] == ["success"] * 2
-    assert {log["eval"]["model"] for log in logs} == {"openai-api/slipstream/policy"}
-
-
-@needs("inspect")
-def test_several_scorers_of_inspect_give_a_metric_each_and_one_is_the_reward() -> None:
-    args = {
-        "task": str(FAKES / "inspect_sums.py") + "@two_scorers",
-        "inspect": str(FOLDER / "inspect" / "bin" / "inspect"),
-        "samples": 1,
-    }
-    chosen = {**args, "reward": "match_accuracy"}
-    (first,) = play(sys.executable, INSPECT, chosen, {"replies": ["so it is 4"]})
-    assert (first["failure"], first["reward"]) == ("", 1.0)
-    assert {"match_accuracy", "exact_mean"} <= set(first["metrics"])
-    (unknown,) = play(sys.executable, INSPECT, {**args, "reward": "f1"}, {"replies": ["4"]})
-    assert "the log has no metric 'f1'; its metrics are: match_accuracy" in unknown["failure"]
-
-
-@needs("inspect")
-def test_what_inspect_cannot_do_is_a_failure_with_its_cause() -> None:
-    args = {
-        "task": str(FAKES / "inspect_sums.py") + "@nothing",
-        "inspect": str(FOLDER / "inspect" / "bin" / "inspect"),
-        "samples": 1,
-    }
-    (failed,) = play(sys.executable, INSPECT, args, {"replies": ["4"]})
-    assert "inspect left no log after exit status" in failed["failure"]
-
-
 def shown(folder: Path, framework: str) -> dict:
     """Saves the file of a section of the guide; returns the args of its first environment."""
     page = (ROOT / "docs" / "guides" / "frameworks.md").read_text()
@@ -340,17 +289,6 @@ def test_the_server_of_the_guide_answers(tmp_path: Path, monkeypatch: pytest.Mon
     assert first == "You said: Echoing environment ready!"
     assert step.messages == [Message("user", "You said: hi")]
     assert (step.reward, step.done) == (pytest.approx(0.2), False)
-
-
-@needs("inspect")
-def test_the_task_of_the_guide_is_evaluated(tmp_path: Path) -> None:
-    args = shown(tmp_path, "Inspect")
-    (episode,) = play(
-        sys.executable, INSPECT, args, {"task": 3, "replies": ["It is 60"]}, folder=tmp_path
-    )
-    assert (episode["failure"], episode["reward"]) == ("", 0.1)
-    assert len(episode["requests"]) == 10
-    assert len(list((tmp_path / "runs" / "logs-of-inspect").iterdir())) == 1
 
 
 def sizes(**changes: object) -> dict[str, object]:
@@ -523,28 +461,3 @@ async def test_environments_of_openenvs_own_repository_train_twenty_steps(tmp_pa
         for name, action in actions.items()
     ]
     assert were_trained(await trained(tmp_path, entries)) == set(actions)
-
-
-@pytest.mark.slow
-@needs("inspect")
-async def test_a_task_of_inspect_evaluates_versions_of_a_run(tmp_path: Path) -> None:
-    entries = [{"name": "echo", "reference": "slipstream.environments.echo:Echo"}]
-    evaluation = {
-        "name": "sums",
-        "reference": INSPECT,
-        "args": {
-            "task": str(FAKES / "inspect_sums.py") + "@sums",
-            "inspect": str(FOLDER / "inspect" / "bin" / "inspect"),
-            "samples": 4,
-            "samples_per_episode": 2,
-            "log_dir": "logs-of-inspect",
-        },
-        "num_episodes": 2,
-        "every_steps": 10,
-        "timeout_s": 240.0,
-    }
-    run = await trained(tmp_path, entries, evaluations=[evaluation])
-    rounds = [row for row in rows_of(run) if "sums/accuracy" in row]
-    # Before the first step, after the tenth and after the last.
-    assert len(rounds) == 3
-    assert len(list((tmp_path / "logs-of-inspect").glob("*.json"))) == 6

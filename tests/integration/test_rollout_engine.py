@@ -103,6 +103,14 @@ async def test_a_reply_ends_with_the_token_that_completes_a_text(rig) -> None:
         assert reply.finish_reason is FinishReason.STOP
 
 
+async def test_each_step_of_a_lone_reply_is_counted_though_tokens_come_in_chunks(rig) -> None:
+    await rig.publish(rig.old, 0)
+    before = rig.engine.use().steps
+    reply = await rig.generate("alone", num_tokens=60, sampling=ENDLESS)
+    assert len(reply.token_ids) == 60
+    assert rig.engine.use().steps - before == 60
+
+
 async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.use()

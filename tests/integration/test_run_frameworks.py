@@ -54,19 +54,14 @@ CASES = {
     "cliff-walking": ("gymnasium", GYMNASIUM, gym("CliffWalking-v1", 4, max_episode_steps=8)),
     "taxi": ("gymnasium", GYMNASIUM, gym("Taxi-v4", 6, max_episode_steps=8)),
     "blackjack": ("gymnasium", GYMNASIUM, gym("Blackjack-v1", 2)),
-    "tic-tac-toe-both": ("textarena", TEXTARENA, {"id": "TicTacToe-v0", "train": "both"}),
+    "tic-tac-toe": ("textarena", TEXTARENA, {"id": "TicTacToe-v0"}),
     # Its moves are letters that the model knows.
-    "rock-paper-both": (
+    "rock-paper": (
         "textarena",
         TEXTARENA,
-        {"id": "IteratedRockPaperScissors-v0", "kwargs": {"num_rounds": 1}, "train": "both"},
+        {"id": "IteratedRockPaperScissors-v0", "kwargs": {"num_rounds": 1}},
     ),
-    "connect-four-random": (
-        "textarena",
-        TEXTARENA,
-        {"id": "ConnectFour-v0", "opponent": "random"},
-    ),
-    "kuhn-poker-one": ("textarena", TEXTARENA, {"id": "KuhnPoker-v0"}),
+    "kuhn-poker": ("textarena", TEXTARENA, {"id": "KuhnPoker-v0"}),
     "guess-the-number": (
         "textarena",
         TEXTARENA,

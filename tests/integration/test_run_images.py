@@ -36,7 +36,7 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     table["algorithm"]["router_replay"] = "rollout" if replays else "off"
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
-    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=900)
+    result = run_command("run", tmp_path / "config.toml", limit_s=900)
     assert result.returncode == 0, result.stdout + result.stderr
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)

@@ -21,14 +21,16 @@ from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest  # no
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 
-GUESS = "slipstream.environments.guess:GuessNumber"
+ARITHMETIC = "slipstream.environments.arithmetic:Arithmetic"
 
 
 @pytest.mark.parametrize(
     ("start", "name"),
     [
         pytest.param([str(SMALLEST)], "echo", marks=pytest.mark.slow),
-        pytest.param([f"--environment={GUESS}", "--steps=3"], "guessnumber", id="without a file"),
+        pytest.param(
+            [f"--environment={ARITHMETIC}", "--steps=3"], "arithmetic", id="without a file"
+        ),
     ],
 )
 def test_a_run_chooses_all_but_model_environment_and_steps(

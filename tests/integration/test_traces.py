@@ -1,5 +1,6 @@
 """A collector of OpenTelemetry gets the way of every group, over both processes."""
 
+import asyncio
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Failure, FailureKind, Purpose, Status
+from slipstream.protocol import traces as traces_module
 from slipstream.protocol.traces import Traces
 from slipstream.rollout_server.episodes.lease import EpisodeTask
 from slipstream.rollout_server.episodes.server_traces import ServerTraces
@@ -107,6 +109,31 @@ async def test_a_collector_that_is_not_there_costs_the_run_nothing(tmp_path, cap
     summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
     assert summary["state"] == "finished"
     assert "Failed to export" in caplog.text or "Connection refused" in caplog.text
+
+
+async def test_a_collector_that_hangs_holds_no_end_for_long(monkeypatch, caplog):
+    # It would hold it as long as one export may take, for each part of what is left.
+    monkeypatch.setattr(traces_module, "CLOSE_LIMIT_S", 0.1)
+    is_asked, may_end = asyncio.Event(), asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        is_asked.set()
+        await may_end.wait()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as collector:
+        port = collector.sockets[0].getsockname()[1]
+        sdk = Traces(f"http://127.0.0.1:{port}/v1/traces", "run-1", "rollout_server", "one")
+        for number in range(3):
+            sdk.span("step/1", "step", str(number), begin_s=0.0)
+        await sdk.aclose()
+        # The collector has not answered, and the end is there.
+        assert not may_end.is_set()
+        async with asyncio.timeout(10):
+            await is_asked.wait()
+        may_end.set()
+    assert "did not take the last spans" in caplog.text
 
 
 async def test_a_publish_and_a_failure_show_on_the_server_too(small_trajectory):

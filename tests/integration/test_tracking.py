@@ -54,6 +54,7 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
         run__steps=3,
         tracking__trackers=["tensorboard", "wandb", "mlflow"],
         tracking__project="p",
+        controller__sample_every_steps=1,
     )
     config = with_evaluations(config, {"name": "held", "num_episodes": 4})
     address = config.controller.address
@@ -67,7 +68,12 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
     client = MlflowClient(tracking_uri=f"sqlite:///{config.run_dir}/mlflow.db")
     rewards = client.get_metric_history(run_ids["mlflow"], "reward_mean")
     assert [metric.step for metric in rewards] == [1, 2, 3]
+    tables = sorted((config.run_dir / "mlartifacts").glob("*/artifacts/samples/*.json"))
+    assert [table.name for table in tables] == [f"step-00000{step}.json" for step in (1, 2, 3)]
+    table = json.loads(tables[2].read_text())
+    assert table["data"] and {len(row) for row in table["data"]} == {len(table["columns"])}
     heldout = client.get_metric_history(run_ids["mlflow"], "held/pass_at_1")
     assert [metric.step for metric in heldout] == [0, 3]
     (offline,) = (config.run_dir / "wandb").glob(f"offline-run-*-{run_ids['wandb']}/*.wandb")
     assert offline.read_bytes().count(b"held/reward_mean") >= 2
+    assert len(list(offline.parent.glob("files/media/table/samples_*.table.json"))) == 3

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+_LAUNCHER = "slipstream.client.launch.launcher"
 EXAMPLES = {
     "quickstart": "slipstream quickstart run.steps=50",
     "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     first = commands.add_parser("quickstart", help="make a tiny model here and train it")
     first.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    first.set_defaults(execute=_quickstart)
+    _set_program(first, f"{_LAUNCHER}:run_quickstart", "overrides")
 
     run = commands.add_parser("run", help="everything on this machine")
     _add_config(run, is_optional=True)
@@ -156,7 +158,12 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_config(learner)
     _add_node(learner)
-    learner.set_defaults(execute=_learner)
+    _set_program(
+        learner,
+        f"{_LAUNCHER}:run_learner",
+        *("config", "overrides"),
+        named=("node_rank", "master", "connect_timeout_s", "dry_run"),
+    )
 
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
     _add_config(server)
@@ -173,7 +180,12 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="store_true",
         help="end with 0 in place of 2, since Docker would start a refused server again",
     )
-    server.set_defaults(execute=_rollout_server)
+    _set_program(
+        server,
+        f"{_LAUNCHER}:run_rollout_server",
+        *("config", "overrides"),
+        named=("controller", "server_id", "connect_timeout_s", "dry_run"),
+    )
 
 
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -181,14 +193,14 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     replay.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     replay.add_argument("--step", type=int, help="the last step to train; default: all")
-    replay.set_defaults(execute=_replay)
+    _set_program(replay, f"{_LAUNCHER}:run_replay", "run", "overrides", named=("step",))
 
     receipt = commands.add_parser(
         "receipt", help="pack a run from which others can train it again, or check such a file"
     )
     receipt.add_argument("path", type=Path, metavar="RUN", help="a run folder, or a receipt")
     receipt.add_argument("--out", type=Path, help="of a folder; default: NAME.receipt.tar.gz here")
-    receipt.set_defaults(execute=_receipt)
+    _set_program(receipt, f"{_LAUNCHER}:run_receipt", "path", "out")
 
     aside = commands.add_parser(
         "set-aside", help="take the batch at which a run fails out of it, before it goes on"
@@ -202,13 +214,13 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="GROUP",
         help="only this one, may be given again; default: all groups of the batch",
     )
-    aside.set_defaults(execute=_set_aside)
+    _set_program(aside, f"{_LAUNCHER}:run_set_aside", "run", "step", "group")
 
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
     export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
-    export.set_defaults(execute=_export)
+    _set_program(export, f"{_LAUNCHER}:run_export", "run", "step", "out")
 
     roles = commands.add_parser("roles", help="what a scheduler starts for a run, and as its files")
     roles.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
@@ -245,12 +257,12 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
     check.add_argument("config", type=Path, metavar="CONFIG.toml")
     check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    check.set_defaults(execute=_check)
+    _set_program(check, f"{_LAUNCHER}:run_check", "config", "overrides")
 
     compare = commands.add_parser("compare", help="what differs in two runs, and their curves")
     compare.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="a run folder")
     compare.add_argument("--out", type=Path, metavar="FILE", help="also one page of HTML")
-    compare.set_defaults(execute=_compare)
+    _set_program(compare, "slipstream.client.compare:compare", "runs", "out")
 
     dashboard = commands.add_parser(
         "dashboard", help="a page of runs, for a browser on this machine"
@@ -264,6 +276,12 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="of runs, or of one; default: runs",
     )
     dashboard.add_argument("--port", type=int, default=7080, help="0: a free one; default: 7080")
+    dashboard.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="writes the page of one run, to send it to somebody",
+    )
     dashboard.set_defaults(execute=_dashboard)
 
 
@@ -280,27 +298,27 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument("--adapter", default="", help="one of lora.adapters, if there are any")
     submit.add_argument("--python", type=Path, help="interpreter of the workers; default: servers'")
     _add_connection(submit)
-    submit.set_defaults(execute=partial(_request, "submit"))
+    _set_program(submit, "slipstream.client.requests:submit")
 
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
     _add_connection(status)
-    status.set_defaults(execute=partial(_request, "status"))
+    _set_program(status, "slipstream.client.requests:status")
 
     environments = commands.add_parser("environments", help="the environments of a run")
     _add_connection(environments)
-    environments.set_defaults(execute=partial(_request, "environments"))
+    _set_program(environments, "slipstream.client.requests:environments")
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
     drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")
     drain.add_argument("--reason", default="a client asked for it")
     _add_connection(drain)
-    drain.set_defaults(execute=partial(_request, "drain"))
+    _set_program(drain, "slipstream.client.requests:drain")
 
     stop = commands.add_parser("stop", help="end a run in order")
     stop.add_argument("--reason", default="a client asked for it")
     _add_connection(stop)
-    stop.set_defaults(execute=partial(_request, "stop"))
+    _set_program(stop, "slipstream.client.requests:stop")
 
 
 def _add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -344,6 +362,25 @@ def add_secrets(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=Path)
 
 
+def _set_program(
+    parser: argparse.ArgumentParser, reference: str, *names: str, named: Sequence[str] = ()
+) -> None:
+    """Lets a command call "module:function", with its arguments by position and by name."""
+    parser.set_defaults(execute=partial(_call, reference, names, named))
+
+
+def _call(
+    reference: str, names: Sequence[str], named: Sequence[str], arguments: argparse.Namespace
+) -> Any:  # noqa: ANN401 - an exit code, or what gives it when it is awaited
+    """Imports a function and calls it; without names it takes all arguments as they are."""
+    module, _, name = reference.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if not names:
+        return function(arguments)
+    given = vars(arguments)
+    return function(*(given[each] for each in names), **{each: given[each] for each in named})
+
+
 async def _run(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_all
     from slipstream.core.errors import ConfigError
@@ -362,49 +399,6 @@ async def _run(arguments: argparse.Namespace) -> int:
     if path is None and not overrides:
         raise ConfigError("a run needs a CONFIG.toml, or --model, --environment and --steps")
     return await run_all(path, overrides, dry_run=arguments.dry_run, profile=arguments.profile)
-
-
-async def _quickstart(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_quickstart
-
-    return await run_quickstart(arguments.overrides)
-
-
-async def _learner(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_learner
-
-    return await run_learner(
-        arguments.config,
-        arguments.overrides,
-        node_rank=arguments.node_rank,
-        master=arguments.master,
-        connect_timeout_s=arguments.connect_timeout_s,
-        dry_run=arguments.dry_run,
-    )
-
-
-async def _export(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_export
-
-    return await run_export(arguments.run, arguments.step, arguments.out)
-
-
-async def _replay(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_replay
-
-    return await run_replay(arguments.run, arguments.overrides, step=arguments.step)
-
-
-async def _receipt(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_receipt
-
-    return await run_receipt(arguments.path, arguments.out)
-
-
-async def _set_aside(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_set_aside
-
-    return await run_set_aside(arguments.run, arguments.step, arguments.group)
 
 
 def _roles(arguments: argparse.Namespace) -> int:
@@ -440,41 +434,14 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     return await run_doctor(arguments.config, arguments.overrides, instance, as_json=arguments.json)
 
 
-async def _check(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_check
-
-    return await run_check(arguments.config, arguments.overrides)
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    from slipstream.client.compare import compare
-
-    return compare(arguments.runs, arguments.out)
-
-
 def _dashboard(arguments: argparse.Namespace) -> int:
     from slipstream.client.dashboard.server import serve_dashboard
 
+    if arguments.out is not None:
+        from slipstream.client.dashboard.page import save_run
+
+        return save_run(arguments.folder, arguments.out)
     return serve_dashboard(arguments.folder, arguments.port)
-
-
-async def _rollout_server(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.launcher import run_rollout_server
-
-    return await run_rollout_server(
-        arguments.config,
-        arguments.overrides,
-        controller=arguments.controller,
-        server_id=arguments.server_id,
-        connect_timeout_s=arguments.connect_timeout_s,
-        dry_run=arguments.dry_run,
-    )
-
-
-def _request(name: str, arguments: argparse.Namespace) -> Coroutine[None, None, int]:
-    from slipstream.client.requests import REQUESTS
-
-    return REQUESTS[name](arguments)
 
 
 if __name__ == "__main__":

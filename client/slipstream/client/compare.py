@@ -1,7 +1,4 @@
-"""Compares two runs: what differs in their settings, and their curves side by side.
-
-The page holds all that it shows: it asks for nothing, so that it can be sent to somebody.
-"""
+"""Compares two runs: what differs in their settings, and their curves side by side."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
 from pydantic import JsonValue
+from slipstream.client.dashboard.page import thinned, whole_page, write_page
 from slipstream.client.dashboard.server import RunFolders, UnknownRun
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import plain, say
@@ -39,7 +36,7 @@ Points: TypeAlias = list[tuple[float, float]]
 Row: TypeAlias = tuple[str, str, str]
 
 _SCRIPT = """
-const { names, curves } = JSON.parse(document.getElementById("curves").textContent);
+const { names, curves } = JSON.parse(document.getElementById("given").textContent);
 for (const [title, both] of curves) {
   const figure = element("figure");
   document.getElementById("plots").append(figure);
@@ -68,10 +65,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> int:
     tables = {"settings": list(differences(*runs)), "means": list(means(*runs))}
     say(as_text(names, tables))
     if out is not None:
-        try:
-            out.write_text(as_page(names, tables, runs), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {error.strerror}") from error
+        write_page(out, as_page(names, tables, runs))
     return 0
 
 
@@ -80,18 +74,15 @@ def read_run(folder: Path) -> ComparedRun:
     folder = folder.resolve()
     config = load_config(settings_of(folder))
     curves: dict[str, dict[float, float]] = {}
-    reader, begin, is_all = RunFolders(folder), 0, False
-    while not is_all:
-        try:
-            part = reader.metrics(folder.name, begin)
-        except UnknownRun:
-            raise ConfigError(f"{folder} has no metrics yet") from None
-        is_all, begin = part.is_all or part.end == begin, part.end
-        for row in part.rows:
-            step = row.get("step", row.get("evaluation_step"))
-            for name, value in row.items():
-                if isinstance(step, int | float) and isinstance(value, int | float):
-                    curves.setdefault(name, {})[step] = value
+    try:
+        rows = RunFolders(folder).all_metrics(folder.name)
+    except UnknownRun:
+        raise ConfigError(f"{folder} has no metrics yet") from None
+    for row in rows:
+        step = row.get("step", row.get("evaluation_step"))
+        for name, value in row.items():
+            if isinstance(step, int | float) and isinstance(value, int | float):
+                curves.setdefault(name, {})[step] = value
     for name in ("step", "evaluation_step", "wall_s"):
         curves.pop(name, None)
     points = {name: sorted(found.items()) for name, found in curves.items()}
@@ -153,25 +144,17 @@ def _cut(text: str) -> str:
 
 def as_page(names: Sequence[str], tables: dict[str, list[Row]], runs: Sequence[ComparedRun]) -> str:
     """Returns one page of HTML with the tables, and a chart of each metric."""
-    files = resources.files("slipstream.client.dashboard")
-    style, chart = (files.joinpath(name).read_text() for name in ("page.css", "chart.js"))
     known = sorted(set().union(*(run.curves for run in runs)) - set(CURVES))
     shown = [name for name in (*CURVES, *known) if any(name in run.curves for run in runs)]
-    curves = [(name, [run.curves.get(name, []) for run in runs]) for name in shown]
-    data = json.dumps({"names": names, "curves": curves}).replace("<", "\\u003c")
-    title = escape(" and ".join(names))
-    parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">",
-        f"<title>{title}</title><style>{style}</style><header><h1>{title}</h1></header><main>",
-        _table("Settings that differ", names, tables["settings"]),
-        _table(f"Means of the last {LAST} steps that both have", names, tables["means"]),
-        '<h2>Curves</h2><div id="plots"></div></main>',
-        f'<script type="application/json" id="curves">{data}</script>',
-        f'<script type="module">{chart}{_SCRIPT}</script></html>',
-    ]
-    return "\n".join(parts)
+    curves = [(name, [thinned(run.curves.get(name, [])) for run in runs]) for name in shown]
+    title = " and ".join(names)
+    body = (
+        f"<header><h1>{escape(title)}</h1></header><main>"
+        f"{_table('Settings that differ', names, tables['settings'])}"
+        f"{_table(f'Means of the last {LAST} steps that both have', names, tables['means'])}"
+        '<h2>Curves</h2><div id="plots"></div></main>'
+    )
+    return whole_page(title, body, {"names": names, "curves": curves}, _SCRIPT)
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> str:

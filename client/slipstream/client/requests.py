@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 
 from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
@@ -90,12 +90,6 @@ async def drain(arguments: argparse.Namespace) -> int:
     if warning:
         say(plain(f"! {warning}"))
     return 0
-
-
-# The commands by their names.
-REQUESTS: dict[str, Callable[[argparse.Namespace], Coroutine[None, None, int]]] = {
-    each.__name__: each for each in (submit, status, environments, drain, stop)
-}
 
 
 def status_lines(run: RunStatus) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,15 +79,19 @@ class Advice:
 
 
 def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
-    """Yields the name and the setting of each change that could be made."""
+    """Yields the name and the setting of each change that could be made.
+
+    Fleets that share devices stay as they are: another server there would slow the others down.
+    """
     now = profile.setting
     staleness, size = now.max_staleness, now.group_size
-    yield "server_more", replace(now, servers=now.servers + 1)
-    if now.servers > 1:
-        yield "server_less", replace(now, servers=now.servers - 1)
-    yield "rank_more", replace(now, replicas=now.replicas + 1)
-    if now.replicas > 1:
-        yield "rank_less", replace(now, replicas=now.replicas - 1)
+    if not profile.in_turns:
+        yield "server_more", replace(now, servers=now.servers + 1)
+        if now.servers > 1:
+            yield "server_less", replace(now, servers=now.servers - 1)
+        yield "rank_more", replace(now, replicas=now.replicas + 1)
+        if now.replicas > 1:
+            yield "rank_less", replace(now, replicas=now.replicas - 1)
     yield "staleness_doubled", replace(now, max_staleness=max(1, 2 * staleness))
     if staleness:
         yield "staleness_halved", replace(now, max_staleness=staleness // 2)
@@ -97,28 +101,40 @@ def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
         yield "group_halved", replace(now, group_size=size // 2)
 
 
-def advise(profile: Profile, *, seed: int = 0) -> Advice:
-    """Predicts the present setting and its alternatives; takes some tenths of a second."""
-    now = Simulation(profile, profile.setting, seed=seed).run()
+def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -> Advice:
+    """Predicts the present setting and its alternatives; takes some tenths of a second.
+
+    Raises SimulationCancelled as soon as `is_cancelled`.
+    """
+
+    def simulated(setting: Setting) -> Simulated:
+        return Simulation(profile, setting).run(is_cancelled)
+
+    now = simulated(profile.setting)
     found = []
     for name, setting in alternatives(profile):
-        rate = Simulation(profile, setting, seed=seed).run().steps_per_s
+        rate = simulated(setting).steps_per_s
         found.append(Alternative(name, setting, rate, rate / now.steps_per_s - 1))
-    return Advice(profile.setting, now, tuple(found), _wanted_servers(profile, now, seed))
+    return Advice(profile.setting, now, tuple(found), _wanted_servers(profile, now, simulated))
 
 
-def _wanted_servers(profile: Profile, now: Simulated, seed: int) -> int:
+def _wanted_servers(
+    profile: Profile, now: Simulated, simulated: Callable[[Setting], Simulated]
+) -> int:
     """The smallest number of servers that a larger one beats by less than `ENOUGH`.
 
-    It lies between half and twice the present number: what is further away is not known well.
+    It lies between half and twice the present number: what is further away is not known well. In
+    turns it is the present number.
     """
     present = profile.setting.servers
+    if profile.in_turns:
+        return present
     rates = {present: now.steps_per_s}
 
     def rate(servers: int) -> float:
         if servers not in rates:
             setting = replace(profile.setting, servers=servers)
-            rates[servers] = Simulation(profile, setting, seed=seed).run().steps_per_s
+            rates[servers] = simulated(setting).steps_per_s
         return rates[servers]
 
     most, least = MOST_GROWTH * present, max(1, present // MOST_GROWTH)

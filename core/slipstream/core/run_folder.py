@@ -12,8 +12,10 @@ CONFIG = "config.toml"
 JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 # The folder of checkpoints, and the trained model in it.
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
-# A row for each step and evaluation, sampled trajectories, and the facts of a run that has ended.
-METRICS, SAMPLES, SUMMARY = "metrics.jsonl", "trajectories.jsonl", "summary.json"
+# A row for each step and evaluation, and the facts of a run that has ended.
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+# Some trajectories as text, and the numbers of all groups, both of sampled steps.
+SAMPLES, GROUPS = "trajectories.jsonl", "groups.jsonl"
 # Causes of suspended environments; the newest advice and its profile; a trace of the newest sampled
 # step.
 SUSPENDED, ADVICE, TRACE = "suspended.json", "advice.json", "trace.json"

@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,6 +70,14 @@ class Profile:
     order_s: float
     pause_s: float
     groups: tuple[Group, ...]
+    # The last part of `order_s`, in which engines rest already, as they do from there until the new
+    # weights serve; None: they work while the learner trains.
+    resting_order_s: float | None = None
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether the fleets compute in turn."""
+        return self.resting_order_s is not None
 
     def training_s(self, tokens: float, replicas: int) -> float:
         """Seconds of a training step of `tokens` tokens."""
@@ -136,6 +144,10 @@ class _Leased:
     open: int
 
 
+class SimulationCancelled(Exception):
+    """Whoever asked for the simulation does not want it any more."""
+
+
 class Simulation:
     """One run under one setting; `run` returns its means.
 
@@ -174,8 +186,11 @@ class Simulation:
         # Time, waited seconds and place seconds at the end of each step.
         self._ends: list[tuple[float, float, float]] = []
 
-    def run(self) -> Simulated:
-        """Plays the run; raises ValueError if a server has no room for a group."""
+    def run(self, is_cancelled: Callable[[], bool] = lambda: False) -> Simulated:
+        """Plays the run; raises ValueError if a server has no room for a group.
+
+        Raises SimulationCancelled as soon as `is_cancelled`, which each event asks.
+        """
         if self._profile.places < self._setting.group_size:
             raise ValueError("a group must fit into the places of a server")
         warmup = 2 * (self._setting.max_staleness + 1)
@@ -184,6 +199,8 @@ class Simulation:
         counted = max(LEAST_STEPS, 2 * warmup, ENOUGH_EPISODES // episodes)
         self._lease()
         while len(self._ends) <= warmup + counted:
+            if is_cancelled():
+                raise SimulationCancelled
             self._advance()
         first, last = self._ends[warmup], self._ends[warmup + counted]
         wall_s = last[0] - first[0]
@@ -245,6 +262,8 @@ class Simulation:
         self._step += 1
         self._waited_s += self._now_s - self._waiting_since_s
         self._waiting_since_s = None
+        if (resting_s := self._profile.resting_order_s) is not None:
+            self._add(self._now_s + self._profile.order_s - resting_s, "pause")
         tokens *= self._profile.groups_per_step / self._batch
         training_s = self._profile.training_s(tokens, self._setting.replicas)
         self._add(self._now_s + self._profile.order_s + training_s, "trained")

@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.left_files import read_left
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
+from slipstream.environments.arguments import check_above_0
 from slipstream.environments.question_files import read_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
@@ -78,8 +79,7 @@ class Command(AgentEnvironment[Row]):
         if isinstance(command, str) or isinstance(score_command, str):
             raise ConfigError("a command is a list: the program, then each of its arguments")
         for name, value in (("limit_s", limit_s), ("score_limit_s", score_limit_s)):
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be above 0, got {value}")
+            check_above_0(name, value)
         for program in (command, score_command):
             if program is not None:
                 _check_program(program)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.core.errors import ConfigError
+from slipstream.environments.arguments import check_at_least
 from slipstream.environments.question_files import Cell, Row, message_of, read_rows, text_of
 
 REPLY_ROLE = "assistant"
@@ -49,8 +50,7 @@ class Demonstrations(Environment[Conversation]):
             raise ConfigError(
                 f"prompt and reply name columns together, got {prompt!r} and {reply!r}"
             )
-        if limit is not None and limit < 1:
-            raise ConfigError(f"limit must be at least 1, got {limit}")
+        check_at_least("limit", limit, 1)
         first = [Message("system", system)] if system else []
         self._conversations = [
             _turns([*first, *_messages(row, prompt or messages, reply, where)], where)

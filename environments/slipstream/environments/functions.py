@@ -5,7 +5,6 @@ import asyncio
 import builtins
 import contextlib
 import json
-import math
 import os
 import re
 import sys
@@ -18,13 +17,18 @@ from typing import Literal
 
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
+from slipstream.environments.arguments import (
+    check_above_0,
+    check_at_least,
+    check_choice,
+    check_holds,
+)
 from slipstream.environments.question_files import Row, read_rows
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-REWARDS = ("share", "all")
 PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
 # A block of code: from ``` with at most one word to the next ```, or to the end of the reply.
@@ -141,14 +145,10 @@ class Functions(Environment[Exam]):
         `limit_s` is the limit of one call; `max_running` that of replies that are examined at one
         time, 0: as many as there are cores. Raises ConfigError for arguments that cannot work.
         """
-        if reward not in REWARDS:
-            raise ConfigError(f"reward must be one of {', '.join(REWARDS)}, got {reward!r}")
-        if "{question}" not in instruction:
-            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
-        if not (math.isfinite(limit_s) and limit_s > 0):
-            raise ConfigError(f"limit_s must be above 0, got {limit_s}")
-        if max_running < 0:
-            raise ConfigError(f"max_running must be at least 0, got {max_running}")
+        check_choice("reward", reward, ("share", "all"))
+        check_holds("instruction", instruction, "{question}")
+        check_above_0("limit_s", limit_s)
+        check_at_least("max_running", max_running, 0)
         self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
         columns = ExamColumns(question, tests, setup, function)
         self._exams = [

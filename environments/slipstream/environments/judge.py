@@ -8,15 +8,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel, Field, ValidationError
 from slipstream.client.agent import Endpoint
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, openai_client
+from slipstream.environments.arguments import check_above_0, check_at_least, check_choice
 
 Answer = TypeVar("Answer", bound="Form")
-ANSWERS = ("number", "json")
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FIELD = re.compile(r"\{(\w+)\}")
 # Stands where each call names its own address.
@@ -43,6 +43,23 @@ class _Choice(BaseModel, strict=True):
 class _Completion(Form):
     kind = "OpenAI's chat completions do"
     choices: list[_Choice] = Field(min_length=1)
+
+
+class CallLimits(TypedDict, total=False):
+    """Limits of the calls to a server of scores: 16 open ones, 60 s for each, 5 repetitions."""
+
+    max_open: int
+    timeout_s: float
+    max_retries: int
+
+
+class JudgeOptions(CallLimits, total=False):
+    """The arguments of a `Judge` that say how it is asked, as `Judge` describes them."""
+
+    answer: Literal["number", "json"]
+    lowest: float
+    highest: float
+    max_tokens: int
 
 
 class JudgeError(RuntimeError):
@@ -74,9 +91,7 @@ class Judge:
         lowest: float = 0.0,
         highest: float = 10.0,
         max_tokens: int = 1024,
-        max_open: int = 16,
-        timeout_s: float = 60.0,
-        max_retries: int = 5,
+        **limits: Unpack[CallLimits],
     ) -> None:
         """In `prompt` the text {NAME} stands for the field NAME that `score` is given.
 
@@ -84,21 +99,16 @@ class Judge:
         that is not empty; "7/10" are two. With "json" it is the field `score` of the object from
         the reply's first { to its last }. Raises ConfigError for arguments that cannot work.
         """
-        check_rules(
-            (answer in ANSWERS, f"answer must be one of {', '.join(ANSWERS)}, got {answer!r}"),
-            (
-                math.isfinite(lowest) and math.isfinite(highest) and lowest < highest,
-                f"lowest must be below highest, got {lowest} and {highest}",
-            ),
-            (FIELD.search(prompt), f"prompt must name a field, such as {{reply}}, got {prompt!r}"),
-        )
+        check_choice("answer", answer, ("number", "json"))
+        if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
+            raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
+        if FIELD.search(prompt) is None:
+            raise ConfigError(f"prompt must name a field, such as {{reply}}, got {prompt!r}")
         self._server = JudgeServer(
             f"the judge {model} at {base_url}" if base_url else "the judge",
             base_url or NOWHERE,
             api_key=api_key,
-            max_open=max_open,
-            timeout_s=timeout_s,
-            max_retries=max_retries,
+            **limits,
         )
         self._is_anywhere = bool(base_url)
         self._name = self._server.name
@@ -156,19 +166,14 @@ class JudgeServer:
         base_url: str,
         *,
         api_key: str,
-        max_open: int,
-        timeout_s: float,
-        max_retries: int,
+        max_open: int = 16,
+        timeout_s: float = 60.0,
+        max_retries: int = 5,
     ) -> None:
         """Raises ConfigError for arguments that cannot work."""
-        check_rules(
-            (max_open >= 1, f"max_open must be at least 1, got {max_open}"),
-            (max_retries >= 0, f"max_retries must be at least 0, got {max_retries}"),
-            (
-                math.isfinite(timeout_s) and timeout_s > 0,
-                f"timeout_s must be above 0, got {timeout_s}",
-            ),
-        )
+        check_at_least("max_open", max_open, 1)
+        check_at_least("max_retries", max_retries, 0)
+        check_above_0("timeout_s", timeout_s)
         self.name = name
         self._open = asyncio.Semaphore(max_open)
         self._client = openai_client(
@@ -200,13 +205,6 @@ class JudgeServer:
             raise JudgeError(
                 f"{self.name} must answer as {form.kind}, got {in_one_line(str(answer))!r}"
             ) from error
-
-
-def check_rules(*rules: tuple[object, str]) -> None:
-    """Raises ConfigError with the message of the first rule that is not kept."""
-    for is_kept, message in rules:
-        if not is_kept:
-            raise ConfigError(message)
 
 
 def _only_number(text: str) -> float | None:

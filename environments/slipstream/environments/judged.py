@@ -10,14 +10,23 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from pydantic import BaseModel, Field
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.environment import Environment, Message, Reply, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import key_in
-from slipstream.environments.judge import NOWHERE, Form, Judge, JudgeError, JudgeServer, check_rules
+from slipstream.environments.arguments import check_at_least, check_holds
+from slipstream.environments.judge import (
+    NOWHERE,
+    CallLimits,
+    Form,
+    Judge,
+    JudgeError,
+    JudgeOptions,
+    JudgeServer,
+)
 from slipstream.environments.question_files import Row, read_rows
 
 
@@ -26,8 +35,7 @@ class _Questions(Environment[Row]):
 
     def __init__(self, path: str, question: str, instruction: str) -> None:
         """Takes the questions of the column `question`, each put into `instruction`."""
-        if "{question}" not in instruction:
-            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+        check_holds("instruction", instruction, "{question}")
         self._instruction, self._question = instruction, question
         self._rows = list(read_rows(Path(path)))
         for number, row in enumerate(self._rows, start=1):
@@ -63,35 +71,22 @@ class Judged(_Questions):
         question: str = "question",
         instruction: str = "{question}",
         api_key_file: str | None = None,
-        answer: Literal["number", "json"] = "number",
-        lowest: float = 0.0,
-        highest: float = 10.0,
-        max_tokens: int = 1024,
-        max_open: int = 16,
-        timeout_s: float = 60.0,
-        max_retries: int = 5,
+        **options: Unpack[JudgeOptions],
     ) -> None:
         """`base_url` and `model` name the judge, whose key is in `api_key_file`.
 
         `rubric` is what the judge reads: {reply} stands for the reply and {NAME} for the column
-        NAME. `answer` and what follows it are as in `Judge`. Raises ConfigError, which names what
+        NAME. `options` are those of `Judge`. Raises ConfigError, which names what
         cannot work.
         """
-        if "{reply}" not in rubric:
-            raise ConfigError(f"rubric must contain {{reply}}, got {rubric!r}")
+        check_holds("rubric", rubric, "{reply}")
         super().__init__(path, question, instruction)
         self._judge = Judge(
             base_url,
             model,
             prompt=rubric,
             api_key=key_in(api_key_file, "api_key_file"),
-            answer=answer,
-            lowest=lowest,
-            highest=highest,
-            max_tokens=max_tokens,
-            max_open=max_open,
-            timeout_s=timeout_s,
-            max_retries=max_retries,
+            **options,
         )
 
     async def step(self, reply: str) -> StepResult:
@@ -122,13 +117,11 @@ class Rewarded(_Questions):
         api_key_file: str | None = None,
         label: int = 0,
         as_probability: bool = False,
-        max_open: int = 16,
-        timeout_s: float = 60.0,
-        max_retries: int = 5,
+        **limits: Unpack[CallLimits],
     ) -> None:
         """`base_url` and `model` name the reward model, whose key is in `api_key_file`.
 
-        `label` and what follows it are as in `RewardModel`. Raises ConfigError, which names what
+        The rest are the arguments of `RewardModel`. Raises ConfigError, which names what
         cannot work.
         """
         super().__init__(path, question, instruction)
@@ -138,9 +131,7 @@ class Rewarded(_Questions):
             label=label,
             as_probability=as_probability,
             api_key=key_in(api_key_file, "api_key_file"),
-            max_open=max_open,
-            timeout_s=timeout_s,
-            max_retries=max_retries,
+            **limits,
         )
 
     async def step(self, reply: str) -> StepResult:
@@ -210,22 +201,15 @@ class RewardModel:
         label: int = 0,
         as_probability: bool = False,
         api_key: str = "none",
-        max_open: int = 16,
-        timeout_s: float = 60.0,
-        max_retries: int = 5,
+        **limits: Unpack[CallLimits],
     ) -> None:
         """The score is the output number `label` of the model's head, as a probability or raw.
 
         Raises ConfigError for arguments that cannot work.
         """
-        check_rules((label >= 0, f"label must be at least 0, got {label}"))
+        check_at_least("label", label, 0)
         self._server = JudgeServer(
-            f"the reward model {model} at {base_url}",
-            base_url,
-            api_key=api_key,
-            max_open=max_open,
-            timeout_s=timeout_s,
-            max_retries=max_retries,
+            f"the reward model {model} at {base_url}", base_url, api_key=api_key, **limits
         )
         # vLLM has this call beside /v1, not below it.
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/classify"

@@ -18,6 +18,7 @@ from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
+from slipstream.environments.arguments import check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.hub_data import HubData
 from slipstream.environments.question_files import Question, read_questions
@@ -32,8 +33,6 @@ LINE_BYTES = 1 << 16
 JUDGES = ("math_verify", "exact", "contains")
 # What a function of the user's may take.
 ARGUMENTS = ("reply", "question", "answer", "row")
-SPLITS = ("all", "train", "heldout")
-DUPLICATES = ("refuse", "drop")
 
 
 class Questions(Environment[Question]):
@@ -82,16 +81,12 @@ class Questions(Environment[Question]):
         """
         self._function = JudgeFunction(judge) if ":" in judge else None
         if self._function is None:
-            _check("judge", judge, (*JUDGES, "module:function"))
-        _check("split", split, SPLITS)
-        _check("duplicates", duplicates, DUPLICATES)
-        if "{question}" not in instruction:
-            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
-        if heldout_one_in < 2 or (limit is not None and limit < 1):
-            raise ConfigError(
-                f"heldout_one_in must be at least 2 and limit at least 1, "
-                f"got {heldout_one_in} and {limit}"
-            )
+            check_choice("judge", judge, (*JUDGES, "module:function"))
+        check_choice("split", split, ("all", "train", "heldout"))
+        check_choice("duplicates", duplicates, ("refuse", "drop"))
+        check_holds("instruction", instruction, "{question}")
+        check_at_least("heldout_one_in", heldout_one_in, 2)
+        check_at_least("limit", limit, 1)
         if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "judge 'math_verify' needs the package math-verify: "
@@ -222,11 +217,6 @@ def _source(path: str, config: str | None, split: str, revision: str | None) -> 
 
 def _plain(text: str) -> str:
     return " ".join(text.split())
-
-
-def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 class MathJudge:

@@ -8,7 +8,7 @@ allow is checked by those who use a message.
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
@@ -282,33 +282,3 @@ def one_line(text: str, most: int) -> str:
 def shown(text: str, most: int = 100) -> str:
     """The text in quotes on one line, cut after `most` characters: fit for a log."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
-
-
-def unbounded_fields(descriptors: Iterable[Descriptor]) -> list[str]:
-    """The full names of the fields that must state a bound and state none, or half of one."""
-    return [
-        field.full_name
-        for descriptor in descriptors
-        for field in descriptor.fields
-        if not _is_bounded(field)
-    ]
-
-
-def _is_bounded(field: FieldDescriptor) -> bool:
-    bound, entry = bound_of(field), field.message_type
-    is_map = entry is not None and entry.GetOptions().map_entry
-    parts = list(entry.fields) if entry is not None and is_map else [field]
-    if field.is_repeated and (bound is None or not bound.max_items):
-        return False
-    for part in parts:
-        if part.message_type is not None or part.enum_type is not None:
-            continue
-        if part.type == FieldDescriptor.TYPE_BOOL:
-            continue
-        if bound is None:
-            return False
-        if part.type in _TEXTS and not bound.max_bytes:
-            return False
-        if part.type not in _TEXTS and not bound.any and bound.max <= bound.min:
-            return False
-    return True

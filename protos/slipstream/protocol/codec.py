@@ -7,7 +7,6 @@ and log-probability). If experts are recorded, the ids of each token's experts a
 import functools
 import itertools
 import math
-import operator
 import zlib
 from typing import Any
 
@@ -106,16 +105,6 @@ _PLAIN = {
 }
 # To look a member up by its value takes longer than to decode a small message.
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
-
-# Numbers, texts and flags with the same name on both sides.
-_PLAIN_FIELDS = tuple(
-    field.name
-    for field in pb.Trajectory.DESCRIPTOR.fields
-    if not field.is_repeated
-    and field.type not in (field.TYPE_MESSAGE, field.TYPE_ENUM, field.TYPE_BYTES)
-    and field.name != "checksum"
-)
-_plain_values = operator.attrgetter(*_PLAIN_FIELDS)
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:

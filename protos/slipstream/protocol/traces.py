@@ -4,13 +4,16 @@ The ids of traces and spans follow from names that controller and rollout server
 group, a member and its attempt, a publish. So no context travels between them.
 
 Consumes: spans that are over. Produces: OTLP over HTTP, from a thread of the SDK. Waits for:
-nothing; where the collector is slow or away, spans are dropped, and the SDK's log says so.
+nothing until the end, and then `CLOSE_LIMIT_S` at most; where the collector is slow or away, spans
+are dropped, and the log says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -37,6 +40,11 @@ Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 MAX_WAITING = 65_536
 # Seconds in which the collector must take a message.
 EXPORT_LIMIT_S = 5.0
+# Seconds in which it must take what is left at the end: a scheduler that stops a process kills it
+# soon, and a rollout server has an engine to close.
+CLOSE_LIMIT_S = 3.0
+
+log = logging.getLogger(__name__)
 
 
 class NamedIds(IdGenerator):
@@ -108,8 +116,13 @@ class Traces:
         span.end(_ns(time.time() if end_s is None else end_s))
 
     async def aclose(self) -> None:
-        """Sends what is left, for half a minute at most."""
-        await asyncio.to_thread(self._provider.shutdown)
+        """Sends what is left, for `CLOSE_LIMIT_S` at most; later spans are lost, as a line says."""
+        # The SDK's own limit is half a minute. Its end must not wait for this thread.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, CLOSE_LIMIT_S)
+        if closing.is_alive():
+            log.warning("the collector of traces did not take the last spans in time")
 
     def _context(self, trace: str, key: str) -> SpanContext:
         return SpanContext(

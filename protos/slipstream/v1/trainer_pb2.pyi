@@ -124,7 +124,7 @@ class Directive(_message.Message):
     def __init__(self, batch: _Optional[_Union[BatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[TrajectoryChunk, _Mapping]] = ..., publish: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., stop: _Optional[_Union[StopOrder, _Mapping]] = ..., wait: _Optional[_Union[WaitOrder, _Mapping]] = ..., store: _Optional[_Union[StoreOrder, _Mapping]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("step", "batch_id", "version", "weight_digest", "metrics", "wall_s")
+    __slots__ = ("step", "batch_id", "version", "weight_digest", "metrics", "wall_s", "advantages")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,13 +138,15 @@ class StepReport(_message.Message):
     WEIGHT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     WALL_S_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     step: int
     batch_id: str
     version: _trajectory_pb2.PolicyVersion
     weight_digest: bytes
     metrics: _containers.ScalarMap[str, float]
     wall_s: float
-    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., metrics: _Optional[_Mapping[str, float]] = ..., wall_s: _Optional[float] = ...) -> None: ...
+    advantages: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., weight_digest: _Optional[bytes] = ..., metrics: _Optional[_Mapping[str, float]] = ..., wall_s: _Optional[float] = ..., advantages: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepReceipt(_message.Message):
     __slots__ = ("version",)

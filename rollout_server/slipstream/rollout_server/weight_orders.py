@@ -80,7 +80,7 @@ class WeightOrders:
         self._committed = ""
         # An abort ends it: it waits for the other members of its publish.
         self._preparing = Abandonable()
-        self._pauses = PauseClock()
+        self._pauses, self._rest = PauseClock(), PauseClock()
         # Whether the engine rests: neither `wake` nor new weights came since the order to rest.
         self._rests = False
 
@@ -91,8 +91,8 @@ class WeightOrders:
 
     @property
     def paused_s(self) -> float:
-        """Seconds during which generation was paused for new weights."""
-        return self._pauses.total_s
+        """Seconds during which generation was paused for new weights, or rested."""
+        return self._pauses.total_s + self._rest.total_s
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
         """Queues an order; `run` carries it out after those before it."""
@@ -147,6 +147,7 @@ class WeightOrders:
                 await self._take_verdict(order.probe_verdict)
             case "rest":
                 self._rests = True
+                self._rest.begin()
                 await self._engine.rest(give_back=order.rest.give_back)
                 self._rested(fleet_pb2.Rested(number=order.rest.number))
             case "wake":
@@ -158,6 +159,7 @@ class WeightOrders:
         if self._rests and may_sample and self.version is not None:
             self._rests = False
             await self._engine.resume(self.version)
+            self._rest.end(time.monotonic())
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
         publish = self._publish = _Publish(order.order.publish_id)
@@ -274,6 +276,7 @@ class WeightOrders:
         self._dispatcher.settle(passed=False)
 
     def _note_pause(self) -> None:
+        self._rest.end(time.monotonic())
         # Before the first version there is nothing to pause.
         if self.version is not None:
             self._pauses.begin()

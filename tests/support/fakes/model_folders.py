@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from slipstream.core.models.model_tensors import needed_tensors
+from slipstream.core.models.model_sizes import ModelSizes
 
 
 def write_safetensors(
@@ -18,10 +19,21 @@ def write_safetensors(
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
 
 
+def loadable_tensors(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a folder that passes the checks, by its config.json."""
+    sizes = ModelSizes.of(values)
+    matrix = (sizes.vocab, sizes.hidden)
+    found = {"model.embed_tokens.weight": matrix, "model.norm.weight": (sizes.hidden,)}
+    for layer in range(sizes.layers):
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{layer}.{part}.weight"] = (sizes.hidden,)
+    return found if sizes.has_tied_output else found | {"lm_head.weight": matrix}
+
+
 def write_loadable_files(folder: Path) -> None:
-    """Tokenizer and weights, whose names and shapes are those of the config.json that is there."""
+    """Tokenizer and weights, which fit the config.json that is there."""
     sizes = folder / "config.json"
-    needed = needed_tensors(json.loads(sizes.read_text())) if sizes.exists() else {}
-    write_safetensors(folder / "model.safetensors", beside=needed)
+    tensors = loadable_tensors(json.loads(sizes.read_text())) if sizes.exists() else {}
+    write_safetensors(folder / "model.safetensors", beside=tensors)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

@@ -1,9 +1,14 @@
 """Settings of a run that is never started."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import pytest
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
 SMALLEST: dict[str, dict[str, object]] = {
@@ -25,3 +30,24 @@ def small_config(**tables: object) -> Config:
 
 def config_of(folder: Path, **run: object) -> Config:
     return small_config(run={"dir": str(folder), **run})
+
+
+def config_with(changes: Mapping[str, object] = MappingProxyType({})) -> Config:
+    """The smallest settings with other values, each by its dotted key."""
+    table: dict[str, Any] = copy.deepcopy(SMALLEST)
+    for key, value in changes.items():
+        *parents, last = (int(part) if part.isdigit() else part for part in key.split("."))
+        place: Any = table
+        for parent in parents:
+            place = place.setdefault(parent, {}) if isinstance(place, dict) else place[parent]
+        place[last] = value
+    return parse_config(table, source="test")
+
+
+def refusal_of(changes: Mapping[str, object]) -> str:
+    """The one line with which the smallest settings are refused with these values."""
+    with pytest.raises(ConfigError) as caught:
+        config_with(changes)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.removeprefix("test: ")

@@ -14,9 +14,9 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ImagePlace, Trajectory
-from slipstream.environments.colours import COLOURS, square_png
 from slipstream.learner.trainer.batches.batch import Batch
 
+from deploy.environments.colours import COLOURS, square_png
 from support.fakes.fake_controller import (
     FakeController,
     batch_order,

@@ -17,8 +17,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
-from slipstream.environments.colours import COLOURS, square_png
 
+from deploy.environments.colours import COLOURS, square_png
 from support.fakes.fake_controller import make_trajectory
 from support.ranks.rank_program import kept, likelier, opened, weights_of
 

@@ -1,8 +1,11 @@
 """Examples of all commands, and the completion of shells."""
 
+import importlib
+import inspect
 import shlex
 import subprocess
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,12 @@ def test_the_example_of_a_command_is_one_that_it_takes(
 ) -> None:
     program, command, *rest = shlex.split(EXAMPLES[name])
     assert (program, command) == ("slipstream", name)
-    assert callable(parse([command, *rest]).execute)
+    execute = parse([command, *rest]).execute
+    if isinstance(execute, partial):
+        reference, names, named = execute.args
+        module, _, function = reference.partition(":")
+        signature = inspect.signature(getattr(importlib.import_module(module), function))
+        signature.bind(*(names or ["arguments"]), **dict.fromkeys(named))
     with pytest.raises(SystemExit, match="0"):
         parse([name, "--help"])
     assert (

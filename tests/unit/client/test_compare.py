@@ -63,7 +63,7 @@ def test_the_page_holds_all_curves_and_asks_for_nothing(first: Path, tmp_path: P
     out = tmp_path / "both.html"
     compare([first, a_run(tmp_path / "third", rows(3, 1.0))], out)
     page = out.read_text()
-    (data,) = re.findall(r'id="curves">(.*)</script>', page)
+    (data,) = re.findall(r'id="given">(.*)</script>', page)
     assert "<" not in data
     curves = dict(json.loads(data)["curves"])
     assert curves["own/<report>"] == [[[12, 3.0]], []]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from slipstream.client.answers import observation
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.environments.colours import COLOURS, Colours, square_png
+
+from deploy.environments.colours import COLOURS, Colours, square_png
 
 RED = square_png(COLOURS["red"], 0, 0)
 

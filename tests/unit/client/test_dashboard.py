@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.dashboard import server
+from slipstream.client.dashboard.page import save_run
 from slipstream.client.dashboard.server import RunFolders, UnknownRun, open_dashboard
 from slipstream.core.errors import ConfigError
 
@@ -166,7 +167,8 @@ def test_the_page_has_each_place_that_its_script_fills() -> None:
     folder = Path(server.__file__).parent
     named = set(re.findall(r'byId\("(\w+)"\)', (folder / "page.js").read_text()))
     assert {"waiting", "unended"} <= named
-    assert named <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
+    # A page that was sent has its data there.
+    assert named - {"given"} <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
 
 
 def test_the_page_shows_context_and_samples_of_each_turn() -> None:
@@ -202,3 +204,82 @@ def test_a_trace_is_served_as_it_was_written(port: int, runs: Path) -> None:
     status, body = get(port, "/api/runs/one/trace")
     assert (status, json.loads(body)) == (200, written)
     assert [line["has_trace"] for line in RunFolders(runs).overview()] == [True]
+
+
+def group(step: int, *rewards: float) -> dict:
+    numbers = {"rewards": rewards, "sampled_tokens": [3] * len(rewards), "surprisal": [0.5, None]}
+    return {"step": step, "environment": "e", "task_index": 4, **numbers}
+
+
+def test_the_numbers_of_groups_are_served_without_those_that_are_none(port: int, runs: Path):
+    assert get(port, "/api/runs/one/groups") == (200, "[]")
+    lines = [group(1, 0.0, 1.0), group(2, 1.0) | {"rewards": ["<b>"]}, {"step": 3}]
+    (runs / "one" / "groups.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    status, text = get(port, "/api/runs/one/groups")
+    assert (status, json.loads(text)) == (200, [json.loads(json.dumps(lines[0]))])
+
+
+def saved(folder: Path, out: Path) -> dict:
+    """Returns the answers that the page of a run holds."""
+    assert save_run(folder, out) == 0
+    page = out.read_text()
+    (data,) = re.findall(r'id="given">(.*)</script>', page)
+    assert "<" not in data
+    assert not re.search(r"\b(src|href)=|import |</script>.*</script>.*</script>", page)
+    return json.loads(data)
+
+
+def test_a_run_can_be_sent_as_one_page_with_what_the_server_answers(port: int, runs: Path):
+    samples = [{"step": step, "reply": "</script><b>"} for step in (1, 2)]
+    text = "".join(json.dumps(each) + "\n" for each in samples)
+    (runs / "one" / "trajectories.jsonl").write_text(text)
+    (runs / "one" / "groups.jsonl").write_text(json.dumps(group(1, 0.5)) + "\n")
+    answers = saved(runs / "one", runs / "page.html")
+    (overview,) = answers.pop("/api/runs")
+    assert (overview["name"], overview["has_trace"]) == ("one", False)
+    metrics = answers.pop("/api/runs/one/metrics?from=0")
+    assert metrics["rows"] == [{"step": 0, "reward_mean": 0.5}]
+    assert set(answers) == {
+        f"/api/runs/one/{what}"
+        for what in (
+            "trajectories",
+            "trajectories?step=1",
+            "trajectories?step=2",
+            "groups",
+            "about",
+        )
+    }
+    for path, answer in answers.items():
+        assert json.loads(get(port, path)[1]) == answer
+    # The script takes these answers in place of the server's.
+    assert "if (sent) return sent[path];" in (runs / "page.html").read_text()
+
+
+def test_a_page_of_many_steps_shows_some_of_them_and_the_last(tmp_path: Path) -> None:
+    rows = [{"step": step} for step in range(5001)]
+    answers = saved(a_run(tmp_path, "long", *rows), tmp_path / "page.html")
+    steps = [row["step"] for row in answers["/api/runs/long/metrics?from=0"]["rows"]]
+    assert steps == [*range(0, 5000, 6), 5000]
+    assert answers["/api/runs/long/trajectories"]["steps"] == []
+
+
+def test_a_page_leaves_out_the_replies_of_old_steps_where_all_are_too_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path, "wordy", {"step": 0})
+    lines = [{"step": step, "reply": "a" * (3 << 20)} for step in range(1, 7)]
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    answers = saved(run, tmp_path / "page.html")
+    assert answers["/api/runs/wordy/trajectories"]["steps"] == [2, 3, 4, 5, 6]
+    assert "/api/runs/wordy/trajectories?step=1" not in answers
+    assert "the replies of 1 older step were left out" in capsys.readouterr().out
+
+
+def test_a_page_is_of_one_run_and_replaces_no_file(runs: Path) -> None:
+    with pytest.raises(ConfigError, match="--out needs the folder of one run with metrics"):
+        save_run(runs, runs / "page.html")
+    (runs / "page.html").touch()
+    with pytest.raises(ConfigError, match=r"page\.html exists already: remove it"):
+        save_run(runs / "one", runs / "page.html")
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
+        save_run(runs / "one", runs / "absent" / "page.html")

@@ -48,6 +48,14 @@ def test_a_run_whose_servers_are_slow_wants_servers() -> None:
     assert advise(slow).best.name in ("server_more", "group_halved")
 
 
+def test_fleets_that_share_devices_in_turns_are_advised_no_other_sizes() -> None:
+    shared = replace(PROFILE, resting_order_s=0.0)
+    assert set(gains(shared)) == {
+        *("staleness_doubled", "staleness_halved", "group_doubled", "group_halved")
+    }
+    assert advise(shared).wanted_servers == SETTING.servers
+
+
 def test_a_run_whose_trainer_is_slow_wants_ranks_and_gives_servers_back() -> None:
     # 16 * 120 tokens of 2 ms each on two ranks.
     slow = replace(PROFILE, training_token_s=0.002)

@@ -54,6 +54,16 @@ def test_without_staleness_the_fleets_work_one_after_the_other() -> None:
     assert step_s(slow, max_staleness=0) == pytest.approx(1.0 + 0.5 + 0.25 + 0.25)
 
 
+def test_fleets_in_turns_never_work_at_the_same_time() -> None:
+    slow = replace(PROFILE, training_fixed_s=0.5, publish_s=0.25, order_s=0.25)
+    # 8 episodes take the engine a second, and a step has 4 of them.
+    rests = replace(slow, resting_order_s=0.25)
+    assert step_s(rests) == pytest.approx(0.5 + 0.5 + 0.25 + 0.25)
+    assert step_s(rests, max_staleness=0) == pytest.approx(1.0 + 0.5 + 0.25 + 0.25)
+    # An engine that rests from the start of training works in the time before.
+    assert step_s(replace(slow, resting_order_s=0.0)) == pytest.approx(0.5 + 0.5 + 0.25)
+
+
 def test_a_bound_lets_so_many_steps_pass_in_the_time_of_a_reply() -> None:
     # A group that starts with version u ends 1 s later, and its step makes version u + 2.
     fast = replace(PROFILE, training_fixed_s=0.2, places=64)

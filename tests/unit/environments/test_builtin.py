@@ -3,7 +3,6 @@ import itertools
 import pytest
 from slipstream.environments.arithmetic import Addition, Arithmetic, find_answer
 from slipstream.environments.echo import Echo, Others, split_pairs
-from slipstream.environments.guess import GuessNumber
 
 
 @pytest.mark.parametrize("num_symbols", [3, 8, 26])
@@ -144,45 +143,6 @@ def test_arithmetic_refuses_arguments_that_cannot_work(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Arithmetic(**arguments)
-
-
-def test_a_number_is_found_by_halving() -> None:
-    for number in GuessNumber(high=20).tasks():
-        environment = GuessNumber(high=20, max_guesses=5)
-        environment.reset(number)
-        low, high, guesses = 1, 20, 0
-        while True:
-            guess = (low + high) // 2
-            result = environment.step(f"I say {guess}")
-            guesses += 1
-            if result.done:
-                break
-            if result.messages[0].content == "higher":
-                low = guess + 1
-            else:
-                high = guess - 1
-        assert result.reward == pytest.approx(1 - (guesses - 1) / 5)
-        assert result.metrics == {"guesses": guesses, "found": 1}
-
-
-def test_a_number_that_is_not_found_gives_no_reward() -> None:
-    environment = GuessNumber(high=5, max_guesses=2)
-    environment.reset(4)
-    first = environment.step("no idea")
-    assert (first.done, first.messages[0].content) == (False, "a number")
-    last = environment.step("1")
-    assert (last.done, last.reward, last.metrics["found"]) == (True, 0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"high": 1}, "high must be at least 2"), ({"max_guesses": 0}, "max_guesses must be at")],
-)
-def test_guessing_refuses_arguments_that_cannot_work(
-    arguments: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        GuessNumber(**arguments)
 
 
 def test_others_are_the_letters_that_the_prompt_lacks() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.client.environment import Reply
 from slipstream.client.launch.preflight import check_environments
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.environments.judge import Judge, JudgeError
-from slipstream.environments.judged import Judged
+from slipstream.environments.judged import Judged, Rewarded, RewardModel
 from support.fakes.small_configs import config_of
 from support.rigs.waiting import until
 
@@ -32,6 +33,7 @@ class Endpoint:
         self.answers: list[Any] = []
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.paths: list[str] = []
         self.encodings: list[str] = []
         self.at_s: list[float] = []
         self.open = self.most_open = 0
@@ -57,6 +59,7 @@ class Endpoint:
         with self._lock:
             self.asked.append(body)
             self.keys.append(request.headers["authorization"])
+            self.paths.append(request.path)
             self.encodings.append(request.headers["accept-encoding"])
             self.at_s.append(time.monotonic())
             self.open += 1
@@ -198,11 +201,13 @@ async def test_a_judge_that_is_silent_is_given_up(endpoint: Endpoint) -> None:
     assert len(endpoint.asked) == 2
 
 
-def plain(body: bytes, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+def plain(
+    body: bytes, status: int = 200, **headers: str
+) -> Callable[[BaseHTTPRequestHandler], None]:
     """Answers with these bytes and headers, as JSON unless they say otherwise."""
 
     def answer(request: BaseHTTPRequestHandler) -> None:
-        request.send_response(200)
+        request.send_response(status)
         given = {"content_type": "application/json", "content_length": str(len(body))} | headers
         for name, value in given.items():
             request.send_header(name.replace("_", "-"), value)
@@ -376,3 +381,84 @@ async def test_a_judge_as_the_run_started_needs_adapters_before_anything_starts(
     )
     adapters = config.lora.model_copy(update={"rank": 4, "publish": "adapters"})
     await check_environments(config.model_copy(update={"lora": adapters}))
+
+
+ASKED = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+
+
+def classes(said: object, status: int = 200) -> Callable[[BaseHTTPRequestHandler], None]:
+    return plain(json.dumps(said).encode(), status)
+
+
+def outputs(*values: float) -> Callable[[BaseHTTPRequestHandler], None]:
+    return classes({"data": [{"index": 0, "probs": list(values), "num_classes": len(values)}]})
+
+
+async def test_the_score_is_the_output_of_the_chosen_label(endpoint: Endpoint) -> None:
+    endpoint.answers = [outputs(-3.5), outputs(0.1, 0.9)]
+    assert await RewardModel(endpoint.url, "reward", api_key="k").score(ASKED) == -3.5
+    model = RewardModel(endpoint.url, "reward", label=1, as_probability=True)
+    assert await model.score(ASKED) == 0.9
+    body = {"model": "reward", "messages": ASKED}
+    assert endpoint.asked == [body | {"use_activation": is_so} for is_so in (False, True)]
+    assert endpoint.paths == ["/classify"] * 2
+    assert endpoint.keys[0] == "Bearer k"
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        (classes({"error": {"message": "too long"}}, 400), "failed: BadRequestError: .*too long"),
+        (classes({}, 503), "failed: InternalServerError"),
+        (outputs(), "has 0 outputs, no number 0"),
+        (outputs(float("nan")), "must give a finite number, got nan"),
+        (classes({"data": []}), "must answer as vLLM's /classify does"),
+        (classes({"data": [{"probs": ["x"]}]}), "must answer as vLLM's /classify does"),
+        (classes({"choices": []}), "must answer as vLLM's /classify does"),
+    ],
+)
+async def test_a_reward_model_without_a_score_is_a_failure_with_its_cause(
+    answer: Any, cause: str, endpoint: Endpoint
+) -> None:
+    endpoint.answers = [answer]
+    model = RewardModel(endpoint.url, "reward", api_key="a secret", max_retries=1)
+    with pytest.raises(JudgeError, match=cause) as failed:
+        await model.score(ASKED)
+    assert str(failed.value).startswith(f"the reward model reward at {endpoint.url}")
+    assert "\n" not in str(failed.value)
+    assert "a secret" not in str(failed.value)
+
+
+async def test_a_rewarded_environment_scores_question_and_reply(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"topic": "red"}\n')
+    endpoint.answers = [outputs(1.25)]
+    environment = Rewarded(
+        str(path), endpoint.url, "reward", question="topic", instruction="What is {question}?"
+    )
+    (message,) = environment.reset(environment.tasks()[0])
+    found = await environment.step(Reply("<think>hm</think>a colour", content="a colour"))
+    assert (found.reward, found.done, message.content) == (1.25, True, "What is red?")
+    assert endpoint.asked[0]["messages"] == [
+        {"role": "user", "content": "What is red?"},
+        {"role": "assistant", "content": "a colour"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"label": -1}, "label must be at least 0, got -1"),
+        ({"question": "q"}, "row 1: column 'q' must hold a text; the columns are 'question'"),
+    ],
+)
+def test_a_rewarded_environment_says_what_cannot_work(
+    options: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "a"}\n')
+    with pytest.raises(ConfigError) as refused:
+        Rewarded(str(path), "http://127.0.0.1:1/v1", "reward", **options)
+    assert cause in str(refused.value)

@@ -166,10 +166,7 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
         ({"judge": f"{__name__}:blind"}, f"judge {__name__}:blind must take the argument reply"),
         ({"split": "test"}, "split must be one of all, train, heldout, got 'test'"),
         ({"instruction": "?"}, "instruction must contain {question}, got '?'"),
-        (
-            {"limit": 0},
-            "heldout_one_in must be at least 2 and limit at least 1, got 10 and 0",
-        ),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, message):

@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -10,7 +10,6 @@ from slipstream.protocol.bounds import (
     check_bounds,
     decode,
     max_message_bytes,
-    unbounded_fields,
 )
 from slipstream.v1 import (
     bounds_pb2,
@@ -38,6 +37,27 @@ def bounded_fields() -> Iterator[tuple[Descriptor, FieldDescriptor]]:
             # The size of the whole message ends longer ones first.
             if bound is not None and bound.max_items <= 1 << 17:
                 yield message, field
+
+
+def unbounded_fields(descriptors: Iterable[Descriptor]) -> list[str]:
+    """The fields that must state a bound and state none, or half of one."""
+    fields = (field for descriptor in descriptors for field in descriptor.fields)
+    return [field.full_name for field in fields if not is_bounded(field)]
+
+
+def is_bounded(field: FieldDescriptor) -> bool:
+    bound, entry = bound_of(field), field.message_type
+    is_map = entry is not None and entry.GetOptions().map_entry
+    if field.is_repeated and (bound is None or not bound.max_items):
+        return False
+    for part in entry.fields if is_map else [field]:
+        if part.message_type or part.enum_type or part.type == FieldDescriptor.TYPE_BOOL:
+            continue
+        if bound is None or not (
+            bound.max_bytes if part.type in TEXTS else bound.any or bound.max > bound.min
+        ):
+            return False
+    return True
 
 
 def test_every_field_of_every_message_states_a_bound() -> None:

@@ -107,6 +107,23 @@ export function draw(figure, title, series) {
   svg.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); label(null); });
 }
 
+// How often values fall into each of `count` equal parts of their range.
+export function bars(figure, title, values, count = 24) {
+  const caption = element("figcaption"), xs = span(values);
+  const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title }, null, NS);
+  figure.replaceChildren(caption, svg);
+  caption.append(element("b", {}, title), element("span", {}, `${number(values.length)} episodes`));
+  if (xs === null) return;
+  const counts = new Array(count).fill(0), width = (WIDTH - LEFT - RIGHT) / count;
+  for (const value of values) counts[Math.min(count - 1, Math.floor((value - xs[0]) / (xs[1] - xs[0]) * count))] += 1;
+  const most = Math.max(...counts), high = HEIGHT - TOP - BOTTOM;
+  counts.forEach((found, place) => svg.append(element("rect", { class: "s0", x: LEFT + place * width, width: width - 1,
+    y: TOP + high * (1 - found / most), height: high * found / most }, null, NS)));
+  svg.append(element("text", { x: LEFT - 6, y: TOP + 8, "text-anchor": "end" }, tick(most), NS));
+  for (const at of ticks(xs[0], xs[1], 5))
+    svg.append(element("text", { x: LEFT + (at - xs[0]) / (xs[1] - xs[0]) * (WIDTH - LEFT - RIGHT), y: HEIGHT - 5, "text-anchor": "middle" }, tick(at), NS));
+}
+
 function nearest(points, at) {
   let low = 0, high = points.length - 1;
   while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < at) low = middle; else high = middle; }

@@ -1,5 +1,5 @@
+import { bars, draw, element, number } from "./chart.js";
 // Follows one run: asks every two seconds for the new rows of its files.
-import { draw, element, number } from "./chart.js";
 
 const PERIOD_MS = 2000, LIVE_S = 60;
 const CHARTS = [
@@ -32,12 +32,17 @@ const CHANGES = {
   rank_less: "one data-parallel rank less", staleness_doubled: "max_staleness doubled", staleness_halved: "max_staleness halved",
   group_doubled: "group_size doubled", group_halved: "group_size halved",
 };
-const LAST = 10;
+const HISTOGRAMS = [["lengths", "sampled_tokens", "Sampled tokens of an episode"], ["surprises", "surprisal", "Mean of -log p of an episode, nats"]];
+const LAST = 10, MOST_TASKS = 200;
 const byId = (id) => document.getElementById(id);
 const EVERYWHERE = "all";
 const run = { name: "", end: 0, series: new Map(), step: null, chosen: new Set(), view: "charts", environment: EVERYWHERE };
 
+// A page that was sent to somebody has all answers.
+const sent = byId("given") && JSON.parse(byId("given").textContent);
+
 async function ask(path) {
+  if (sent) return sent[path];
   const answer = await fetch(path);
   if (!answer.ok) throw new Error(`${path}: ${await answer.text()}`);
   return answer.json();
@@ -181,6 +186,12 @@ function addTurns(box, turns, hasPrompt, isShown = () => {}) {
   });
 }
 
+// Runs of older versions have neither.
+function beside(one) {
+  return [["advantage", one.advantage], ["lag", one.lag]].filter(([, value]) => typeof value === "number")
+    .flatMap(([name, value]) => [`${name} ${number(value)}`, element("br")]);
+}
+
 async function showReplies() {
   const query = run.step === null ? "" : `?step=${run.step}`;
   const found = await ask(of(run.name, `trajectories${query}`));
@@ -205,13 +216,33 @@ async function showReplies() {
     for (const one of members) {
       const item = element("article"), side = element("div");
       const versions = one.versions.map(([count, version]) => `${count} by version ${version}`).join(", ");
-      side.append(element("b", {}, `reward ${number(one.reward)}`), element("br"), `${one.status}`, element("br"), `tokens: ${versions}`);
+      side.append(element("b", {}, `reward ${number(one.reward)}`), element("br"), ...beside(one), `${one.status}`, element("br"), `tokens: ${versions}`);
       for (const [name, value] of Object.entries(one.metrics ?? {})) side.append(element("br"), `${name}: ${number(value)}`);
       item.append(side, conversation(one));
       box.append(item);
     }
     return box;
   }));
+}
+
+const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
+
+// Rewards by task, the hardest first, and how lengths and surprisal of the newest step spread.
+async function showTasks() {
+  const groups = await ask(of(run.name, "groups")), tasks = new Map();
+  for (const one of groups.filter((group) => group.rewards.length)) {
+    const key = `${one.environment}, task ${one.task_index}`;
+    if (!tasks.has(key)) tasks.set(key, []);
+    tasks.get(key).push([one.step, mean(one.rewards)]);
+  }
+  const lines = [...tasks].map(([key, found]) => [key, found, mean(found.map(([, reward]) => reward))]).sort((a, b) => a[2] - b[2]);
+  const shown = lines.slice(0, MOST_TASKS), newest = groups.filter((group) => group.step === groups.at(-1).step);
+  byId("sampled").textContent = groups.length ? `${number(tasks.size)} tasks in ${number(groups.length)} groups of sampled steps`
+    + (shown.length < lines.length ? `; the ${number(shown.length)} hardest are shown` : "") : "no step was sampled yet";
+  cells(byId("rewards"), [["", "groups", "mean reward", "first", "last"], ...shown.map(([key, found, all]) =>
+    [key, number(found.length), number(all), `${number(found[0][1])} in step ${found[0][0]}`, `${number(found.at(-1)[1])} in step ${found.at(-1)[0]}`])]);
+  for (const [id, name, title] of HISTOGRAMS)
+    bars(byId(id), groups.length ? `${title}, step ${groups.at(-1).step}` : title, newest.flatMap((group) => group[name]).filter((one) => one !== null));
 }
 
 async function showAbout() {
@@ -235,6 +266,7 @@ async function open(view) {
   }
   remember();
   if (view === "replies") await showReplies();
+  if (view === "tasks") await showTasks();
   if (view === "about") await showAbout();
 }
 
@@ -266,7 +298,7 @@ async function tick() {
   if (!runs.length) { byId("state").textContent = "no run has written metrics yet"; return; }
   if (!run.name) {
     const [wanted, view] = remembered();
-    if (["replies", "about"].includes(view)) run.view = view;
+    if (["replies", "tasks", "about"].includes(view)) run.view = view;
     menu.value = runs.some((one) => one.name === wanted) ? wanted : runs[0].name;
     await choose(menu.value);
   } else await follow();
@@ -278,7 +310,7 @@ async function tick() {
   const steps = run.series.get("reward_mean")?.at(-1)?.[0];
   const at = steps === undefined ? "" : `, version ${number(steps)}`;
   state.textContent = (line.state || (isLive ? (steps === undefined ? "is starting" : "is training") : "has not written for a while")) + at;
-  byId("trace").hidden = !line.has_trace;
+  byId("traced").hidden = !line.has_trace;
   byId("trace").href = of(run.name, "trace");
   byId("waiting").hidden = hasSteps || Boolean(line.state);
   byId("stepless").hidden = hasSteps || !line.state;
@@ -300,4 +332,4 @@ byId("environment").addEventListener("change", (event) => guarded(() => { run.en
 byId("metric").addEventListener("change", (event) => { if (event.target.value) run.chosen.add(event.target.value); event.target.value = ""; show(); });
 for (const button of document.querySelectorAll("nav button"))
   button.addEventListener("click", () => guarded(() => open(button.dataset.view)));
-(async () => { for (;;) { await guarded(tick); await new Promise((done) => setTimeout(done, PERIOD_MS)); } })();
+(async () => { for (;;) { await guarded(tick); if (sent) return; await new Promise((done) => setTimeout(done, PERIOD_MS)); } })();

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,11 +24,12 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED, TRACE, log_path
+from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPENDED, TRACE, log_path
 
 # Largest part of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20
 MOST_SAMPLES = 256
+MOST_GROUPS = 20_000
 _TAIL_BYTES = 64 << 10
 # Number of steps that no run has.
 _MOST_STEPS = 10**12
@@ -45,7 +46,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|about|trace)")
+_RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|groups|about|trace)")
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
@@ -126,6 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         answers: dict[str, Callable[[], object]] = {
             "metrics": lambda: vars(self.folders.metrics(name, _number(query, "from", 0))),
             "trajectories": lambda: self.folders.trajectories(name, _number(query, "step", None)),
+            "groups": lambda: self.folders.groups(name),
             "about": lambda: self.folders.about(name),
             "trace": lambda: self.folders.trace(name),
         }
@@ -209,16 +211,16 @@ class RunFolders:
         """Returns rows of metrics.jsonl from byte `begin` on; raises UnknownRun."""
         return _lines(self._of(name) / METRICS, begin)
 
+    def all_metrics(self, name: str) -> list[dict[str, Any]]:
+        """Returns all rows of metrics.jsonl; raises UnknownRun."""
+        return [row for part in self._parts(self._of(name) / METRICS) for row in part]
+
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
         """Returns the steps with kept trajectories, and those of `step`, the newest one if None."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
-        path, begin, is_all = self._of(name) / SAMPLES, 0, False
-        while not is_all:
-            part = _lines(path, begin)
-            is_all = part.is_all or part.end == begin
-            begin = part.end
-            for row in part.rows:
+        for part in self._parts(self._of(name) / SAMPLES):
+            for row in part:
                 number = row.get("step")
                 if not isinstance(number, int | float) or not abs(number) <= _MOST_STEPS:
                     continue
@@ -233,6 +235,21 @@ class RunFolders:
         shown = step if step is not None else max(kept, default=None)
         rows = list(kept.get(shown, ())) if shown is not None else []
         return {"steps": sorted(set(steps)), "step": shown, "trajectories": rows}
+
+    def groups(self, name: str) -> list[dict[str, Any]]:
+        """Returns the newest `MOST_GROUPS` lines of groups.jsonl; raises UnknownRun."""
+        kept: deque[dict[str, Any]] = deque(maxlen=MOST_GROUPS)
+        for part in self._parts(self._of(name) / GROUPS):
+            kept.extend(row for row in part if _is_group(row))
+        return list(kept)
+
+    def _parts(self, path: Path) -> Iterator[list[dict[str, Any]]]:
+        """Yields the rows of a whole file, part by part."""
+        begin, is_all = 0, False
+        while not is_all:
+            part = _lines(path, begin)
+            is_all, begin = part.is_all or part.end == begin, part.end
+            yield part.rows
 
     def about(self, name: str) -> dict[str, Any]:
         """Returns the summary of a run that has ended, and the end of the controller's log."""
@@ -257,6 +274,15 @@ class RunFolders:
         if not self._folder.is_dir():
             return []
         return [folder for folder in self._folder.iterdir() if _is_run(folder)]
+
+
+def _is_group(row: Mapping[str, Any]) -> bool:
+    """Whether the row has a list of numbers, or None, under each name that the page reads."""
+    lists = [row.get(name) for name in ("rewards", "sampled_tokens", "surprisal")]
+    return all(
+        isinstance(values, list) and all(v is None or isinstance(v, int | float) for v in values)
+        for values in lists
+    )
 
 
 def _is_run(folder: Path) -> bool:

@@ -163,7 +163,7 @@ class Pods:
         return f"    ports: [{', '.join(each)}]\n"
 
     def _metrics_rule(self) -> str:
-        """Returns what lets Prometheus in, which has a token."""
+        """Returns the rule that lets Prometheus in, which has a token."""
         first, last = self.metrics_port, self.metrics_port + 1
         return f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
 

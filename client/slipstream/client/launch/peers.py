@@ -67,7 +67,7 @@ async def compare(
     """Compares this host with the controller's; raises ConfigError for the first difference.
 
     A node of the learner must have all that ranks share: for checkpoints, the run's folder too.
-    `is_awaited`: what answers waits until this host has compared everything.
+    `is_awaited`: the controller keeps answering until this host has compared everything.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)

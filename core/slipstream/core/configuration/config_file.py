@@ -190,7 +190,7 @@ def check_sizes(config: Config) -> list[str]:
         num_experts=sizes.experts,
         latent_tp=config.learner.parallel.tp if sizes.latent_size else 0,
         has_delta_nets=sizes.family.is_delta,
-        has_fused_experts=bool(sizes.family.experts and sizes.family.experts.fused),
+        has_fused_experts=bool(sizes.family.experts and sizes.family.experts.is_fused),
     )
     problems = (
         role_problems(config, sizes),

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from slipstream.core.errors import ConfigError
-
 # A config.json, or a table within it.
 Table: TypeAlias = Mapping[str, Any]
 # The values that a field may have, None among them if it may be left out.
@@ -67,19 +65,11 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of a layer, by the names of their tensors."""
+    """The experts of a layer."""
 
-    prefix: str = "mlp."
-    # Names of gate, up and down.
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    router: str = "gate"
-    # One tensor for all experts of a layer: in the form in which tokens multiply it, or turned.
-    fused: Literal["", "as multiplied", "turned"] = ""
-    # Whether router and experts have biases, and whether a bias helps to choose experts.
-    is_biased: bool = False
-    has_choice_bias: bool = False
-    # Experts that every token goes to: several without a gate, or one with a gate.
-    shared: Literal["several", "gated"] = "gated"
+    # Whether files hold one tensor for all experts of a layer.
+    is_fused: bool = False
+    # Whether there must be an expert that every token goes to.
     needs_shared: bool = False
     # Whether the weights of a token's experts add up to 1 if config.json does not say so.
     is_normalized: bool = False
@@ -91,14 +81,10 @@ class VisionFacts:
 
     # The token that stands for features of an image, unless config.json says another.
     image_token: int
-    # Returns name and shape of each tensor; raises ConfigError for sizes that are no numbers.
-    tower: Callable[[Table], dict[str, Shape]]
     # The layers behind which the tower adds features, unless config.json says others.
     deep_layers: tuple[int, ...] = ()
     # Which of two tables says whether embeddings are tied: the outer, either, or both the same.
     ties: Literal["outer", "either", "same"] = "outer"
-    # What stands before the names of the decoder's tensors in place of "model.".
-    prefix: str = "model.language_model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +96,8 @@ class Nested:
     model_type: str
     # Published files leave out fields of text_config that have transformers' defaults.
     defaults: Table = field(default_factory=dict)
-    # Returns name and shape of each tensor of tower and projector; None if no run has images.
-    tower: Callable[[Table], dict[str, Shape]] | None = None
+    # Whether a run may have images.
+    has_tower: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +142,11 @@ class Family:
     # Parts of a layer.
     norms: tuple[str, ...] = ("input", "post_attention")
     query_norm: Literal["", "head", "whole"] = ""
-    # Whether queries, keys and values have biases, or the field that says so.
-    attention_bias: bool | str = False
     has_sinks: bool = False
     has_windows: bool = False
     has_latent_attention: bool = False
-    # Layers that read the tokens of a sequence in turn, and the names of their inputs.
+    # Layers that read the tokens of a sequence in turn.
     linear: Linear = ""
-    has_joined_inputs: bool = False
     experts: Experts | None = None
     vision: VisionFacts | None = None
     nested: Nested | None = None
@@ -216,27 +199,3 @@ def refusals(family: Family, name: str, chosen: Mapping[str, object]) -> Iterato
         if setting in family.cannot and value not in (off, None):
             shown = json.dumps(off)
             yield f"{setting} must be {shown} for a {name}: {family.cannot[setting]}, got {value!r}"
-
-
-def sizes_of_tower(values: Table, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sizes in vision_config; raises ConfigError for one that is no number."""
-    table = values.get("vision_config") or {}
-    found = {name: table.get(name, default) for name, default in defaults.items()}
-    for name, size in found.items():
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"{name} in vision_config must be a number above 0, got {size!r}")
-    return found
-
-
-def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
-    """Returns the tensors of a linear layer with a bias."""
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-
-
-def blocks(number: int, folder: str, within: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Returns the tensors of `number` equal blocks."""
-    return {
-        f"{folder}.{place}.{name}": shape
-        for place in range(number)
-        for name, shape in within.items()
-    }

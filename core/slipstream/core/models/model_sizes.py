@@ -181,7 +181,7 @@ def normalizes_experts(values: Mapping[str, Any]) -> bool:
 def _has_vision(values: Mapping[str, Any]) -> bool:
     family = family_of(values)
     if is_nested(values):
-        return family.nested is not None and family.nested.tower is not None
+        return family.nested is not None and family.nested.has_tower
     return family.vision is not None
 
 

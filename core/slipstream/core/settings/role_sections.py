@@ -107,7 +107,7 @@ class CriticSection(Section):
 def served_problems(
     reference: ReferenceSection | None, algorithms: EnvironmentAlgorithms, temperature: float
 ) -> Iterator[str]:
-    """Yields one line for each rule that likely tokens and a reference behind a server break."""
+    """Yields one line for each rule that top-k divergences or a reference server break."""
     users = [each.kl.estimator for each in algorithms.distinct if each.kl.uses_top_k]
     top_k = reference.top_k if reference is not None else 0
     if users and not top_k:

@@ -9,11 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.packages import (
-    check_at_least,
-    import_function,
-    import_package,
-)
+from slipstream.environments.arguments import check_at_least
+from slipstream.environments.frameworks.packages import import_function, import_package
 from slipstream.environments.frameworks.splits import Seeds, Split
 
 # A space of gymnasium, and one of its values.

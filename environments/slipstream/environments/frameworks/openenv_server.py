@@ -1,6 +1,6 @@
 """A server of an environment that a worker starts: a program, or a container image run by Docker.
 
-Waits for: the port to answer. Unblocked by: it, the end of the process, or the limit.
+Waits for: the port to answer. Unblocked by: an answer, the end of the process, or the limit.
 """
 
 import asyncio

@@ -63,15 +63,3 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
         return ConfigError(f"{what} {name!r}; {did_you_mean(near)}")
     shown = ", ".join([*known[:MAX_SHOWN_NAMES], *["..."] * (len(known) > MAX_SHOWN_NAMES)])
     return ConfigError(f"{what} {name!r}; it has {shown}")
-
-
-def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
-    """Refuses a value that is not `allowed`, by the argument's name."""
-    if value not in (allowed := tuple(allowed)):
-        raise ConfigError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def check_at_least(argument: str, value: int | None, least: int) -> None:
-    """Refuses a number below `least`, by the argument's name; None is no number."""
-    if value is not None and value < least:
-        raise ConfigError(f"{argument} must be at least {least}, got {value}")

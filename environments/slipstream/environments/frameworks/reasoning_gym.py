@@ -10,13 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
+from slipstream.environments.arguments import check_at_least, check_choice, check_holds
 from slipstream.environments.arithmetic import NUMBER
-from slipstream.environments.frameworks.packages import (
-    check_at_least,
-    check_choice,
-    import_package,
-    unknown_name,
-)
+from slipstream.environments.frameworks.packages import import_package, unknown_name
 from slipstream.environments.frameworks.splits import Chance, Split
 
 # Questions that one data set of the package is asked for; its successor has another seed.
@@ -73,8 +69,7 @@ class ReasoningGym(Environment[Entry]):
         """
         self._split = Split(split, heldout_one_in)
         check_at_least("num_tasks", num_tasks, 1)
-        if "{question}" not in instruction:
-            raise ConfigError(f"instruction must contain {{question}}, got {instruction!r}")
+        check_holds("instruction", instruction, "{question}")
         try:
             importlib.import_module("pycosat")
         except ModuleNotFoundError:

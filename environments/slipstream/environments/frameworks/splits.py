@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slipstream.environments.frameworks.packages import check_at_least, check_choice
+from slipstream.environments.arguments import check_at_least, check_choice
 
 SPLITS = ("train", "heldout")
 
@@ -51,7 +51,7 @@ class Seeds:
 
 
 class Chance:
-    """The numbers that `random` and numpy give while it is in use; it goes on where it stopped.
+    """A state of `random` and numpy that is in force inside `with`, and goes on where it stopped.
 
     Frameworks draw from the random numbers of the whole process, which all episodes share.
     """
@@ -63,8 +63,8 @@ class Chance:
         self._numpy = numpy.random.RandomState(seed % 2**32).get_state()
 
     @contextlib.contextmanager
-    def in_use(self, *, keep: bool = True) -> Iterator[None]:
-        """Takes the place of the process's numbers; without `keep` it stays where it is."""
+    def in_use(self) -> Iterator[None]:
+        """Takes the place of the process's numbers."""
         import numpy
 
         python_outside, numpy_outside = random.getstate(), numpy.random.get_state()
@@ -73,7 +73,6 @@ class Chance:
         try:
             yield
         finally:
-            if keep:
-                self._python, self._numpy = random.getstate(), numpy.random.get_state()
+            self._python, self._numpy = random.getstate(), numpy.random.get_state()
             random.setstate(python_outside)
             numpy.random.set_state(numpy_outside)

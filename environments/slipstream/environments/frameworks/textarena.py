@@ -1,50 +1,44 @@
 """Games of textarena: by one player, against an opponent, or with the model on every side."""
 
+import asyncio
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
+from slipstream.environments.arguments import check_at_least
 from slipstream.environments.frameworks.packages import (
-    check_at_least,
-    check_choice,
+    Foreign,
+    import_function,
     import_package,
     unknown_name,
-)
-from slipstream.environments.frameworks.seats import (
-    LIMITS,
-    SELF,
-    ModelSeat,
-    NoRoom,
-    Player,
-    make_opponent,
 )
 from slipstream.environments.frameworks.splits import Seeds, Split
 from slipstream.environments.frameworks.textarena_game import TextArenaGame, keep_off_the_network
 
 # Seconds for one reply of the model, which may wait for weights.
 REPLY_LIMIT_S = 3600.0
+# Errors with which an endpoint of the run says that one of its limits is reached.
+LIMITS = frozenset({"max_turns_exceeded", "max_branches_exceeded", "context_length_exceeded"})
 
 
 @dataclass(frozen=True)
 class Match:
-    """One task: the seed of a game, and the player whose reward counts."""
+    """One task: the seed of a game, and the player whom the model is against an opponent."""
 
     seed: int
     player: int
 
 
 class TextArena(AgentEnvironment[Match]):
-    """Plays one game of `textarena.make(id, **kwargs)`; the reward is a player's reward.
+    """Plays one game of `textarena.make(id, **kwargs)`.
 
-    `opponent` plays the others: "self" is the model in training, "random" takes any legal move.
-    With `train = "one"` tasks take turns in which player is trained. With `train = "both"` two
-    players of a zero-sum game are: the reward is player 0's, and player 1's conversation has the
-    share -1, which is its own advantage exactly. With `train = "all"` all players are, each by its
-    own reward; that of the episode is their mean. A game that a limit of the run ends is unfinished
-    and has the reward `unfinished_reward`.
+    Without `opponent` the model is every player, and each player is trained by its own reward; that
+    of the episode is their mean. With it tasks take turns in which player the model is, whose
+    reward is that of the episode. A game that a limit of the run ends is unfinished and has the
+    reward `unfinished_reward`.
     """
 
     def __init__(
@@ -53,39 +47,26 @@ class TextArena(AgentEnvironment[Match]):
         kwargs: Mapping[str, Any] | None = None,
         *,
         num_players: int = 2,
-        train: Literal["one", "both", "all"] = "one",
-        opponent: str = SELF,
+        opponent: str | None = None,
         opponent_args: Mapping[str, Any] | None = None,
-        prompts: Literal["new", "whole"] = "new",
-        split: Literal["train", "heldout"] = "train",
+        split: str = "train",
         heldout_one_in: int = 10,
         num_tasks: int | None = None,
         seed: int = 0,
         unfinished_reward: float = 0.0,
     ) -> None:
-        """`opponent` may also be the URL of an OpenAI API, or "module:class" of an agent.
+        """`opponent` is "module:class" of an agent as textarena knows them.
 
-        `prompts`: with "new" a player's conversation goes on, and each message is what the player
-        has not seen; with "whole" each turn is a conversation of its own, with what the wrappers
-        of `id` show. Raises ConfigError for arguments that cannot work.
+        It is made once, with `opponent_args`, and plays the other players of all games. Raises
+        ConfigError for arguments that cannot work.
         """
-        check_choice("train", train, ("one", "both", "all"))
-        check_choice("prompts", prompts, ("new", "whole"))
         check_at_least("num_players", num_players, 1)
-        if train == "both" and (num_players != 2 or opponent != SELF or unfinished_reward):
-            raise ConfigError(
-                "train = 'both' is for num_players = 2, opponent = 'self' and "
-                f"unfinished_reward = 0, got {num_players}, {opponent!r} and {unfinished_reward:g}"
-            )
-        if train == "all" and opponent != SELF:
-            raise ConfigError(f"train = 'all' is for opponent = 'self', got {opponent!r}")
         keep_off_the_network()
         library = import_package("textarena", install="textarena")
         if id not in library.envs.registration.ENV_REGISTRY:
             raise unknown_name("textarena has no game", id, library.envs.registration.ENV_REGISTRY)
         self._id, self._kwargs, self._num_players = id, dict(kwargs or {}), num_players
-        self._train, self._is_whole = train, prompts == "whole"
-        self._opponent = make_opponent(opponent, opponent_args or {}, is_whole=self._is_whole)
+        self._opponent = _make_opponent(opponent, opponent_args or {})
         self._unfinished_reward = unfinished_reward
         self._seeds = Seeds(Split(split, heldout_one_in), seed, num_tasks)
         # One client for all episodes: to make one takes longer than a call.
@@ -105,58 +86,102 @@ class TextArena(AgentEnvironment[Match]):
     async def run(self, task: Match, endpoint: Endpoint) -> AgentOutcome:
         """Plays one game to its end, or to a limit of the run."""
         game = self._begin(task)
-        seats = [self._seat(player, task, endpoint) for player in range(self._num_players)]
-        trained = (task.player,) if self._train == "one" else range(self._num_players)
+        trained = {task.player} if self._opponent is not None else set(range(self._num_players))
+        seats = [self._seat(player, trained, endpoint) for player in range(self._num_players)]
         num_turns, is_unfinished = 0, False
         while not game.is_done:
             player, text = game.observe()
             try:
-                move = await seats[player].move(text, game)
+                move = await seats[player].move(text)
             except NoRoom:
                 is_unfinished = True
                 break
             num_turns += player in trained
             game.step(move)
-        return self._outcome(game, task, num_turns, is_unfinished)
-
-    def _begin(self, task: Match) -> TextArenaGame:
-        return TextArenaGame(
-            self._id, self._kwargs, self._num_players, seed=task.seed, is_whole=self._is_whole
+        rewards, invalid = {player: self._unfinished_reward for player in trained}, set[int]()
+        if not is_unfinished:
+            rewards, invalid = game.result()
+        metrics = {
+            "turns": float(num_turns),
+            "unfinished": float(is_unfinished),
+            "won": float(rewards[min(trained)] > 0),
+            "invalid": float(bool(invalid & trained)),
+        }
+        own = {_branch(player): rewards[player] for player in sorted(trained)}
+        return AgentOutcome(
+            statistics.fmean(own.values()), metrics, rewards=own if len(own) > 1 else {}
         )
 
-    def _seat(self, player: int, task: Match, endpoint: Endpoint) -> Player:
-        if self._opponent is not None and player != task.player:
-            return self._opponent(player, task.seed)
-        own = endpoint.branch(_branch(player))
-        client = self._client.with_options(base_url=own.base_url, api_key=own.api_key)
-        return ModelSeat(client, "policy", is_whole=self._is_whole, limits=LIMITS)
+    def _begin(self, task: Match) -> TextArenaGame:
+        return TextArenaGame(self._id, self._kwargs, self._num_players, seed=task.seed)
 
-    def _outcome(
-        self, game: TextArenaGame, task: Match, num_turns: int, is_unfinished: bool
-    ) -> AgentOutcome:
-        players = range(self._num_players)
-        player = task.player if self._train == "one" else 0
-        trained = {player} if self._train == "one" else set(players)
-        shares = {_branch(each): 0.0 for each in players if each not in trained}
-        if self._train == "both":
-            shares = {_branch(1): -1.0}
-        metrics = {"turns": float(num_turns), "unfinished": float(is_unfinished)}
-        if is_unfinished:
-            reward = self._unfinished_reward
-            own = {_branch(each): reward for each in players} if self._train == "all" else {}
-            return AgentOutcome(reward, metrics, shares, own)
-        rewards, invalid = game.result()
-        if self._train == "both" and rewards[0] != -rewards[1]:
-            raise ValueError(
-                f"{self._id} is no zero-sum game: it ended with {rewards[0]} and {rewards[1]}; "
-                "use train = 'all'"
+    def _seat(self, player: int, trained: set[int], endpoint: Endpoint) -> "Seat":
+        if self._opponent is not None and player not in trained:
+            return AgentSeat(self._opponent, player)
+        own = endpoint.branch(_branch(player))
+        return ModelSeat(self._client.with_options(base_url=own.base_url, api_key=own.api_key))
+
+
+class NoRoom(Exception):
+    """A limit of the run leaves no room for another reply."""
+
+
+class Seat(Protocol):
+    """The place of one player in one game."""
+
+    async def move(self, text: str) -> str:
+        """Returns the player's next move; `text` is what the player has not read yet."""
+
+
+class ModelSeat:
+    """The model in training, which reads `text` as the next message of a conversation."""
+
+    def __init__(self, client: Foreign) -> None:
+        self._client = client
+        self._messages: list[Any] = []
+
+    async def move(self, text: str) -> str:
+        """Asks the model; raises NoRoom, or another error of the API."""
+        import openai
+
+        self._messages.append({"role": "user", "content": text})
+        try:
+            answer = await self._client.chat.completions.create(
+                model="policy", messages=self._messages
             )
-        metrics["won"] = float(rewards[player] > 0)
-        metrics["invalid"] = float(bool(invalid & trained))
-        if self._train != "all":
-            return AgentOutcome(rewards[player], metrics, shares)
-        own = {_branch(each): rewards[each] for each in players}
-        return AgentOutcome(statistics.fmean(own.values()), metrics, rewards=own)
+        except openai.BadRequestError as error:
+            if error.code in LIMITS:
+                raise NoRoom from error
+            raise
+        self._messages.append(answer.choices[0].message)
+        return answer.choices[0].message.content or ""
+
+
+class AgentSeat:
+    """An agent as textarena knows them, which reads the whole game at each turn; it may block."""
+
+    def __init__(self, agent: Callable[[str], str], player: int) -> None:
+        self._agent, self._player, self._heard = agent, player, ""
+
+    async def move(self, text: str) -> str:
+        """Asks the agent, in a thread."""
+        self._heard = f"{self._heard}\n{text}".strip()
+        move = str(await asyncio.to_thread(self._agent, self._heard))
+        # What is new to a player leaves its own moves out.
+        self._heard += f"\n[Player {self._player}] {move}"
+        return move
+
+
+def _make_opponent(name: str | None, args: Mapping[str, Any]) -> Callable[[str], str] | None:
+    if name is None:
+        if args:
+            raise ConfigError(f"opponent_args are for an opponent, got {dict(args)} without one")
+        return None
+    try:
+        made: Callable[[str], str] = import_function("opponent", name)(**args)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"opponent {name}: {error}") from error
+    return made
 
 
 def _branch(player: int) -> str:

@@ -1,10 +1,7 @@
 """One game of textarena with its own chance, kept off the network."""
 
 import contextlib
-import copy
-import random
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
@@ -12,7 +9,6 @@ from slipstream.environments.frameworks.splits import Chance
 
 # Folders of nltk's data in which the resources lie that games ask for.
 NLTK_FOLDERS = ("corpora", "taggers", "tokenizers")
-OPTION = re.compile(r"\[[^\[\]\n]{1,80}\]")
 
 # A message of textarena: sender, text, kind.
 Heard: TypeAlias = tuple[int, str, Any]
@@ -26,17 +22,11 @@ class TextArenaGame:
     Each game draws from random numbers of its own: games side by side do not change each other's.
     """
 
-    def __init__(
-        self, id: str, kwargs: Mapping[str, Any], num_players: int, *, seed: int, is_whole: bool
-    ) -> None:
-        """`is_whole`: observations are what the wrappers of `id` show, not only what is new.
-
-        Raises ConfigError, which names what keeps the game from beginning.
-        """
+    def __init__(self, id: str, kwargs: Mapping[str, Any], num_players: int, *, seed: int) -> None:
+        """Raises ConfigError, which names what keeps the game from beginning."""
         import textarena
 
         self._kinds = textarena.ObservationType
-        self._is_whole = is_whole
         self._chance = Chance(seed)
         self.is_done = False
         with self._chance.in_use():
@@ -52,16 +42,13 @@ class TextArenaGame:
                 raise ConfigError(f"game {id!r}: {' '.join(str(error).split())}") from error
 
     def observe(self) -> tuple[int, str]:
-        """Returns the player whose turn it is, and what the player reads."""
+        """Returns the player whose turn it is, and what that player has not read yet."""
+        innermost = self._game
+        while "env" in vars(innermost):
+            innermost = innermost.env
         with self._chance.in_use():
-            if self._is_whole:
-                player, text = self._game.get_observation()
-                return player, text if isinstance(text, str) else self._text(player, text)
-            innermost = self._game
-            while "env" in vars(innermost):
-                innermost = innermost.env
             player, heard = innermost.get_observation()
-            return player, self._text(player, heard)
+        return player, self._text(player, heard)
 
     def step(self, move: str) -> None:
         """Plays a move of the player whose turn it is."""
@@ -74,17 +61,6 @@ class TextArenaGame:
             rewards, facts = self._game.close()
         invalid = {player for player, each in facts.items() if each.get("invalid_move")}
         return {player: float(reward) for player, reward in rewards.items()}, invalid
-
-    def legal_moves(self, text: str, chance: random.Random) -> Iterator[str]:
-        """Yields moves that stand in [ ] in `text` and that the game takes, in any order."""
-        options = sorted(set(OPTION.findall(text)))
-        for move in chance.sample(options, len(options)):
-            tried = copy.deepcopy(self._game)
-            state, player = tried.state, tried.state.current_player_id
-            with self._chance.in_use(keep=False):
-                tried.step(action=move)
-            if not (state.error_count or state.game_info[player]["invalid_move"]):
-                yield move
 
     def _text(self, player: int, heard: list[Heard]) -> str:
         roles = self._game.state.role_mapping

@@ -262,6 +262,7 @@ class Controller:
             former=former,
             publisher=self._publisher,
             scheduler=self._scheduler,
+            turns=self._turns,
         )
         self._evaluator = Evaluator(
             run,

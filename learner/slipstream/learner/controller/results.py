@@ -12,6 +12,7 @@ from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.ledger import made_for_one
 from slipstream.learner.controller.reporting.advisor import Advisor
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -41,10 +42,11 @@ class Results:
         former: BatchFormer,
         publisher: Publisher,
         scheduler: Scheduler,
+        turns: EngineTurns,
     ) -> None:
         self._run, self._books, self._recorder = run, books, recorder
         self._intake, self._former = intake, former
-        self._publisher, self._scheduler = publisher, scheduler
+        self._publisher, self._scheduler, self._turns = publisher, scheduler, turns
         self._folder, self._times = run.config.run_dir, StepTimes()
         learner = run.config.learner
         self._replicas = RankLayout.of(learner.parallel, learner.world_size).dp
@@ -85,6 +87,7 @@ class Results:
         row = self._recorder.step(
             batch,
             report.metrics,
+            advantages=report.advantages,
             training=(now - report.wall_s, now),
             generated_tokens=snapshot.generated - snapshot.judged,
             gauges={
@@ -110,9 +113,7 @@ class Results:
                 **self.advisor.gauges(),
             },
         )
-        # The model lets both fleets work at the same time.
-        if self._run.config.controller.turns == "off":
-            self._tell_advisor(row, batch, waste=made_for_one(snapshot))
+        self._tell_advisor(row, batch, waste=made_for_one(snapshot))
         if batch.step % self._run.config.controller.sample_every_steps == 0:
             training = (now - report.wall_s, now)
             self._write(TRACE, json.dumps(trace(row, batch.groups, orders, training=training)))
@@ -129,6 +130,10 @@ class Results:
 
     def _tell_advisor(self, row: Mapping[str, float], batch: FormedBatch, *, waste: float) -> None:
         leases, serving = self._books.leases, self._books.fleet.serving()
+        rests = {self._turns.are_taken_by(session) for session in serving}
+        if len(rests) > 1:
+            # The model knows no fleet of which a part rests.
+            return
         self.advisor.note_step(
             row,
             batch.groups,
@@ -140,6 +145,7 @@ class Results:
             ),
             places=min((session.hello.max_episodes for session in serving), default=0),
             waste=waste,
+            in_turns=True in rests,
         )
 
     def evaluated(self, result: EvaluationResult) -> None:

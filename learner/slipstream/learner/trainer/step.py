@@ -21,7 +21,12 @@ from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.sequences import Reports, training_sequences, weighted
+from slipstream.learner.trainer.algorithms.sequences import (
+    Reports,
+    mean_advantages,
+    training_sequences,
+    weighted,
+)
 from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
@@ -54,6 +59,8 @@ class TrainedStep:
 
     metrics: dict[str, float]
     wall_s: float
+    # The mean advantage of the trained tokens, by trajectory id.
+    advantages: dict[str, float]
     # What common beginnings saved, over all replicas.
     saved: SavedWork = SavedWork()
 
@@ -141,10 +148,11 @@ class TrainingStep:
         totals = _Totals(StepStatistics(self._config.algorithm.epochs, self._reports))
         metrics: dict[str, float] = {}
         reports: Reports = {}
+        advantages: dict[str, float] = {}
         adapters = self._policy.adapters
         for name, part in batch.by_adapter(adapters.names):
             with adapters.active(name):
-                found, of_critic = self._train_part(part, reports)
+                found, of_critic = self._train_part(part, reports, advantages)
             totals.join(found)
             metrics |= of_critic
             if adapters.are_several:
@@ -161,12 +169,14 @@ class TrainingStep:
         moved = self._policy.rounding.changed_share(self._policy.ranks)
         if moved is not None:
             metrics["weights_moved"] = moved
-        return TrainedStep(metrics, time.monotonic() - started, saved)
+        return TrainedStep(metrics, time.monotonic() - started, advantages, saved)
 
-    def _train_part(self, batch: Batch, reports: Reports) -> tuple[_Totals, dict[str, float]]:
+    def _train_part(
+        self, batch: Batch, reports: Reports, advantages: dict[str, float]
+    ) -> tuple[_Totals, dict[str, float]]:
         """Trains the active adapter, or all of the policy; returns the critic's metrics too.
 
-        `reports` gets what advantages and rewards report.
+        `reports` gets what advantages and rewards report; `advantages` the mean of each trajectory.
         A part with fewer groups than `mini_batches` has one mini-batch for each group.
         """
         number = self._config.algorithm.mini_batches
@@ -178,6 +188,7 @@ class TrainingStep:
             with self.stages.measure("estimates"):
                 estimates = self._roles.estimates(batch)
         sequences = training_sequences(batch, self._config, estimates, reports)
+        advantages |= mean_advantages(batch, sequences)
         environments = [batch.trajectories[owner].environment for owner in batch.owners]
         sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):

@@ -6,6 +6,7 @@ Only rank 0 calls the controller. It broadcasts the orders, so that all ranks ta
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -50,6 +51,8 @@ from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from torch.profiler import ProfilerActivity, profile
 
+# Trajectories of a batch whose advantages a report tells: the bound of the message.
+_MOST_TOLD = 65536
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 logger = logging.getLogger(__name__)
@@ -308,6 +311,10 @@ class Trainer:
                     weight_digest=self._digest,
                     metrics=result.metrics | cost | times,
                     wall_s=result.wall_s,
+                    advantages=[
+                        result.advantages.get(trajectory.trajectory_id, math.nan)
+                        for trajectory in batch.trajectories[:_MOST_TOLD]
+                    ],
                 )
             )
         self._adopt(version)

@@ -61,10 +61,10 @@ class DraftTable:
     def enter(
         self, texts: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Enters the tokens behind each place, under the runs that end there, where `counts`.
+        """Stores the tokens that follow each place as the draft of the runs that end there.
 
-        A place counts only where a whole draft stands behind it: replies that advance together
-        would otherwise find each other's ends.
+        Leaves out places where `counts` is False, and those followed by less than a whole draft:
+        replies that advance together would otherwise find each other's ends.
         """
         hashes, slots, whole = self._hashed(texts, rows, places)
         slots = slots.where(whole & counts[:, None], self._mask + 1)

@@ -228,9 +228,9 @@ class _Chunking(DraftingScheduler):
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> SchedulerStats | None:
-        """See vLLM; at most once in `STATS_S`, since each is a message to the server."""
+        """See vLLM; once in `STATS_S` and behind the last request: each is a message."""
         now_s = time.monotonic()
-        if now_s < self._next_stats_s:
+        if now_s < self._next_stats_s and self.requests:
             return None
         self._next_stats_s = now_s + STATS_S
         return super().make_stats(*args, **kwargs)

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -125,7 +126,7 @@ class DraftingScheduler(PausingScheduler):
         super().__init__(vllm_config, *args, **kwargs)
         drafts = vllm_config.speculative_config
         self._rule = DraftRule(self.num_spec_tokens)
-        self._sampled = 0
+        self._sampled = self._num_steps = 0
         self._draft_stats: SpecDecodingStats | None = None
         self._lengths: list[int] | None = None
         if drafts is None:
@@ -147,8 +148,9 @@ class DraftingScheduler(PausingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See vLLM; also sets the length of the drafts that are planned next."""
+        """See vLLM; counts the steps, and sets the length of the drafts that are planned next."""
         self._sampled = sum(map(len, model_runner_output.sampled_token_ids))
+        self._num_steps += self._sampled > 0
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -156,15 +158,27 @@ class DraftingScheduler(PausingScheduler):
             self.dynamic_sd_lookup = lengths if self._next_length() else [0] * len(lengths)
         return by_client
 
+    def make_stats(
+        self,
+        *args: Any,  # noqa: ANN401 - vLLM's own
+        **kwargs: Any,  # noqa: ANN401 - vLLM's own
+    ) -> SchedulerStats | None:
+        """See vLLM; `step_counter`, which only data parallel engines use, counts the steps."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            stats.step_counter = self._num_steps
+        return stats
+
     def with_draft_counts(
         self, by_client: dict[int, EngineCoreOutputs]
     ) -> dict[int, EngineCoreOutputs]:
         """Puts the counts of drafts since the last outputs into the first of these, if any."""
-        if by_client and self._draft_stats is not None:
+        if by_client and (drafts := self._draft_stats) is not None:
             first = next(iter(by_client.values()))
-            first.scheduler_stats = stats = first.scheduler_stats or super().make_stats()
-            stats.spec_decoding_stats = self._draft_stats
-            self._draft_stats = None
+            stats = first.scheduler_stats or DraftingScheduler.make_stats(self)
+            if stats is not None:
+                first.scheduler_stats, self._draft_stats = stats, None
+                stats.spec_decoding_stats = drafts
         return by_client
 
     def make_spec_decoding_stats(

@@ -218,7 +218,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     generated_tokens = 0
     # Tokens that were proposed before they were sampled, and those of them that were sampled.
     drafted_tokens = accepted_tokens = 0
-    # Steps that handed out tokens.
+    # Steps that sampled tokens, as of the newest statistics; outputs leave the engine in chunks.
     steps = 0
     # Tokens of prompts, those looked up in the prefix cache and found there; requests whose memory
     # was taken away.
@@ -245,7 +245,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """See vLLM; counts the tokens of one step of the engine, without those of probes."""
+        """See vLLM; counts the tokens that one message brings, without those of probes."""
         self.heard_s = time.monotonic()
         if scheduler_stats is not None:
             self._take(scheduler_stats)
@@ -254,12 +254,12 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         self.prompt_tokens += iteration_stats.num_prompt_tokens
         self.preemptions += iteration_stats.num_preempted_reqs
         self.generated_tokens += iteration_stats.num_generation_tokens
-        self.steps += iteration_stats.num_generation_tokens > 0
         for request in iteration_stats.finished_requests:
             if request.request_id.startswith(PROBE_PREFIX):
                 self.generated_tokens -= request.num_generation_tokens
 
     def _take(self, stats: Any) -> None:  # noqa: ANN401 - not a stable type of vLLM's
+        self.steps = stats.step_counter
         self.running, self.cache_usage = stats.num_running_reqs, stats.kv_cache_usage
         self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.looked_up_tokens += stats.prefix_cache_stats.queries

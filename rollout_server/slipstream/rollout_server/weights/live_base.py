@@ -139,7 +139,7 @@ class LiveBase:
         return list(zip(found, self._names, strict=True))
 
     def read_unchanged(self) -> list[Share]:
-        """Returns what `read` returns after a delta without changes; keeps no memory."""
+        """Returns the result of `read` for a delta without changes, and frees the buffers."""
         for place, parts in enumerate(self._parts):
             if parts is None:
                 self._collect(place)

@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 
 
 class HostReceiver(BucketReceiver):
-    """Receives buckets in main memory, two buffers in turn; a transport says how one is taken."""
+    """Receives buckets in main memory, two buffers in turn; subclasses take the bytes."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

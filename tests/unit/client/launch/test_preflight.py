@@ -454,7 +454,7 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
 async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    reference = "slipstream.environments.colours:Colours"
+    reference = "deploy.environments.colours:Colours"
     section = EnvironmentSection(name="e", reference=reference, timeout_s=20.0)
     config = config_of(tmp_path).model_copy(update={"environments": (section,)})
     with pytest.raises(ConfigError) as caught:

@@ -1,6 +1,5 @@
 """The tables of reference and critic: what they need, what they refuse, what they stand for."""
 
-import copy
 import json
 import tomllib
 from pathlib import Path
@@ -17,15 +16,10 @@ from slipstream.core.configuration.roles import critic_config, reference_config,
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.model_folders import write_loadable_files
+from support.fakes.small_configs import SMALLEST, refusal_of, small_config
 
 Table = dict[str, JsonValue]
 
-SMALLEST: Table = {
-    "run": {"name": "test", "steps": 10},
-    "model": {"path": "models/tiny", "dtype": "float32"},
-    "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
-    "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
-}
 LLAMA3_ROPE: Table = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -37,22 +31,12 @@ GAE: Table = {"advantage": "gae"}
 KL: Table = {"kl": {"coefficient": 0.1}}
 
 
-def table_with(algorithm: Table, **tables: JsonValue) -> Table:
-    table = copy.deepcopy(SMALLEST) | tables
-    table["algorithm"] = copy.deepcopy(SMALLEST["algorithm"]) | algorithm  # type: ignore[operator]
-    return table
-
-
 def config_with(algorithm: Table, **tables: JsonValue) -> Config:
-    return parse_config(table_with(algorithm, **tables), source="test.toml")
+    return small_config(algorithm=algorithm, **tables)
 
 
 def refusal(algorithm: Table, **tables: JsonValue) -> str:
-    with pytest.raises(ConfigError) as caught:
-        config_with(algorithm, **tables)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message.removeprefix("test.toml: ")
+    return refusal_of({"algorithm": SMALLEST["algorithm"] | algorithm} | tables)
 
 
 def test_gae_and_the_critic_need_each_other() -> None:
@@ -90,7 +74,7 @@ def test_a_reference_has_its_own_folder_type_and_layout() -> None:
     assert settings.model.dtype == "bfloat16"
     assert (settings.learner.parallel.pp, settings.learner.parallel.tp) == (2, 1)
     assert settings.learner.transformer == {"a": 1}
-    assert config.model.path == Path("models/tiny")
+    assert config.model.path == Path("model")
 
 
 def test_a_critic_has_its_own_optimizer_settings() -> None:
@@ -108,7 +92,7 @@ def test_a_critic_has_its_own_optimizer_settings() -> None:
 @pytest.mark.parametrize("name", ["reference", "critic"])
 def test_an_impossible_layout_names_the_role(name: str) -> None:
     algorithm = GAE | KL
-    learner: Table = {"world_size": 2, "micro_batch_tokens": 64}
+    learner: Table = {"world_size": 2, "micro_batch_tokens": 16}
     tables: Table = {"learner": learner, "critic": {"learning_rate": 1e-3}, "reference": {}}
     tables[name] = tables[name] | {"parallel": {"tp": 3}}  # type: ignore[operator]
     assert "3" in refusal(algorithm, **tables)
@@ -117,11 +101,11 @@ def test_an_impossible_layout_names_the_role(name: str) -> None:
 
 
 def test_an_episode_must_fit_the_micro_batches_of_every_role() -> None:
-    learner: Table = {"world_size": 2, "micro_batch_tokens": 32, "parallel": {"cp": 2}}
+    learner: Table = {"world_size": 2, "micro_batch_tokens": 8, "parallel": {"cp": 2}}
     config_with(KL, learner=learner)
     message = refusal(KL, learner=learner, reference={"parallel": {}})
     assert message.startswith("an episode must fit one micro batch of the reference")
-    assert message.endswith("reference.parallel.cp = 32, got 64")
+    assert message.endswith("reference.parallel.cp = 8, got 16")
 
 
 def test_the_tables_are_read_back_as_they_were_written(tmp_path: Path) -> None:
@@ -178,8 +162,8 @@ def test_the_folder_of_a_role_is_checked_under_its_own_name(name: str, tmp_path:
     assert refused({"vocab_size": 99}).startswith(
         f"{name}.path must have the policy's vocabulary of 100 tokens, got 99"
     )
-    assert refused({"max_position_embeddings": 32}).startswith(
-        f"{name}.path must have room for sampling.max_episode_tokens = 64"
+    assert refused({"max_position_embeddings": 8}).startswith(
+        f"{name}.path must have room for sampling.max_episode_tokens = 16"
     )
     assert refused({}, path=str(tmp_path / "none")).startswith(
         f"{name}.path must be a Hugging Face folder"
@@ -249,7 +233,7 @@ def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
     plain = config_with(KL).max_trajectory_bytes
     sampled = config_with(KL, reference={"server": SERVER}).max_trajectory_bytes
     likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).max_trajectory_bytes
-    assert (sampled - plain, likely - plain) == (64 * 4, 64 * 44)
+    assert (sampled - plain, likely - plain) == (16 * 4, 16 * 44)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.roles import role_problems
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_fields import field_problems, unknown_fields
@@ -14,6 +13,7 @@ from slipstream.core.models.model_rules import model_problems
 from slipstream.core.models.model_sizes import ModelSizes, decoder_table
 from slipstream.core.models.nested_decoders import nested_name, tower_name
 from slipstream.core.models.vision_rules import vision_problems
+from support.fakes.small_configs import small_config
 
 # What a published Gemma 3 of 4B says: the rest are transformers' defaults.
 GEMMA: dict[str, Any] = {
@@ -62,21 +62,11 @@ MISTRAL: dict[str, Any] = {
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "patch_size": 14},
     "vision_feature_layer": -1,
 }
-BASE: dict[str, Any] = {
-    "run": {"name": "r", "steps": 2},
-    "model": {"path": "model"},
-    "algorithm": {"group_size": 2, "groups_per_step": 2, "learning_rate": 1e-5},
-    "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-}
 CRITIC = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-5}}
 
 
 def problems(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
-    table = {**BASE}
-    for name, section in changes.items():
-        table[name] = {**table.get(name, {}), **section}
-    sizes = ModelSizes.of(decoder_table(values))
-    return list(vision_problems(parse_config(table, source="test"), sizes))
+    return list(vision_problems(small_config(**changes), ModelSizes.of(decoder_table(values))))
 
 
 def with_text(values: dict[str, Any], **changes: object) -> dict[str, Any]:
@@ -198,8 +188,7 @@ def test_a_critic_of_its_own_folder_has_no_tower(values: dict[str, Any], tmp_pat
     for name in ("plain", "nested"):
         critic = {**CRITIC["critic"], "path": str(tmp_path / name)}
         changes = {"model": {"path": str(tmp_path / "plain")}, "critic": critic}
-        algorithm = {**BASE["algorithm"], **CRITIC["algorithm"]}
-        config = parse_config(BASE | changes | {"algorithm": algorithm}, source="test")
+        config = small_config(**changes, algorithm=CRITIC["algorithm"])
         expected = (
             []
             if name == "plain"
@@ -224,10 +213,10 @@ def row_problems(folder: Path, names: dict[str, str], added: object) -> list[str
     changes = {
         "model": {"path": str(folder / "policy")},
         "reference": {"path": str(folder / "reference")},
-        "algorithm": {**BASE["algorithm"], "kl": {"coefficient": 0.1}},
-        "sampling": {**BASE["sampling"], "max_images": 1},
+        "algorithm": {"kl": {"coefficient": 0.1}},
+        "sampling": {"max_images": 1},
     }
-    config = parse_config(BASE | changes, source="test")
+    config = small_config(**changes)
     return list(role_problems(config, ModelSizes.of(decoder_table(MISTRAL))))
 
 

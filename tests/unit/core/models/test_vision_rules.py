@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.roles import role_problems
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import ModelSizes, decoder_table
 from slipstream.core.models.vision_rules import vision_problems
+from support.fakes.small_configs import small_config
 
 DECODER = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
 SEEING = {
@@ -19,17 +19,6 @@ SEEING = {
 }
 QWEN35 = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 2}}
 BLIND = {"architectures": ["Qwen3ForCausalLM"], **DECODER}
-BASE: dict[str, Any] = {
-    "run": {"name": "r", "dir": "runs", "steps": 2},
-    "model": {"path": "model"},
-    "algorithm": {
-        "group_size": 2,
-        "groups_per_step": 2,
-        "max_staleness": 1,
-        "learning_rate": 1e-5,
-    },
-    "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-}
 FP8 = {"quantization": "fp8_per_channel"}
 FULL = {
     "recompute_granularity": "full",
@@ -39,10 +28,7 @@ FULL = {
 
 
 def problems(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
-    table = {**BASE}
-    for name, section in changes.items():
-        table[name] = {**table.get(name, {}), **section}
-    return list(vision_problems(parse_config(table, source="test"), ModelSizes.of(values)))
+    return list(vision_problems(small_config(**changes), ModelSizes.of(values)))
 
 
 def test_images_need_a_model_that_sees() -> None:
@@ -102,15 +88,11 @@ def test_a_critic_sees_the_images_of_the_policy(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(sizes))
         (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(pixels))
-    config = parse_config(
-        BASE
-        | {
-            "model": {"path": str(tmp_path / "policy")},
-            "algorithm": {**BASE["algorithm"], "advantage": "gae"},
-            "critic": {"path": str(tmp_path / "critic"), "learning_rate": 1e-3, **changes},
-            "learner": {"world_size": 2},
-        },
-        source="test",
+    config = small_config(
+        model={"path": str(tmp_path / "policy")},
+        algorithm={"advantage": "gae"},
+        critic={"path": str(tmp_path / "critic"), "learning_rate": 1e-3, **changes},
+        learner={"world_size": 2},
     )
     found = list(role_problems(config, ModelSizes.of(SEEING)))
     about = [each for each in found if "images" in each]
@@ -215,14 +197,10 @@ def processor_problems(folder: Path, table: dict[str, Any], files: dict[str, Any
         for file, values in processors.items():
             text = values if isinstance(values, str) else json.dumps(values)
             (folder / name / file).write_text(text)
-    config = parse_config(
-        BASE
-        | {
-            "model": {"path": str(folder / "policy")},
-            "algorithm": {**BASE["algorithm"], "kl": {"coefficient": 0.1}},
-            "reference": {"path": str(folder / "reference")},
-        },
-        source="test",
+    config = small_config(
+        model={"path": str(folder / "policy")},
+        algorithm={"kl": {"coefficient": 0.1}},
+        reference={"path": str(folder / "reference")},
     )
     return [each for each in role_problems(config, ModelSizes.of(SEEING)) if "images" in each]
 

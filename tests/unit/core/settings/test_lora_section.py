@@ -1,11 +1,7 @@
 import pytest
 from pydantic import ValidationError
-from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import Config
 from slipstream.core.settings.lora_section import LoraSection
 
-ALGORITHM = {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3}
 NAMED = {"rank": 8, "publish": "adapters", "adapters": ("code", "math")}
 
 
@@ -95,70 +91,6 @@ def test_several_adapters_reach_servers_apart_and_have_names_that_differ() -> No
             LoraSection(**NAMED | {"adapters": (wrong,)})
     with pytest.raises(ValidationError, match="at most 16"):
         LoraSection(**NAMED | {"adapters": tuple(f"a{n}" for n in range(17))})
-
-
-def config_of(**changes: object) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "environments": [{"name": "e", "reference": "m:E", "adapter": "math"}],
-        "algorithm": ALGORITHM,
-        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
-        "lora": NAMED,
-    }
-    return parse_config(table | changes, source="test")
-
-
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        (
-            {"environments": [{"name": "e", "reference": "m:E"}]},
-            r"e: adapter must be one of lora.adapters \(code, math\), got none",
-        ),
-        (
-            {"evaluations": [{"name": "v", "reference": "m:E", "adapter": "prose"}]},
-            r"v: adapter must be one of lora.adapters \(code, math\), got 'prose'",
-        ),
-        ({"lora": {}}, "e: adapter must be left out without lora.adapters, got 'math'"),
-        (
-            {
-                "learner": {
-                    "use_distributed_optimizer": True,
-                    "optimizer": {"optimizer_cpu_offload": True},
-                }
-            },
-            "lora.adapters must be empty with optimizer_cpu_offload, got code, math",
-        ),
-        (
-            {
-                "learner": {
-                    "use_distributed_optimizer": True,
-                    "optimizer": {"use_precision_aware_optimizer": True},
-                }
-            },
-            "lora.adapters must be empty with use_precision_aware_optimizer, got code, math",
-        ),
-        (
-            {
-                "algorithm": ALGORITHM | {"kl": {"coefficient": 0.1}},
-                "reference": {"refresh_every_steps": 2},
-            },
-            "lora.adapters must be empty with reference.refresh_every_steps, got code, math",
-        ),
-    ],
-)
-def test_each_environment_names_an_adapter_that_there_is(
-    changes: dict[str, object], cause: str
-) -> None:
-    assert config_of().environments[0].adapter == "math"
-    with pytest.raises(ConfigError, match=cause):
-        config_of(**changes)
-
-
-def test_a_critic_serves_one_policy() -> None:
-    with pytest.raises(ConfigError, match="lora.adapters must be empty with a critic"):
-        config_of(algorithm=ALGORITHM | {"advantage": "gae"}, critic={"learning_rate": 1e-3})
 
 
 def test_several_adapters_are_refused_by_their_own_name_where_none_can_be_published() -> None:

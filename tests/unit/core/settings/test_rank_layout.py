@@ -26,21 +26,6 @@ def test_data_parallel_sizes_are_what_the_other_sizes_leave(
     assert (layout.dp, layout.expert_dp) == (dp, expert_dp)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sizes", "message"),
-    [
-        (12, {"tp": 2, "cp": 4}, r"a multiple of tp \* pp \* cp = 8, got 12"),
-        (16, {"tp": 2, "ep": 8, "pp": 2}, r"a multiple of ep \* etp \* pp = 32, got 16"),
-        (3, {"etp": 2}, r"a multiple of ep \* etp \* pp = 2, got 3"),
-    ],
-)
-def test_sizes_that_do_not_divide_the_world_are_refused(
-    world_size: int, sizes: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        layout_of(world_size, sizes)
-
-
 def test_description_names_every_group_that_has_more_than_one_rank() -> None:
     assert layout_of(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}).describe(has_experts=True) == (
         "8 ranks: tp 2, pp 2, cp 1, dp 2; experts: ep 2, etp 1, dp 2\n"

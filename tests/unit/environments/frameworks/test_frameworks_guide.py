@@ -41,8 +41,8 @@ def entries() -> list[dict]:
 @pytest.fixture(autouse=True)
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's functions lie in the working directory."""
-    (text,) = (text for text in blocks("python") if "def observe(" in text)
-    (tmp_path / "my_functions.py").write_text(text)
+    shown = (text for text in blocks("python") if "def observe(" in text or "Column" in text)
+    (tmp_path / "my_functions.py").write_text("".join(shown))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_functions", raising=False)
 

@@ -1,4 +1,3 @@
-import asyncio
 import json
 import random
 import sys
@@ -87,18 +86,6 @@ def refusal(*args: object, **settings: object) -> str:
     return str(caught.value)
 
 
-async def test_with_both_trained_the_loser_has_the_opposite_share() -> None:
-    environment = TextArena("TicTacToe-v0", train="both", num_tasks=4)
-    # Player 0 has the first column.
-    moves = in_turn("[0]", "[1]", "[3]", "[2]", "[6]")
-    episode, answer = await played(environment, moves)
-    result = answer.agent_result
-    assert result.reward == 1.0
-    assert dict(result.shares) == {"player-1": -1.0}
-    assert result.metrics == {"turns": 5.0, "unfinished": 0.0, "won": 1.0, "invalid": 0.0}
-    assert [call.branch for call in episode.calls] == [f"player-{i % 2}" for i in range(5)]
-
-
 async def test_a_conversation_goes_on_with_what_is_new_to_its_player() -> None:
     seen: dict[str, list[list[dict]]] = {"player-0": [], "player-1": []}
     moves = in_turn("[0]", "[1]", "[3]", "[2]", "[6]")
@@ -107,7 +94,7 @@ async def test_a_conversation_goes_on_with_what_is_new_to_its_player() -> None:
         seen[branch].append(messages)
         return moves(branch, messages)
 
-    await played(TextArena("TicTacToe-v0", train="both"), script)
+    await played(TextArena("TicTacToe-v0"), script)
     for conversation in seen.values():
         for before, after in zip(conversation, conversation[1:], strict=False):
             assert after[: len(before)] == before
@@ -120,57 +107,30 @@ async def test_a_conversation_goes_on_with_what_is_new_to_its_player() -> None:
     assert "[Player 0] [0]" not in news, "a player's own words are in the conversation already"
 
 
-async def test_whole_prompts_are_what_the_games_wrappers_show() -> None:
-    seen = []
-    moves = in_turn("[0]", "[1]", "[3]", "[2]", "[6]")
-
-    def script(branch: str, messages: list[dict]) -> str | int:
-        seen.append(messages)
-        return moves(branch, messages)
-
-    await played(TextArena("TicTacToe-v0-train", train="both", prompts="whole"), script)
-    assert all(len(messages) == 1 for messages in seen)
-    assert all("Tic Tac Toe" in messages[0]["content"] for messages in seen)
-
-
 @pytest.mark.parametrize(("task", "trained"), [(0, 0), (1, 1)])
-async def test_with_one_trained_tasks_take_turns_in_who_it_is(task: int, trained: int) -> None:
-    environment = TextArena("TicTacToe-v0", num_tasks=2)
+async def test_with_an_opponent_tasks_take_turns_in_which_player_the_model_is(
+    agents: str, task: int, trained: int
+) -> None:
+    # The other player's second move is not free, and after a warning neither is its third.
+    environment = TextArena("TicTacToe-v0", num_tasks=2, opponent=f"{agents}:First")
     assert [match.player for match in environment.tasks()] == [0, 1]
-    moves = in_turn("[0]", "[1]", "[3]", "[2]", "[6]")
-    _, answer = await played(environment, moves, task=task)
-    assert answer.agent_result.reward == (1.0 if trained == 0 else -1.0)
-    assert dict(answer.agent_result.shares) == {f"player-{1 - trained}": 0.0}
-    assert answer.agent_result.metrics["turns"] == (3.0 if trained == 0 else 2.0)
+    episode, answer = await played(environment, in_turn("[1]", "[2]", "[3]"), task=task)
+    assert answer.agent_result.reward == 1.0
+    assert not answer.agent_result.rewards
+    assert {call.branch for call in episode.calls} == {f"player-{trained}"}
+    assert answer.agent_result.metrics["turns"] == len(episode.calls)
 
 
 async def test_a_second_invalid_move_loses_the_game() -> None:
-    environment = TextArena("TicTacToe-v0", train="both")
+    environment = TextArena("TicTacToe-v0")
     _, answer = await played(environment, lambda branch, messages: "pass")
-    assert answer.agent_result.reward == -1.0
+    assert dict(answer.agent_result.rewards) == {"player-0": -1.0, "player-1": 1.0}
     assert answer.agent_result.metrics["invalid"] == 1.0
-
-
-async def test_an_opponent_of_chance_plays_only_legal_moves_and_the_same_in_a_group() -> None:
-    def script(branch: str, messages: list[dict]) -> str:
-        assert branch == "player-0"
-        seen.append(messages[-1]["content"])
-        return f"[{len(seen) % 7}]"
-
-    said = []
-    for _ in range(2):
-        seen: list[str] = []
-        environment = TextArena("ConnectFour-v0", opponent="random", num_tasks=2)
-        episode, answer = await played(environment, script)
-        assert not answer.HasField("failure"), answer.failure.message
-        said.append([call.body for call in episode.calls])
-    assert said[0] == said[1]
-    assert len(said[0]) > 2
 
 
 async def test_games_side_by_side_have_their_own_chance() -> None:
     def cards(disturbed: bool) -> list[str]:
-        game = TextArenaGame("KuhnPoker-v0-long", {}, 2, seed=5, is_whole=False)
+        game = TextArenaGame("KuhnPoker-v0-long", {}, 2, seed=5)
         texts = []
         for move in ("[check]", "[check]") * 4:
             texts.append(game.observe()[1])
@@ -185,20 +145,11 @@ async def test_games_side_by_side_have_their_own_chance() -> None:
     assert cards(disturbed=True) == undisturbed
 
 
-@pytest.mark.parametrize("prompts", ["new", "whole"])
-async def test_an_agent_of_textarena_plays_and_reads_the_whole_game_once(
-    agents: str, prompts: str
-) -> None:
+async def test_an_agent_of_textarena_reads_the_whole_game_once(agents: str) -> None:
     environment = TextArena(
-        "TicTacToe-v0",
-        opponent=f"{agents}:First",
-        opponent_args={"move": "[8]"},
-        prompts=prompts,
+        "TicTacToe-v0", opponent=f"{agents}:First", opponent_args={"move": "[8]"}
     )
-    _, answer = await played(environment, in_turn("[0]", "[1]", "[2]"))
-    # The agent's second move is not free, and after a warning neither is its third.
-    assert answer.agent_result.reward == 1.0
-    assert dict(answer.agent_result.shares) == {"player-1": 0.0}
+    await played(environment, in_turn("[0]", "[1]", "[2]"))
     last = sys.modules[agents].First.heard[-1]
     assert last.count("in Tic Tac Toe.") == 1
     assert last.count("[Player 0] [0]") == last.count("[Player 0] [1]") == 1
@@ -211,47 +162,14 @@ async def test_an_agent_that_fails_makes_a_failed_episode(agents: str) -> None:
     assert "ConnectionError: no answer" in answer.failure.message
 
 
-async def test_a_model_behind_a_url_plays_against_the_model(tmp_path: Path) -> None:
-    from slipstream.client.agents.exchange import CallExchange
-    from slipstream.client.agents.gateway import Gateway
-
-    # The gateway is a server of OpenAI's API like any other.
-    gateway = Gateway()
-    exchange = CallExchange(lambda is_waiting: None)
-    other = gateway.open(exchange)
-    (tmp_path / "key").write_text(f"{other.api_key}\n")
-
-    async def answer_others() -> None:
-        moves = iter(["[1]", "[2]"])
-        while (call := await exchange.next()) is not None:
-            assert json.loads(call.body)["model"] == "strong"
-            part = as_json(chat_reply(next(moves)))
-            part.call = call.call
-            await exchange.part(part)
-
-    answering = asyncio.create_task(answer_others())
-    try:
-        environment = TextArena(
-            "TicTacToe-v0",
-            opponent=other.base_url,
-            opponent_args={"model": "strong", "key_file": str(tmp_path / "key")},
-        )
-        episode, answer = await played(environment, in_turn("[0]", "[3]", "[6]"))
-        assert answer.agent_result.reward == 1.0
-        assert len(episode.calls) == 3
-    finally:
-        exchange.end()
-        await answering
-        await environment._opponent.client.close()
-        await gateway.close()
-
-
 async def test_a_game_that_a_limit_ends_is_unfinished() -> None:
     environment = TextArena("TicTacToe-v0", unfinished_reward=-0.5)
     moves = iter(["[0]", "[1]"])
     _, answer = await played(environment, lambda branch, messages: next(moves, 400))
-    assert answer.agent_result.reward == -0.5
-    assert answer.agent_result.metrics == {"turns": 1.0, "unfinished": 1.0}
+    result = answer.agent_result
+    assert result.reward == -0.5
+    assert dict(result.rewards) == {"player-0": -0.5, "player-1": -0.5}
+    assert result.metrics == {"turns": 2.0, "unfinished": 1.0, "won": 0.0, "invalid": 0.0}
 
 
 async def test_another_error_of_the_endpoint_is_a_failure() -> None:
@@ -259,21 +177,11 @@ async def test_another_error_of_the_endpoint_is_a_failure() -> None:
     assert "UnprocessableEntityError" in answer.failure.message
 
 
-async def test_a_game_that_is_not_zero_sum_cannot_train_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(TextArenaGame, "result", lambda game: ({0: 1.0, 1: 0.5}, set()))
-    environment = TextArena("TicTacToe-v0", train="both")
-    _, answer = await played(environment, in_turn("[0]", "[1]", "[3]", "[2]", "[6]"))
-    assert "is no zero-sum game: it ended with 1.0 and 0.5" in answer.failure.message
-    assert "use train = 'all'" in answer.failure.message
-
-
-async def test_with_all_trained_each_player_has_its_own_reward(
+async def test_in_play_against_itself_each_player_has_its_own_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TextArenaGame, "result", lambda game: ({0: 1.0, 1: 0.5}, {1}))
-    environment = TextArena("TicTacToe-v0", train="all")
+    environment = TextArena("TicTacToe-v0")
     _, answer = await played(environment, in_turn("[0]", "[1]", "[3]", "[2]", "[6]"), task=1)
     result = answer.agent_result
     assert result.reward == 0.75
@@ -282,17 +190,9 @@ async def test_with_all_trained_each_player_has_its_own_reward(
     assert result.metrics == {"turns": 5.0, "unfinished": 0.0, "won": 1.0, "invalid": 1.0}
 
 
-async def test_all_players_of_an_unfinished_game_have_its_reward() -> None:
-    environment = TextArena("TicTacToe-v0", train="all", unfinished_reward=-0.5)
-    _, answer = await played(environment, lambda branch, messages: 400)
-    result = answer.agent_result
-    assert result.reward == -0.5
-    assert dict(result.rewards) == {"player-0": -0.5, "player-1": -0.5}
-
-
 async def test_a_game_of_one_player() -> None:
     environment = TextArena("GuessTheNumber-v0", num_players=1)
-    game = TextArenaGame("GuessTheNumber-v0", {}, 1, seed=0, is_whole=False)
+    game = TextArenaGame("GuessTheNumber-v0", {}, 1, seed=0)
     number = game._game.state.game_state["game_number"]
     _, answer = await played(environment, lambda branch, messages: f"[{number}]")
     assert answer.agent_result.reward == 1.0
@@ -340,23 +240,16 @@ def test_data_on_the_disk_are_used_without_a_network(
     assert "Hangman" in text
 
 
-def test_what_cannot_work_is_named(agents: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_named(agents: str) -> None:
     assert refusal("TicTacTo-v0").startswith("textarena has no game 'TicTacTo-v0'; did you mean")
     assert "received 2" in refusal("GuessTheNumber-v0")
     assert "unexpected keyword argument" in refusal("TicTacToe-v0", {"size": 4})
     assert "API key" in refusal("TwentyQuestions-v0", num_players=1)
-    assert refusal("TicTacToe-v0", train="x") == "train must be one of one, both, all, got 'x'"
-    assert "train = 'all' is for" in refusal("TicTacToe-v0", train="all", opponent="random")
-    assert "train = 'both' is for" in refusal("TicTacToe-v0", train="both", opponent="random")
-    assert "'self', 'random', an URL or module:class" in refusal("TicTacToe-v0", opponent="strong")
+    assert "must be module:function" in refusal("TicTacToe-v0", opponent="strong")
     assert refusal("TicTacToe-v0", opponent=f"{agents}:refuses") == (
         "opponent my_players:refuses: an API key is missing"
     )
     assert "opponent_args are for" in refusal("TicTacToe-v0", opponent_args={"model": "x"})
-    url = "http://127.0.0.1:9/v1"
-    assert "opponent_args of an URL are model" in refusal("TicTacToe-v0", opponent=url)
-    missing = {"model": "x", "key_file": str(tmp_path / "none")}
-    assert "No such file" in refusal("TicTacToe-v0", opponent=url, opponent_args=missing)
     if sys.version_info < (3, 12):
         assert "is written in a newer Python" in refusal("Chess-v0")
 

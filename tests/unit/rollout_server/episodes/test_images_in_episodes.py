@@ -8,13 +8,14 @@ from slipstream.client.environment import Environment, Message, ResetResult, Ste
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.models.vision.placed import PlacedImage, image_tokens
 from slipstream.core.types import FailureKind, ImagePlace
-from slipstream.environments.colours import COLOURS, square_png
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage
 from slipstream.rollout_server.episodes.environment_talk import History
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import environment_pb2, fleet_pb2
 from support.fakes.fake_fleet import SAMPLING
+
+from deploy.environments.colours import COLOURS, square_png
 
 RED, BLUE = (square_png(COLOURS[name], 0, 0) for name in ("red", "blue"))
 BEGIN, IMAGE, END, REPLY, COLOUR = 4, 5, 7, 3, 12

@@ -86,7 +86,7 @@ FAMILIES = (
         problems=_group_problems,
         rope=Rope(problems=_rope_problems),
         has_latent_attention=True,
-        experts=Experts(shared="several"),
+        experts=Experts(),
         cannot={
             "learner.transformer.moe_router_fusion": (
                 "the fused kernel scores groups of experts otherwise"
@@ -108,6 +108,6 @@ FAMILIES = (
         problems=_score_problems,
         rope=Rope(problems=_rope_problems),
         has_latent_attention=True,
-        experts=Experts(has_choice_bias=True, shared="several"),
+        experts=Experts(),
     ),
 )

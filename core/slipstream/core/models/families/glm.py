@@ -10,7 +10,6 @@ FAMILIES = (
         values={**SIGMOID, "attention_bias": ANY_BIAS, "use_qk_norm": ANY_BIAS},
         read=(*READ_OF_EXPERTS, "partial_rotary_factor"),
         rope=Rope(is_partial=True),
-        attention_bias="attention_bias",
-        experts=Experts(has_choice_bias=True, shared="several"),
+        experts=Experts(),
     ),
 )

@@ -48,10 +48,9 @@ FAMILIES = (
         conversion=(
             "write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"
         ),
-        attention_bias=True,
         has_sinks=True,
         has_windows=True,
-        experts=Experts(router="router", fused="as multiplied", is_biased=True, is_normalized=True),
+        experts=Experts(is_fused=True, is_normalized=True),
         engine=EngineFacts(is_harmony=True, copies_parameters=True),
         cannot={"learner.parallel.etp": "Megatron does not split experts with biases"},
     ),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import (
     ANY_BIAS,
     DELTA_NETS,
@@ -16,114 +15,9 @@ from slipstream.core.models.family import (
     Experts,
     Family,
     Rope,
-    Shape,
     Table,
     VisionFacts,
-    blocks,
-    linear,
-    sizes_of_tower,
 )
-
-# transformers' defaults for fields that vision_config leaves out.
-_PATCHES = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
-_SECOND = {
-    **_PATCHES,
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "out_hidden_size": 3584,
-    "patch_size": 14,
-}
-_THIRD = {
-    **_PATCHES,
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "out_hidden_size": 3584,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-}
-
-
-def _sizes(values: Table, defaults: dict[str, int]) -> dict[str, int]:
-    sizes = sizes_of_tower(values, defaults)
-    if sizes["out_hidden_size"] != values.get("hidden_size"):
-        raise ConfigError(
-            f"out_hidden_size in vision_config must be the hidden_size of the decoder, "
-            f"{values.get('hidden_size')}, got {sizes['out_hidden_size']}"
-        )
-    return sizes
-
-
-def _patch_shape(sizes: dict[str, int]) -> Shape:
-    side = sizes["patch_size"]
-    return (sizes["hidden_size"], sizes["in_channels"], sizes["temporal_patch_size"], side, side)
-
-
-def _second_tower(values: Table) -> dict[str, Shape]:
-    """Returns the tensors of Qwen2.5-VL's tower."""
-    sizes = _sizes(values, _SECOND)
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    merged = hidden * sizes["spatial_merge_size"] ** 2
-    block = {
-        "norm1.weight": (hidden,),
-        "norm2.weight": (hidden,),
-        **linear("attn.qkv", 3 * hidden, hidden),
-        **linear("attn.proj", hidden, hidden),
-        **linear("mlp.gate_proj", inner, hidden),
-        **linear("mlp.up_proj", inner, hidden),
-        **linear("mlp.down_proj", hidden, inner),
-    }
-    found = {
-        "patch_embed.proj.weight": _patch_shape(sizes),
-        **blocks(sizes["depth"], "blocks", block),
-        "merger.ln_q.weight": (hidden,),
-        **linear("merger.mlp.0", merged, merged),
-        **linear("merger.mlp.2", sizes["out_hidden_size"], merged),
-    }
-    return {f"visual.{name}": shape for name, shape in found.items()}
-
-
-def _third_tower(values: Table, *, default_deep: int = 0) -> dict[str, Shape]:
-    """Returns the tensors of the tower of Qwen3-VL and Qwen3.5.
-
-    Qwen3-VL has a further merger for each layer behind which it adds features.
-    """
-    sizes = _sizes(values, _THIRD)
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    merged = hidden * sizes["spatial_merge_size"] ** 2
-    block = {
-        **{f"{norm}.{kind}": (hidden,) for norm in _TWO_NORMS for kind in ("weight", "bias")},
-        **linear("attn.qkv", 3 * hidden, hidden),
-        **linear("attn.proj", hidden, hidden),
-        **linear("mlp.linear_fc1", inner, hidden),
-        **linear("mlp.linear_fc2", hidden, inner),
-    }
-
-    def merger(normed: int) -> dict[str, Shape]:
-        return {
-            "norm.weight": (normed,),
-            "norm.bias": (normed,),
-            **linear("linear_fc1", merged, merged),
-            **linear("linear_fc2", sizes["out_hidden_size"], merged),
-        }
-
-    found = {
-        "patch_embed.proj.weight": _patch_shape(sizes),
-        "patch_embed.proj.bias": (hidden,),
-        "pos_embed.weight": (sizes["num_position_embeddings"], hidden),
-        **blocks(sizes["depth"], "blocks", block),
-        **{f"merger.{name}": shape for name, shape in merger(hidden).items()},
-        **blocks(default_deep, "deepstack_merger_list", merger(merged)),
-    }
-    return {f"model.visual.{name}": shape for name, shape in found.items()}
-
-
-def _deep_tower(values: Table) -> dict[str, Shape]:
-    table = values.get("vision_config") or {}
-    return _third_tower(
-        values, default_deep=len(table.get("deepstack_visual_indexes", _DEEP_LAYERS) or ())
-    )
 
 
 def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
@@ -147,7 +41,6 @@ def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
         )
 
 
-_TWO_NORMS = ("norm1", "norm2")
 _DEEP_LAYERS = (8, 16, 24)
 _IMAGE_TOKEN = 151655
 _READ_OF_DELTA_NETS = (
@@ -196,7 +89,7 @@ _QWEN35_EXPERTS = Experts(is_normalized=True)
 _SEEING_QWEN35 = replace(
     _QWEN35,
     rope=replace(_SEEING_ROPE, is_partial=True, problems=_axes_problems),
-    vision=VisionFacts(image_token=248056, tower=_third_tower, ties="same"),
+    vision=VisionFacts(image_token=248056, ties="same"),
 )
 
 FAMILIES = (
@@ -207,7 +100,6 @@ FAMILIES = (
         values={**DENSE, "attention_bias": ANY_BIAS},
         has_head_dim=False,
         has_engine_bits=True,
-        attention_bias=True,
     ),
     Family(
         architecture="Qwen2MoeForCausalLM",
@@ -215,7 +107,6 @@ FAMILIES = (
         # vLLM always has these biases.
         values={"attention_bias": ANY_BIAS, "qkv_bias": (None, True)},
         has_head_dim=False,
-        attention_bias=True,
         experts=Experts(needs_shared=True),
     ),
     Family(
@@ -241,7 +132,6 @@ FAMILIES = (
         rope=Rope(is_partial=True),
         query_norm="head",
         linear=DELTA_NETS,
-        has_joined_inputs=True,
         experts=Experts(),
         cannot={"learner.parallel.cp": _IN_TURN, "rollout_server.drafts": _NO_DRAFTS},
     ),
@@ -259,8 +149,7 @@ FAMILIES = (
         values={**DENSE, "attention_bias": ANY_BIAS},
         has_head_dim=False,
         rope=_SEEING_ROPE,
-        attention_bias=True,
-        vision=VisionFacts(image_token=_IMAGE_TOKEN, tower=_second_tower, ties="either", prefix=""),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, ties="either"),
         engine=EngineFacts(module="vision_models"),
     ),
     Family(
@@ -269,7 +158,7 @@ FAMILIES = (
         values=DENSE,
         rope=_SEEING_ROPE,
         query_norm="head",
-        vision=VisionFacts(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, deep_layers=_DEEP_LAYERS),
         engine=EngineFacts(module="vision_models"),
     ),
     Family(
@@ -280,8 +169,8 @@ FAMILIES = (
         written=("norm_topk_prob",),
         rope=_SEEING_ROPE,
         query_norm="head",
-        experts=Experts(fused="as multiplied"),
-        vision=VisionFacts(image_token=_IMAGE_TOKEN, tower=_deep_tower, deep_layers=_DEEP_LAYERS),
+        experts=Experts(is_fused=True),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, deep_layers=_DEEP_LAYERS),
         engine=EngineFacts(module="vision_models"),
     ),
     replace(_SEEING_QWEN35, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
@@ -290,6 +179,6 @@ FAMILIES = (
         architecture="Qwen3_5MoeForConditionalGeneration",
         model_type="qwen3_5_moe",
         values=_GATED_MIXTURE,
-        experts=replace(_QWEN35_EXPERTS, fused="turned"),
+        experts=replace(_QWEN35_EXPERTS, is_fused=True),
     ),
 )

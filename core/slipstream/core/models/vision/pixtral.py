@@ -94,9 +94,8 @@ class PixtralProcessor(ImageProcessor):
 def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
     """Returns the processor of a folder, whose config.json is `table`.
 
-    Raises ConfigError like its files.
-
-    OSError, TypeError, KeyError and ValueError for files that cannot be read.
+    Raises ConfigError for settings that are not supported, and OSError, TypeError, KeyError or
+    ValueError for files that cannot be read.
     """
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 

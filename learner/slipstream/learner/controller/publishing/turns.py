@@ -39,6 +39,10 @@ class EngineTurns:
         self._answers: dict[ServerKey, asyncio.Future[None]] = {}
         self._has_warned = False
 
+    def are_taken_by(self, session: ServerSession) -> bool:
+        """Whether the engine of this server rests while the learner trains."""
+        return not self._are_off and self._is_beside(session)
+
     async def begin(self) -> None:
         """Lets the engines of the learner's devices rest; returns when all of them do."""
         if self._are_off:
@@ -126,13 +130,16 @@ class EngineTurns:
 
         Where engines give their memory back, all others there are among them.
         """
-        ranks = self._run.progress.learner_places
         return [
             session
             for session in self._fleet.fed_by_trainer()
             if (self._gives_back or session.state in (SERVING, LOADING))
-            and any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
+            and self._is_beside(session)
         ]
+
+    def _is_beside(self, session: ServerSession) -> bool:
+        ranks = self._run.progress.learner_places
+        return any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
 
 
 def shares(server: Place, rank: Place) -> bool:

@@ -47,7 +47,7 @@ class TokenLedger:
         self._ends += history.ends
 
     def counted(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
-        """Generated tokens, and those of judges, of one server or of all that are connected."""
+        """Returns (server, generated tokens, those of judges) of `key` or all connected ones."""
         keys = self._epochs.connected if key is None else [key]
         counts = ((each, self._epochs.count(each)) for each in keys)
         return [(each, count.reported, count.judged) for each, count in counts]

@@ -1,14 +1,15 @@
 """Measures the profile of a run, lets the model predict from it, and checks what it predicted.
 
 Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
-Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, and take at
-most a hundredth of a core.
+Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, which ends
+with the task that waits for it, and take at most a hundredth of a core.
 """
 
 import asyncio
 import json
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ FAULTS = (ArithmeticError, AssertionError, LookupError, ValueError)
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the trainer's part of one step took."""
+    """The times and tokens of one step, as the trainer measured them."""
 
     setting: Setting
     step_s: float
@@ -90,7 +91,7 @@ class Advisor:
         self._work: deque[ServerWork] = deque(maxlen=MOST_REPORTS)
         self._due = asyncio.Event()
         self._places = self._groups_per_step = 0
-        self._waste = 1.0
+        self._waste, self._in_turns = 1.0, False
         self.advice: Advice | None = None
         # Predicted over measured, less 1, of the last prediction that could be checked.
         self.error = math.nan
@@ -111,10 +112,11 @@ class Advisor:
         setting: Setting,
         places: int,
         waste: float,
+        in_turns: bool,
     ) -> None:
         """Notes a step that was trained under `setting`, on servers with `places` each.
 
-        `waste`: generated tokens for each that is trained.
+        `waste`: generated tokens for each that is trained. `in_turns`: engines rest meanwhile.
         """
         if self._steps and self._steps[-1].setting != setting:
             self._since, self._since_s = -1, 0.0
@@ -137,6 +139,7 @@ class Advisor:
             self._since_s += costs.step_s if self._since else 0.0
             self._steps.append(costs)
         self._places, self._groups_per_step, self._waste = places, len(groups), waste
+        self._in_turns = in_turns
         for group in groups:
             members = group.in_order()
             self._groups.append(
@@ -156,18 +159,22 @@ class Advisor:
         while True:
             await self._due.wait()
             self._due.clear()
+            over = threading.Event()
             try:
                 self._check()
                 profile = self.profile()
                 if profile is None:
                     continue
-                self.advice, took_s = await asyncio.to_thread(_timed_advice, profile)
+                self.advice, took_s = await asyncio.to_thread(_timed_advice, profile, over.is_set)
             except FAULTS as error:
                 # A report that no server sends in earnest must not end the run.
                 if not self._has_warned:
                     self._warn(f"there is no advice: {type(error).__name__}: {error}")
                 self._has_warned = True
                 continue
+            finally:
+                # The process waits for the thread, which can take seconds under a large bound.
+                over.set()
             self._may_at_s = time.monotonic() + PAUSE * took_s
             # Steps that came meanwhile wait as well.
             self._due.clear()
@@ -195,6 +202,7 @@ class Advisor:
         steps = list(self._steps)
         tokens = sum(step.tokens for step in steps)
         busy_s = [s.step_s - s.waited_s - s.training_s - s.publish_s for s in steps]
+        order_s = max(0.0, statistics.fmean(busy_s))
         return Profile(
             setting=setting,
             groups_per_step=self._groups_per_step,
@@ -204,10 +212,18 @@ class Advisor:
             training_fixed_s=statistics.fmean(s.training_s - s.computing_s for s in steps),
             training_token_s=sum(s.computing_s for s in steps) / tokens if tokens else 0.0,
             publish_s=statistics.fmean(s.publish_s for s in steps),
-            order_s=max(0.0, statistics.fmean(busy_s)),
+            order_s=order_s,
             pause_s=statistics.fmean(s.pause_s for s in steps),
             groups=tuple(self._groups),
+            resting_order_s=min(order_s, self._rest_s(steps)) if self._in_turns else None,
         )
+
+    def _rest_s(self, steps: Sequence[StepCosts]) -> float:
+        """Returns the seconds of a step in which engines rest beside training and publish."""
+        uptime_s = sum(work.uptime_s for work in self._work)
+        share = sum(work.paused_s for work in self._work) / uptime_s if uptime_s > 0 else 0.0
+        rests_s = [share * s.step_s - s.training_s - s.publish_s for s in steps]
+        return max(0.0, statistics.fmean(rests_s))
 
     def gauges(self) -> dict[str, float]:
         """The newest advice as metrics; empty before the first."""
@@ -233,10 +249,10 @@ class Advisor:
         }
 
 
-def _timed_advice(profile: Profile) -> tuple[Advice, float]:
+def _timed_advice(profile: Profile, is_over: Callable[[], bool]) -> tuple[Advice, float]:
     """Returns the advice, and the processor time that it took."""
     started_s = time.thread_time()
-    return advise(profile), time.thread_time() - started_s
+    return advise(profile, is_over), time.thread_time() - started_s
 
 
 def _number(row: Mapping[str, float], name: str) -> float:

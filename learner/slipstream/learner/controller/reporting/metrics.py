@@ -10,13 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import JsonValue
-from slipstream.core.run_folder import METRICS, SAMPLES, SUMMARY, SUSPENDED
+from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.reporting.readable import TokenTexts, open_token_texts, readable
+from slipstream.learner.controller.reporting.readable import (
+    TokenTexts,
+    group_line,
+    open_token_texts,
+    readable,
+)
 from slipstream.learner.controller.reporting.result_files import (
     ResultFile,
     drop_torn_line,
@@ -64,10 +69,11 @@ class RunRecorder:
         for name in (SUMMARY, SUSPENDED):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
-        for name in (METRICS, SAMPLES):
+        for name in (METRICS, SAMPLES, GROUPS):
             drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
         self._samples = ResultFile(folder / SAMPLES, self._warn)
+        self._groups = ResultFile(folder / GROUPS, self._warn)
         self._lessons = LessonWatch(config)
         self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
@@ -120,8 +126,8 @@ class RunRecorder:
         self._trackers.close()
 
     def _close_files(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._groups):
+            file.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when an engine began."""
@@ -144,13 +150,15 @@ class RunRecorder:
         batch: FormedBatch,
         metrics: Mapping[str, float],
         *,
+        advantages: Sequence[float] = (),
         training: Interval,
         generated_tokens: int,
         gauges: Mapping[str, float],
     ) -> dict[str, float]:
         """Writes the row of one step and returns it.
 
-        `training`: start and end of the step, in Unix seconds.
+        `advantages` are those of the batch's first trajectories. `training`: start and end of the
+        step, in Unix seconds.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
@@ -179,11 +187,21 @@ class RunRecorder:
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:
-            for group in sampled_groups(batch.groups):
-                for trajectory in group.in_order()[:SAMPLED_MEMBERS]:
-                    line = readable(batch.version, trajectory, self._texts)
-                    self._samples.append(_line(line))
+            self._keep_samples(batch, advantages)
         return row
+
+    def _keep_samples(self, batch: FormedBatch, advantages: Sequence[float]) -> None:
+        ids = [trajectory.trajectory_id for trajectory in batch.trajectories]
+        known = dict(zip(ids, advantages, strict=False))
+        lines = [
+            _finite(readable(batch.version, each, self._texts, known.get(each.trajectory_id)))
+            for group in sampled_groups(batch.groups)
+            for each in group.in_order()[:SAMPLED_MEMBERS]
+        ]
+        self._samples.append(b"".join(map(_line, lines)))
+        groups = [group_line(batch.version, group.in_order()) for group in batch.groups]
+        self._groups.append(b"".join(map(_line, groups)))
+        self._trackers.samples(batch.version, lines, groups)
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Writes the result of one evaluation."""

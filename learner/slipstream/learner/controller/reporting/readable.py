@@ -47,9 +47,31 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
     return await asyncio.to_thread(TokenTexts, path)
 
 
-def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dict[str, JsonValue]:
+def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]:
+    """Returns the line of a group; each list has a number for each member.
+
+    `surprisal` is the mean of -log p over the sampled tokens of a member, in nats: an estimate of
+    the policy's entropy.
+    """
+    return {
+        "step": step,
+        "environment": members[0].environment,
+        "task_index": members[0].task_index,
+        "rewards": [member.reward for member in members],
+        "sampled_tokens": [member.num_sampled_tokens for member in members],
+        "surprisal": [
+            -float(member.behavior_logprobs.mean()) if member.version_spans else None
+            for member in members
+        ],
+    }
+
+
+def readable(
+    step: int, trajectory: Trajectory, texts: TokenTexts | None, advantage: float | None = None
+) -> dict[str, JsonValue]:
     """Returns the line of an episode; docs/guides/watching.md says what its fields mean.
 
+    `advantage` is the mean of its trained tokens; None if it is not known.
     An episode with branches has `branches` instead, with the turns of each.
     """
     line: dict[str, JsonValue] = {
@@ -60,6 +82,8 @@ def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dic
         "prompt": trajectory.prompt_text,
         "reply": trajectory.reply_text,
         "reward": trajectory.reward,
+        "advantage": advantage,
+        "lag": _mean_lag(step - 1, trajectory),
         "status": trajectory.status.name.lower(),
         "sampled_tokens": trajectory.num_sampled_tokens,
         "versions": [[span.length, str(span.version)] for span in trajectory.version_spans],
@@ -70,6 +94,13 @@ def readable(step: int, trajectory: Trajectory, texts: TokenTexts | None) -> dic
     elif texts is not None and len(trajectory.run_lengths) > 2:
         line["turns"] = _turns(trajectory.token_ids, trajectory.run_lengths, texts)
     return line
+
+
+def _mean_lag(step: int, trajectory: Trajectory) -> float | None:
+    """Returns the mean lag of the sampled tokens, trained from version `step`; None without any."""
+    spans = trajectory.version_spans
+    total = sum(span.length * (step - span.version.step) for span in spans)
+    return total / trajectory.num_sampled_tokens if spans else None
 
 
 def _branches(trajectory: Trajectory, texts: TokenTexts | None) -> list[JsonValue]:

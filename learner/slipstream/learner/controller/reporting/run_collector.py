@@ -25,30 +25,18 @@ from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 STEP_METRICS: Mapping[str, tuple[str, str]] = {
     "reward_mean": ("reward_mean", "Mean reward of the batch."),
     "reward_std": ("reward_std", "Standard deviation of the batch's rewards."),
-    "equal_rewards_fraction": (
-        "equal_rewards_ratio",
-        "Groups whose episodes all have the same reward, of all groups.",
-    ),
+    "equal_rewards_fraction": ("equal_rewards_ratio", "Groups of equal rewards, of all groups."),
     "loss": ("loss", "Loss that the optimizer minimised."),
     "entropy": ("entropy_nats", "Mean entropy of the learner's distribution."),
     "kl": ("kl_nats", "Mean divergence of the learner from the sampling policy."),
     "clip_fraction": ("clip_ratio", "Trained tokens whose probability ratio was clipped."),
-    "effective_sample_size": (
-        "effective_sample_size_ratio",
-        "Effective sample size of the importance weights, of the number of tokens.",
-    ),
+    "effective_sample_size": ("effective_sample_size_ratio", "Effective samples, of all tokens."),
     "grad_norm": ("gradient_norm", "Norm of the gradient before clipping."),
     "learning_rate": ("learning_rate", "Learning rate."),
     "lag_mean": ("lag_mean_versions", "Mean lag of the trained tokens."),
     "lag_max": ("lag_max_versions", "Largest lag of a trained token."),
-    "logprob_gap_mean": (
-        "logprob_gap_mean_nats",
-        "Mean difference of learner and server log-probabilities at lag 0.",
-    ),
-    "logprob_gap_max": (
-        "logprob_gap_max_nats",
-        "Largest difference of learner and server log-probabilities at lag 0.",
-    ),
+    "logprob_gap_mean": ("logprob_gap_mean_nats", "Mean gap of learner and servers at lag 0."),
+    "logprob_gap_max": ("logprob_gap_max_nats", "Largest gap of learner and servers at lag 0."),
     "reply_tokens_mean": ("reply_mean_tokens", "Mean length of a reply."),
     "episode_tokens_max": ("episode_max_tokens", "Length of the longest episode."),
     "truncated_fraction": ("truncated_ratio", "Episodes that a length limit ended."),
@@ -67,10 +55,7 @@ STEP_METRICS: Mapping[str, tuple[str, str]] = {
     "publish_s": ("publish_seconds", "Time in which the trainer sent weights."),
     "checkpoint_s": ("checkpoint_seconds", "Time in which a checkpoint stopped training."),
     "queue_s_mean": ("queue_mean_seconds", "Mean time from a group's completion to its step."),
-    "episode_rest_s_mean": (
-        "episode_rest_mean_seconds",
-        "Mean time of an episode neither in the engine nor in its environment.",
-    ),
+    "episode_rest_s_mean": ("episode_rest_mean_seconds", "Mean time of an episode elsewhere."),
     "servers_sampling_share": ("servers_sampling_ratio", "Servers' time in which they sampled."),
     "servers_paused_share": ("servers_paused_ratio", "Servers' time of pauses for new weights."),
     "servers_idle_share": ("servers_idle_ratio", "Servers' time without requests."),
@@ -92,7 +77,12 @@ FATES = (
     *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
     *("judged", "queued", "in_flight", "lost"),
 )
-# Values of a server's newest report: the metric's name behind `slipstream_server_`, and meaning.
+# Values of a server's status, and of its newest report: the metric's name behind
+# `slipstream_server_`, and its meaning.
+SERVER_STATES = {
+    "silent_s": ("silent_seconds", "Time since the server's last message."),
+    "leased_groups": ("leased_groups", "Groups leased to the server."),
+}
 SERVER_GAUGES = {
     "open_episodes": ("open_episodes", "Episodes that run."),
     "waiting_episodes": ("waiting_episodes", "Episodes that wait for a place."),
@@ -106,6 +96,12 @@ SERVER_COUNTERS = {
     "accepted_tokens": ("accepted_tokens", "Drafted tokens that were sampled."),
     "busy_s": ("busy_seconds", "Time with a request in the engine."),
     "paused_s": ("paused_seconds", "Time of pauses for new weights."),
+}
+# Values of an environment's status: the metric's name behind `slipstream_environment_`.
+ENVIRONMENT_COUNTERS = {
+    "groups_accepted": ("accepted_groups", "Groups that can be trained."),
+    "groups_failed": ("failed_groups", "Groups that were set aside."),
+    "episodes_failed": ("failed_episodes", "Episodes without a reward."),
 }
 _GONE = {fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT}
 
@@ -132,7 +128,6 @@ class RunCollector:
         status = self._status()
         yield from self._progress(status)
         yield from _tokens(status.ledger)
-        yield from self._queue(status)
         yield from self._servers(status)
         yield from self._environments(status.environments)
         yield from self._publishes()
@@ -142,8 +137,9 @@ class RunCollector:
             for name, (own, meaning) in table.items():
                 if name in row:
                     yield _gauge(f"{prefix}{own}", meaning, row[name])
-        yield _labelled(
-            _gauge("predicted_gain_ratio", "Steps a second that a change would bring in addition."),
+        yield _gauges(
+            "predicted_gain_ratio",
+            "Steps a second that a change would bring in addition.",
             "change",
             {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row},
         )
@@ -153,80 +149,67 @@ class RunCollector:
             name.removeprefix("RUN_STATE_").lower(): status.state == state
             for name, state in status_pb2.RunState.items()[1:]
         }
-        family = _gauge("run_state", "Whether the run is in a state.")
-        yield _labelled(family, "state", states)
+        yield _gauges("run_state", "Whether the run is in a state.", "state", states)
         yield _counter("steps", "Trained steps of the run.", status.step)
-        yield _gauge("planned_steps", "Steps that the run will train.", status.num_steps)
-        yield _gauge(
-            "checkpointed_steps", "Steps of the newest checkpoint.", status.checkpoint_step
-        )
         # The controller's own clock does not jump with the time of day.
-        since_s = self._recorder.since_step_s
-        yield _gauge(
-            "last_step_timestamp_seconds",
-            "When the newest step was done, or the controller began.",
-            time.time() - since_s,
-        )
-        yield _gauge(
-            "max_staleness_versions", "Bound of the lag of trained tokens.", status.max_staleness
-        )
-        yield _gauge(
-            "probe_tolerance_nats", "Largest gap of a probe.", self._config.probe_tolerance
-        )
-
-    def _queue(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
+        last_s = time.time() - self._recorder.since_step_s
+        for name, meaning, value in (
+            ("planned_steps", "Steps that the run will train.", status.num_steps),
+            ("checkpointed_steps", "Steps of the newest checkpoint.", status.checkpoint_step),
+            (
+                "last_step_timestamp_seconds",
+                "When the newest step was done, or the controller began.",
+                last_s,
+            ),
+            ("max_staleness_versions", "Bound of the lag of trained tokens.", status.max_staleness),
+            ("probe_tolerance_nats", "Largest gap of a probe.", self._config.probe_tolerance),
+            ("leased_groups", "Groups leased and not trained.", status.leased_groups),
+            ("complete_groups", "Those of them that are complete.", status.complete_groups),
+            ("queue_bytes", "Trajectories in the queue.", status.queued_bytes),
+            (
+                "queue_reserved_bytes",
+                "Queue that is used or reserved for leased episodes.",
+                status.reserved_bytes,
+            ),
+            ("queue_limit_bytes", "Size of the queue.", self._config.queue.max_bytes),
+        ):
+            yield _gauge(name, meaning, value)
         waited = self._scheduler.waited_s()
-        yield _gauge("leased_groups", "Groups leased and not trained.", status.leased_groups)
-        yield _gauge("complete_groups", "Those of them that are complete.", status.complete_groups)
-        yield _gauge("queue_bytes", "Trajectories in the queue.", status.queued_bytes)
-        yield _gauge(
-            "queue_reserved_bytes",
-            "Queue that is used or reserved for leased episodes.",
-            status.reserved_bytes,
-        )
-        yield _gauge("queue_limit_bytes", "Size of the queue.", self._config.queue.max_bytes)
-        yield _labelled(
-            _counter("lease_wait_seconds", "Time in which the next lease lacked something."),
+        yield _counters(
+            "lease_wait_seconds",
+            "Time in which the next lease lacked something.",
             "cause",
             {cause: waited[cause] for cause in LEASE_WAITS},
         )
 
     def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
-        connected = [server for server in status.servers if server.state not in _GONE]
-        states = {state: 0 for state in fleet_pb2.ServerState.values()[1:] if state not in _GONE}
-        for server in connected:
-            states[server.state] += 1
-        yield _labelled(
-            _gauge("servers", "Connected rollout servers."),
-            "state",
-            {
-                fleet_pb2.ServerState.Name(state).removeprefix("SERVER_STATE_").lower(): number
-                for state, number in states.items()
-            },
-        )
+        connected = {s.server_id: s for s in status.servers if s.state not in _GONE}
+        states = {
+            fleet_pb2.ServerState.Name(state).removeprefix("SERVER_STATE_").lower(): sum(
+                server.state == state for server in connected.values()
+            )
+            for state in fleet_pb2.ServerState.values()[1:]
+            if state not in _GONE
+        }
+        yield _gauges("servers", "Connected rollout servers.", "state", states)
         yield _counter(
             "servers_lost",
             "Times that a rollout server was lost before it had drained.",
             self._books.fleet.num_lost,
         )
-        yield _per_server(
-            _gauge("server_version", "Step of the version that the server serves."),
-            {server.server_id: server.version.step for server in connected},
-        )
-        yield _per_server(
-            _gauge("server_silent_seconds", "Time since the server's last message."),
-            {server.server_id: server.silent_s for server in connected},
-        )
-        yield _per_server(
-            _gauge("server_leased_groups", "Groups leased to the server."),
-            {server.server_id: server.leased_groups for server in connected},
-        )
-        for table, make in ((SERVER_GAUGES, _gauge), (SERVER_COUNTERS, _counter)):
+        versions = {name: server.version.step for name, server in connected.items()}
+        yield _gauges("server_version", "Step of the version it serves.", "server", versions)
+        for table, make, of_report in (
+            (SERVER_STATES, _gauges, False),
+            (SERVER_GAUGES, _gauges, True),
+            (SERVER_COUNTERS, _counters, True),
+        ):
             for field, (name, meaning) in table.items():
-                yield _per_server(
-                    make(f"server_{name}", meaning),
-                    {server.server_id: getattr(server.report, field) for server in connected},
-                )
+                values = {
+                    key: getattr(server.report if of_report else server, field)
+                    for key, server in connected.items()
+                }
+                yield make(f"server_{name}", meaning, "server", values)
 
     def _environments(
         self, environments: Iterable[environment_pb2.EnvironmentStatus]
@@ -234,29 +217,21 @@ class RunCollector:
         entries = {entry.spec.name: entry for entry in environments}
         suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
         row = self._recorder.newest
-        for family, values in (
-            (
-                _gauge("environment_suspended", "Whether no group is leased for it any more."),
-                {name: entry.state == suspended for name, entry in entries.items()},
-            ),
-            (
-                _gauge("environment_reward_mean", "Mean reward of its episodes in the step."),
-                {name: row[f"{name}/reward"] for name in entries if f"{name}/reward" in row},
-            ),
-            (
-                _counter("environment_accepted_groups", "Groups that can be trained."),
-                {name: entry.groups_accepted for name, entry in entries.items()},
-            ),
-            (
-                _counter("environment_failed_groups", "Groups that were set aside."),
-                {name: entry.groups_failed for name, entry in entries.items()},
-            ),
-            (
-                _counter("environment_failed_episodes", "Episodes without a reward."),
-                {name: entry.episodes_failed for name, entry in entries.items()},
-            ),
-        ):
-            yield _labelled(family, "environment", values)
+        yield _gauges(
+            "environment_suspended",
+            "Whether no group is leased for it any more.",
+            "environment",
+            {name: entry.state == suspended for name, entry in entries.items()},
+        )
+        yield _gauges(
+            "environment_reward_mean",
+            "Mean reward of its episodes in the step.",
+            "environment",
+            {name: row[f"{name}/reward"] for name in entries if f"{name}/reward" in row},
+        )
+        for field, (own, meaning) in ENVIRONMENT_COUNTERS.items():
+            values = {name: getattr(entry, field) for name, entry in entries.items()}
+            yield _counters(f"environment_{own}", meaning, "environment", values)
 
     def _publishes(self) -> Iterator[Metric]:
         totals = self._totals
@@ -306,11 +281,8 @@ class DiskSpace:
 def _tokens(ledger: status_pb2.Ledger) -> Iterator[Metric]:
     yield _counter("generated_tokens", "Tokens that all engines generated.", ledger.generated)
     yield _counter("trained_tokens", "Tokens of batches that were trained.", ledger.trained)
-    yield _labelled(
-        _gauge("ledger_tokens", "Where the generated tokens are now."),
-        "fate",
-        {fate: getattr(ledger, fate) for fate in FATES},
-    )
+    fates = {fate: getattr(ledger, fate) for fate in FATES}
+    yield _gauges("ledger_tokens", "Where the generated tokens are now.", "fate", fates)
     yield _gauge(
         "ledger_difference_tokens",
         "Generated tokens less those with a fate; not 0 for long: the ledger is open.",
@@ -318,24 +290,25 @@ def _tokens(ledger: status_pb2.Ledger) -> Iterator[Metric]:
     )
 
 
-def _gauge(name: str, meaning: str, value: float | None = None) -> GaugeMetricFamily:
+def _gauge(name: str, meaning: str, value: float) -> Metric:
     return GaugeMetricFamily(f"slipstream_{name}", meaning, value)
 
 
-def _counter(name: str, meaning: str, value: float | None = None) -> CounterMetricFamily:
+def _counter(name: str, meaning: str, value: float) -> Metric:
     return CounterMetricFamily(f"slipstream_{name}", meaning, value)
 
 
-def _per_server(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
-) -> Metric:
-    return _labelled(family, "server", values)
+def _gauges(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _labelled(GaugeMetricFamily(f"slipstream_{name}", meaning, labels=[label]), values)
+
+
+def _counters(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _labelled(CounterMetricFamily(f"slipstream_{name}", meaning, labels=[label]), values)
 
 
 def _labelled(
-    family: GaugeMetricFamily | CounterMetricFamily, label: str, values: Mapping[str, float]
+    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
 ) -> Metric:
-    name = f"{family.name}_total" if isinstance(family, CounterMetricFamily) else family.name
     for text, value in values.items():
-        family.add_sample(name, {label: text}, float(value))
+        family.add_metric([text], float(value))
     return family

@@ -54,6 +54,9 @@ class TensorBoardTracker:
         )
         self._file.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
 
+    def samples(self, step: int, episodes: object, groups: object) -> None:
+        """Leaves samples out: TensorBoard has no tables."""
+
     def close(self) -> None:
         """See `Tracker`."""
         self._file.close()

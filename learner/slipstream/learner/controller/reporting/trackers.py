@@ -15,7 +15,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -31,8 +31,13 @@ Complain: TypeAlias = Callable[[str], None]
 MAX_WAITING = 10_000
 CLOSE_LIMIT_S = 60.0
 log = logging.getLogger(__name__)
-# The numbers of one step or version.
-_Entry: TypeAlias = tuple[int, dict[str, float]]
+# Lines of trajectories.jsonl or groups.jsonl.
+Lines: TypeAlias = Sequence[Mapping[str, Any]]
+# The columns of a table of samples, as the lines name them.
+COLUMNS = (
+    *("step", "environment", "task_index", "prompt", "reply"),
+    *("reward", "advantage", "lag", "versions", "status", "sampled_tokens"),
+)
 
 
 class Tracker(Protocol):
@@ -44,10 +49,15 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the finite numbers of one step or version."""
 
+    def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
+        """Takes some episodes of a step as text, and the numbers of all of its groups."""
+
     def close(self) -> None:
         """Sends the numbers that are left."""
 
 
+# A call of a tracker.
+_Entry: TypeAlias = Callable[[Tracker], None]
 # Opens a tracker; raises the errors of the tracker's package.
 OpenTracker: TypeAlias = Callable[[], Tracker]
 
@@ -77,8 +87,15 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Passes on the finite numbers of one step or version."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        self._put(lambda tracker: tracker.log(step, finite))
+
+    def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
+        """Passes on the samples of one step."""
+        self._put(lambda tracker: tracker.samples(step, episodes, groups))
+
+    def _put(self, entry: _Entry) -> None:
         for writer in self._writers:
-            writer.put((step, finite))
+            writer.put(entry)
 
     def close(self) -> None:
         """Waits until all trackers have taken all numbers, at most `close_limit_s` in total."""
@@ -118,7 +135,7 @@ class _Writer(threading.Thread):
                 entry = self._entries.get()
                 if entry is None:
                     break
-                tracker.log(*entry)
+                entry(tracker)
             tracker.close()
         except Exception as error:
             log.exception("tracker %s", self.name)
@@ -220,12 +237,41 @@ class WandbTracker:
         """See `Tracker`."""
         self._run.log({**values, STEP: step})
 
+    def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
+        """See `Tracker`; a table, and histograms of lengths and surprisal."""
+        import wandb
+
+        histograms = {
+            name: [value for group in groups for value in group[name] if value is not None]
+            for name in ("sampled_tokens", "surprisal")
+        }
+        drawn = {name: wandb.Histogram(values) for name, values in histograms.items() if values}
+        table = wandb.Table(columns=list(COLUMNS), data=table_rows(episodes))
+        self._run.log({"samples": table, STEP: step} | drawn)
+
     def close(self) -> None:
         """See `Tracker`."""
         self._run.finish()
 
 
-# Limits of MLflow: parameters and metrics of one call, characters of one value.
+def table_rows(episodes: Lines) -> list[list[JsonValue]]:
+    """Returns a row of `COLUMNS` for each episode; the versions as `tokens by version` in text."""
+    return [
+        [
+            ", ".join(f"{length} by {version}" for length, version in line["versions"])
+            if name == "versions"
+            else line[name]
+            for name in COLUMNS
+        ]
+        for line in episodes
+    ]
+
+
+# Limits of MLflow: parameters and metrics of one call, characters of one value, and tables whose
+# names fit into a tag of 8,000 characters.
+MOST_TABLES = 100
+# The tag by which MLflow shows artifacts as tables.
+TABLES_TAG = "mlflow.loggedArtifacts"
 MAX_PARAMS = 100
 MAX_METRICS = 1000
 MAX_VALUE_CHARACTERS = 500
@@ -248,7 +294,9 @@ class MlflowTracker:
         if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        self._run_id = self._create(config.tracking.project, config.run.name)
+        # Beside our own file; a server has a place of its own.
+        artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else folder / "mlartifacts"
+        self._run_id = self._create(config.tracking.project, config.run.name, artifacts)
         texts = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in told_settings(config).items()
@@ -270,14 +318,24 @@ class MlflowTracker:
         for start in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
+    def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
+        """See `Tracker`; a table of its own for each step, among the artifacts."""
+        path = f"samples/step-{step:06d}.json"
+        table = {"columns": list(COLUMNS), "data": table_rows(episodes)}
+        self._client.log_text(self._run_id, json.dumps(table), path)
+        tables = json.loads(self._client.get_run(self._run_id).data.tags.get(TABLES_TAG, "[]"))
+        tables = [*tables, {"path": path, "type": "table"}][-MOST_TABLES:]
+        self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(tables))
+
     def close(self) -> None:
         """See `Tracker`."""
         self._client.set_terminated(self._run_id)
 
-    def _create(self, project: str, name: str) -> str:
+    def _create(self, project: str, name: str, artifacts: Path | None) -> str:
         experiment = self._client.get_experiment_by_name(project)
         if experiment is None:
-            experiment_id = self._client.create_experiment(project)
+            place = str(artifacts.resolve()) if artifacts is not None else None
+            experiment_id = self._client.create_experiment(project, artifact_location=place)
         else:
             experiment_id = experiment.experiment_id
         return str(self._client.create_run(experiment_id, run_name=name).info.run_id)

@@ -110,7 +110,7 @@ class TrainerPlace:
         self._progress.trainer_heard()
 
     async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Works like `check`, but accepts a call without an epoch while the place is free.
+        """Works like `check`, but accepts a call without an epoch while no trainer is registered.
 
         A trainer that loads its model has not registered and has no epoch yet.
         """

@@ -15,6 +15,8 @@ from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.groups import shaped_rewards
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 
+# Names of branches of an episode whose rewards are metrics.
+MOST_BRANCHES = 16
 _EQUAL = "equal_rewards_fraction"
 # Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.
 HINT_AFTER_STEPS = 10
@@ -50,16 +52,23 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
 
 
 def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean reward, and mean of each metric, of the episodes of each environment."""
+    """Means of rewards, of branches with a reward of their own too, and metrics by environment."""
     episodes: dict[str, list[Mapping[str, float]]] = {}
     for trajectory in trajectories:
-        measured = {**trajectory.metrics, "reward": trajectory.reward}
+        measured = {**_branch_rewards(trajectory), **trajectory.metrics}
+        measured["reward"] = trajectory.reward
         episodes.setdefault(trajectory.environment, []).append(measured)
     return {
         f"{environment}/{name}": mean
         for environment, measured in sorted(episodes.items())
         for name, mean in means_of_metrics(measured).items()
     }
+
+
+def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
+    """Returns the rewards that an agent gave names of branches, `MOST_BRANCHES` at most."""
+    rewards = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
+    return {f"branch_rewards/{name}": rewards[name] for name in sorted(rewards)[:MOST_BRANCHES]}
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -100,6 +100,16 @@ def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> Non
         raise untrainable(batch, large or faulty, cause)
 
 
+def mean_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+    """Returns the mean advantage of the trained tokens of each trajectory with any, by its id."""
+    trained: dict[str, list[FloatArray]] = {}
+    for owner, sequence in zip(batch.owners, sequences, strict=True):
+        name = batch.trajectories[owner].trajectory_id
+        trained.setdefault(name, []).append(sequence.advantages[sequence.loss_mask])
+    values = {name: np.concatenate(parts) for name, parts in trained.items()}
+    return {name: float(found.mean()) for name, found in values.items() if found.size}
+
+
 def weighted(
     sequences: Sequence[TrainingSequence],
     mini_batches: Sequence[Sequence[int]],

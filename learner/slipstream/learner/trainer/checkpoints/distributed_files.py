@@ -308,8 +308,8 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
     """Replaces Megatron's method to gather the distributed optimizer's state until the block ends.
 
     Megatron's gathers through main memory and leaves the whole state on every rank. Here the first
-    data-parallel rank receives it on its device in small parts, and copies them into `host`. None
-    is for a load, which needs memory for the state on every rank.
+    data-parallel rank receives it on its device in small parts, and copies them into `host`. A load
+    passes None: it needs memory for the state on every rank.
     """
     parts = distributed_parts(optimizer)
     # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.

@@ -43,7 +43,7 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats()
 
     def limit(self) -> int:
-        """Returns what tensors may take."""
+        """Returns the bytes of GPU memory that tensors may take."""
         free, total = torch.cuda.mem_get_info()
         left = free + torch.cuda.memory_reserved()
         return min(left, int(total * self._share)) if self._share else left

@@ -47,7 +47,7 @@ class Rounding:
     """
 
     def __init__(self, optimizer: Megatron, *, seed: int | None) -> None:
-        """Takes the place of the copies of `optimizer`; with a `seed` rounds stochastically."""
+        """Replaces how `optimizer` copies masters to weights; a `seed` rounds stochastically."""
         self._seed = seed
         self._changed: Tensor | int = 0
         self._total = 0

@@ -87,7 +87,7 @@ class BucketSender(ABC):
 
     @abstractmethod
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
-        """Opens the place where members meet; returns the fields that tell them of it."""
+        """Opens the rendezvous of the members; returns the fields that announce it."""
 
     @abstractmethod
     def _join(

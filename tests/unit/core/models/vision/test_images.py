@@ -14,11 +14,12 @@ from slipstream.core.models.vision.pixels import MAX_PIXELS, data_of_url
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
-from slipstream.environments.colours import COLOURS, SIDE, square_png
 from slipstream.learner.trainer.tiny_model import make_model as make_text_model
 from slipstream.learner.trainer.tiny_model import make_tokenizer as make_text_tokenizer
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from support.fakes.fake_trajectories import make_trajectory
+
+from deploy.environments.colours import COLOURS, SIDE, square_png
 
 RED = square_png(COLOURS["red"], 0, 0)
 IMAGE = 5

@@ -7,9 +7,11 @@ import dataclasses
 import json
 import math
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
-from slipstream.core.advice import Advice, profile_from_json
+from slipstream.core.advice import Advice, advise, profile_from_json, profile_to_json
 from slipstream.core.step_simulation import Profile, Setting
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
@@ -56,11 +58,18 @@ class Rig:
         self.warnings: list[str] = []
         self.advisor = Advisor(self.written.append, self.warnings.append)
 
-    def steps(self, number: int, *, setting: Setting = SETTING, **changes: float) -> None:
+    def steps(
+        self, number: int, *, setting: Setting = SETTING, in_turns: bool = False, **changes: float
+    ) -> None:
         self.advisor.note_report(work(30, 60, step_s=0.2, token_s=0.0))
         for _ in range(number):
             self.advisor.note_step(
-                ROW | changes, [group(), group()], setting=setting, places=8, waste=1.0
+                ROW | changes,
+                [group(), group()],
+                setting=setting,
+                places=8,
+                waste=1.0,
+                in_turns=in_turns,
             )
 
     async def advice(self) -> None:
@@ -114,6 +123,17 @@ async def test_a_profile_is_what_steps_and_reports_say() -> None:
     assert (found.setting, found.groups_per_step, found.places) == (SETTING, 2, 8)
 
 
+async def test_engines_in_turns_rest_as_long_as_their_reports_say() -> None:
+    rig = Rig()
+    # 42 s in 60 s are 1.4 s of each step of 2: training, publish, and 0.2 of the 0.3 s on the way.
+    rig.advisor.note_report(ServerWork(60.0, 42.0, 0.0, 30, 60))
+    rig.steps(11, in_turns=True)
+    found = rig.advisor.profile()
+    assert found is not None and found.in_turns
+    assert found.resting_order_s == pytest.approx(0.2)
+    assert profile_from_json(json.loads(json.dumps(profile_to_json(found)))) == found
+
+
 async def test_a_prediction_is_compared_with_the_steps_that_follow_it() -> None:
     rig = Rig()
     # The first step has the loading in it.
@@ -158,7 +178,7 @@ async def test_a_setting_that_was_not_foreseen_keeps_the_last_error() -> None:
 async def test_figures_that_cannot_be_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
 
-    def fail(profile: Profile) -> Advice:
+    def fail(profile: Profile, is_cancelled: Callable[[], bool]) -> Advice:
         raise ZeroDivisionError(f"{profile.places} places")
 
     with monkeypatch.context() as patched:
@@ -171,6 +191,34 @@ async def test_figures_that_cannot_be_end_no_run(monkeypatch: pytest.MonkeyPatch
     await until(lambda: rig.written)
     loop.cancel()
     assert rig.warnings == ["there is no advice: ZeroDivisionError: 8 places"]
+
+
+async def test_an_end_of_the_run_ends_a_prediction_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def last(profile: Profile, is_cancelled: Callable[[], bool]) -> Advice:
+        def is_asked() -> bool:
+            begun.set()
+            return is_cancelled()
+
+        try:
+            # It would take minutes.
+            long = dataclasses.replace(profile.setting, max_staleness=100_000)
+            return advise(dataclasses.replace(profile, setting=long), is_asked)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(module, "advise", last)
+    rig = Rig()
+    rig.steps(11)
+    loop = asyncio.create_task(rig.advisor.advise_forever())
+    await until(begun.is_set)
+    assert not ended.is_set()
+    loop.cancel()
+    await until(ended.is_set)
+    assert not rig.written
 
 
 @pytest.mark.parametrize("busy_s", [0.0, -5.0, 1e9])

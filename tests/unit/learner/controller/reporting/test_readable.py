@@ -13,6 +13,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.reporting.metrics import sampled_groups
 from slipstream.learner.controller.reporting.readable import (
     TokenTexts,
+    group_line,
     open_token_texts,
     readable,
 )
@@ -57,6 +58,29 @@ def test_each_turn_has_what_the_model_read_and_what_it_sampled(model: Path) -> N
         {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3},
     ]
     assert (line["step"], line["sampled_tokens"], line["reply"]) == (7, 6, "all that follows")
+
+
+def test_a_line_says_the_advantage_and_how_old_the_tokens_were() -> None:
+    # Three tokens of version 100 and three of 101, trained from version 103 into 104.
+    line = readable(104, make_trajectory(2, 6, num_versions=2), None, 0.25)
+    assert (line["advantage"], line["lag"]) == (0.25, 2.5)
+    given = dataclasses.replace(make_trajectory(2, 6), version_spans=())
+    assert readable(104, given, None)["lag"] is None
+
+
+def test_a_group_has_the_numbers_of_each_member() -> None:
+    member = dataclasses.replace(
+        make_trajectory(2, 2), behavior_logprobs=np.asarray([-1, -2], np.float32)
+    )
+    given = dataclasses.replace(member, version_spans=(), reward=0.0)
+    assert group_line(7, [member, given]) == {
+        "step": 7,
+        "environment": "echo",
+        "task_index": 12345,
+        "rewards": [1.0, 0.0],
+        "sampled_tokens": [2, 2],
+        "surprisal": [1.5, None],
+    }
 
 
 def test_a_turn_without_a_reply_is_one_all_the_same(model: Path) -> None:

@@ -17,11 +17,28 @@ from slipstream.core.settings.measurement_sections import TrackingSection
 from slipstream.core.settings.tracking import check_trackers
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker, crc32c
 from slipstream.learner.controller.reporting.trackers import (
+    COLUMNS,
     RunIds,
     Trackers,
     ways_to_open,
 )
 from support.rigs.controller_runs import make_config
+
+EPISODE = {
+    "step": 7,
+    "environment": "sums",
+    "task_index": 3,
+    "prompt": "1+1=",
+    "reply": "<b>2",
+    "reward": 1.0,
+    "advantage": 0.5,
+    "lag": 0.25,
+    "status": "completed",
+    "sampled_tokens": 4,
+    "versions": [[3, "0.6"], [1, "0.5"]],
+}
+ROW = [7, "sums", 3, "1+1=", "<b>2", 1.0, 0.5, 0.25, "3 by 0.6, 1 by 0.5", "completed", 4]
+GROUP = {"sampled_tokens": [4, 2], "surprisal": [0.5, None]}
 
 
 class FakeTracker:
@@ -40,6 +57,9 @@ class FakeTracker:
             raise ConnectionError("the service is away\nand more")
         self.entries.append((step, dict(values)))
 
+    def samples(self, step, episodes, groups) -> None:
+        self.entries.append((step, episodes, groups))
+
     def close(self) -> None:
         self.closed = True
 
@@ -55,8 +75,10 @@ def test_every_tracker_gets_all_finite_numbers_in_order():
     trackers = Trackers({"a": lambda: first, "b": lambda: second}, complaints.append)
     trackers.log(0, {"x": 1.0, "y": float("nan")})
     trackers.log(1, {"x": 2, "y": float("inf")})
+    trackers.samples(1, [EPISODE], [GROUP])
     trackers.close()
-    assert first.entries == second.entries == [(0, {"x": 1.0}), (1, {"x": 2.0})]
+    numbers = [(0, {"x": 1.0}), (1, {"x": 2.0})]
+    assert first.entries == second.entries == [*numbers, (1, [EPISODE], [GROUP])]
     assert first.closed and second.closed
     assert complaints == []
 
@@ -256,13 +278,20 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     RunIds(config.run_dir, print).keep("wandb", "kept")
     tracker = ways_to_open(config, config.run_dir, print)["wandb"]()
     tracker.log(7, {"loss": 0.5})
+    tracker.samples(7, [EPISODE], [GROUP])
     tracker.close()
+    tables = [told for name, _, told in service.calls if name == "Table"]
+    assert tables == [{"columns": list(COLUMNS), "data": [ROW]}]
+    drawn = [args for name, args, _ in service.calls if name == "Histogram"]
+    assert drawn == [([4, 2],), ([0.5],)]
     told = next(kwargs for name, _, kwargs in service.calls if name == "init")
     assert (told["project"], told["name"]) == ("sums", config.run.name)
     assert (told["id"], told["resume"], told["dir"]) == ("kept", "allow", str(config.run_dir))
     assert told["config"]["algorithm.max_staleness"] == 2
     names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
-    assert names == [("log", ({"loss": 0.5, "step": 7},)), ("finish", ())]
+    assert names[0] == ("log", ({"loss": 0.5, "step": 7},))
+    assert set(names[1][1][0]) == {"samples", "sampled_tokens", "surprisal", "step"}
+    assert names[2] == ("finish", ())
     assert ("define_metric", ("*",), {"step_metric": "step"}) in service.calls
 
 
@@ -281,12 +310,17 @@ class FakeMlflow:
         found = self.experiments.get(name)
         return None if found is None else types.SimpleNamespace(experiment_id=found)
 
-    def create_experiment(self, name: str) -> str:
+    def create_experiment(self, name: str, artifact_location: str) -> str:
+        assert artifact_location.endswith("/mlartifacts")
         return self.experiments.setdefault(name, f"experiment {name}")
 
     def create_run(self, *args: object, **kwargs: object) -> types.SimpleNamespace:
         self.calls.append(("create_run", args, kwargs))
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id="given-by-the-service"))
+
+    def get_run(self, run_id: str) -> types.SimpleNamespace:
+        tags = dict(args[1:] for args, _ in self.told("set_tag"))
+        return types.SimpleNamespace(data=types.SimpleNamespace(tags=tags))
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
@@ -308,6 +342,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     for start in range(2):
         tracker = ways_to_open(config, config.run_dir, print)["mlflow"]()
         tracker.log(start, {"held/pass@1": 0.5 + start})
+        tracker.samples(start, [EPISODE], [GROUP])
         tracker.close()
 
     run_id = "given-by-the-service"
@@ -316,6 +351,11 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     assert service.told("open")[0] == ((f"sqlite:///{config.run_dir.resolve()}/mlflow.db",), {})
     assert service.told("create_run") == [(("experiment sums",), {"run_name": "r"})]
     assert service.told("update_run") == [((run_id,), {"status": "RUNNING"})]
+    _, table, path = service.told("log_text")[1][0]
+    assert json.loads(table) == {"columns": list(COLUMNS), "data": [ROW]}
+    assert path == "samples/step-000001.json"
+    shown = json.loads(service.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert [one["path"] for one in shown] == [f"samples/step-00000{n}.json" for n in range(2)]
     batches = service.told("log_batch")
     assert all(args == (run_id,) for args, _ in batches)
     params = [pair for _, told in batches for pair in told.get("params", [])]
@@ -330,6 +370,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     assert service.told("set_terminated") == [((run_id,), {})] * 2
 
 
+@pytest.mark.process
 @needs("wandb")
 def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -342,6 +383,7 @@ def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
     assert b"algorithm.max_staleness" in content
 
 
+@pytest.mark.process
 @needs("mlflow")
 @needs("sqlalchemy")
 def test_mlflow_writes_into_the_run_folder_and_goes_on_with_the_same_run(tmp_path: Path):

@@ -92,6 +92,22 @@ def test_each_environment_has_its_own_means():
     assert environment_means(batch) == {"e/reward": 0.5, "e/right": 0.5, "f/reward": 5.0}
 
 
+def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_them():
+    player, judge = Branch(2, name="player", reward=1.0), Branch(2, name="judge", reward=0.5)
+    batch = [
+        trajectory(0.0, 1, 1, 1, 1, 1, 1, branches=(player, judge, player)),
+        trajectory(1.0, 1, 1, 1, 1, branches=(Branch(2, name="player", reward=0.0), Branch(2))),
+    ]
+    assert environment_means(batch) == {
+        "e/branch_rewards/player": 0.5,
+        "e/branch_rewards/judge": 0.5,
+        "e/reward": 0.5,
+    }
+    many = tuple(Branch(2, name=f"b{n:02}", reward=1.0) for n in range(20))
+    names = environment_means([trajectory(0.0, *[1, 1] * 20, branches=many)])
+    assert set(names) == {"e/reward", *(f"e/branch_rewards/b{n:02}" for n in range(16))}
+
+
 def test_what_is_counted_is_0_in_the_episodes_that_do_not_name_it():
     batch = [
         trajectory(1.0, 1, 1, metrics={"branches/edited": 3.0, "right": 1.0}),

@@ -13,6 +13,7 @@ from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, Ver
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
     loss_weights,
+    mean_advantages,
     training_sequences,
     weighted,
 )
@@ -71,6 +72,19 @@ def advantages(sequences) -> list[float]:
 def test_sampled_tokens_get_the_advantage_of_their_episode() -> None:
     found = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(advantage="dr_grpo"))
     assert advantages(found) == pytest.approx([-1, 0, 1, -1, -1, 2])
+
+
+def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens() -> None:
+    made = batch([0, 1, 2, 5, 5, 8], truncated=(2,))
+    two = dataclasses.replace(tree((1, 3), (1.0, 0.5), 0.0), group_id=made.group_ids[0])
+    made = Batch(0, made.batch_id, (two, *made.trajectories[1:]))
+    found = training_sequences(made, config(advantage="dr_grpo", leave_out_truncated=True))
+    told = mean_advantages(made, found)
+    ids = [trajectory.trajectory_id for trajectory in made.trajectories]
+    # The rewards are 0 and 1: one token has -0.5, three of the other branch have half of it.
+    assert [told.get(each) for each in ids] == pytest.approx(
+        [(-0.5 - 3 * 0.25) / 4, 0.5, None, -1, -1, 2]
+    )
 
 
 def test_reports_of_episodes_are_collected() -> None:

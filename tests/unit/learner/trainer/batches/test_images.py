@@ -9,7 +9,6 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
-from slipstream.environments.colours import COLOURS, square_png
 from slipstream.learner.trainer.batches.images import (
     check_pixels,
     image_positions,
@@ -20,6 +19,8 @@ from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from support.fakes.fake_trajectories import make_trajectory
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
+
+from deploy.environments.colours import COLOURS, square_png
 
 RED = square_png(COLOURS["red"], 0, 0)
 

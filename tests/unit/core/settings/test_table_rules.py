@@ -1,0 +1,494 @@
+"""Values and tables of settings that no run can work with, each refused in one line."""
+
+import math
+import tomllib
+from typing import Any
+
+import pytest
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from support.fakes.small_configs import config_with, refusal_of
+
+Changes = dict[str, Any]
+
+TOO_LONG = "input should be a path of at most 4095 bytes and 255 for each of its names, got 300"
+ADDRESS = "an address is host:port with a port up to 65535, got "
+HOST = "a host is a name or an address, without a port, got "
+TEXT = "input should be one line of text, not empty, got "
+# Setting, value, rule.
+VALUES: list[tuple[str, object, str]] = [
+    ("run.name", "a b", "must be letters, digits and . _ - and begin with a letter or digit, got"),
+    ("run.name", "x" * 101, f"string should have at most 100 characters, got '{'x' * 79}..."),
+    ("run.steps", 0, "input should be greater than or equal to 1, got 0"),
+    ("run.steps", True, "input should be a number, got true"),
+    ("run.steps", 2**31, "input should be at most 2147483647, got 2147483648"),
+    ("run.dir", "x" * 300, TOO_LONG),
+    ("model.dtype", "int8", "input should be 'float32', 'bfloat16' or 'float16', got 'int8'"),
+    ("model.path", "", f"{TEXT}''"),
+    ("checkpoint.load", "a\nb", f"{TEXT}'a\\nb'"),
+    ("tracking.project", "a\0b", f"{TEXT}'a\\x00b'"),
+    ("tracking.trackers", ["console"], ""),
+    ("algorithm.learning_rate", "fast", "input should be a valid number"),
+    ("algorithm.learning_rate", 1e300, "input should be at most 1e+30, got 1e+300"),
+    ("algorithm.solved_reward", math.nan, "input should be a finite number, got nan"),
+    ("algorithm.kl.coefficient", math.inf, "input should be a finite number, got inf"),
+    ("queue.kind", "kafka", "input should be 'grpc' or 'redis', got 'kafka'"),
+    ("queue.max_bytes", 2**63, f"input should be at most {2**63 - 1}, got {2**63}"),
+    ("controller.stall_timeout_s", 1e10, "input should be 0.001 to 1e+09 seconds, got 1e+10"),
+    ("controller.stall_timeout_s", 0.9, "input should be greater than or equal to 1, got 0.9"),
+    ("sampling.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
+    ("sampling.stop", ["a", ""], "string should have at least 1"),
+    ("weights.host", "host:80", f"{HOST}'host:80'"),
+    ("weights.host", "a..b", f"{HOST}'a..b'"),
+    ("learner.adam_betas", [0.9, 1.0], "input should be less than 1, got 1.0"),
+    *(
+        ("learner.master", address, f"{ADDRESS}{address!r}")
+        for address in ("host", "host:70000", "http://h:80", "[::1", "[::1:8", ":1", "a b:1")
+    ),
+    ("environments", [{"name": "a", "reference": "no-reference"}], "a reference is package.mod"),
+    ("environments", {"name": "a"}, "is a list of tables: write [[environments]] above each in pl"),
+    ("algorithm.loss", "trpo", "input should be ppo, gspo, cispo, sapo, reinforce or module:func"),
+    (
+        "algorithm.loss_args",
+        {"clip_low": 2},
+        "clip_low of loss ppo: input should be less than or equal to 1, got 2",
+    ),
+    (
+        "algorithm.loss_args",
+        {"clip_low": True},
+        "clip_low of loss ppo: input should be a number, got true",
+    ),
+    ("algorithm.advantage_args", {"lam": 0.9}, "advantage grpo has no argument 'lam'; known: none"),
+    (
+        "algorithm.weight_args",
+        {"bands": 1},
+        "weight token has no argument 'bands'; known: token_band, sequence_band, to, cap",
+    ),
+    (
+        "algorithm.weight_args",
+        {"sequence_band": [2.0, 1.0]},
+        "sequence_band must be [low, high] with low < high, got [2.0, 1.0]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "rule"), VALUES)
+def test_a_value_of_no_use_is_refused_with_its_setting(key: str, value: object, rule: str) -> None:
+    found = refusal_of({key: value})
+    assert found.startswith(key)
+    assert rule in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.steps", 2**31 - 1),
+        ("queue.max_bytes", 2**62),
+        ("rollout_server.drain_timeout_s", 0),
+        ("rollout_server.drain_timeout_s", 0.001),
+        ("weights.host", "::1"),
+        ("learner.master", "[::1]:8"),
+        ("queue.redis_url", "unix:///run/redis.sock"),
+        ("queue.redis_url", "rediss://user:password@host:6379/0?ssl_ca_certs=x"),
+        ("tracking.trackers", ["tensorboard", "wandb", "mlflow"]),
+        *(("weights.storage_url", url) for url in ("s3://bucket/a", "/mnt/a", "a", "memory://w")),
+    ],
+)
+def test_unusual_values_that_work_pass(key: str, value: object) -> None:
+    config_with({key: value})
+
+
+def test_a_host_is_kept_without_the_brackets_of_addresses_with_ports() -> None:
+    assert config_with({"weights.host": "[::1]"}).weights.host == "::1"
+
+
+def evaluated(**settings: object) -> Changes:
+    return {"evaluations": [{"name": "held", "reference": "m:E", **settings}]}
+
+
+def played(**settings: object) -> Changes:
+    return {"environments": [{"name": "a", "reference": "m:E", **settings}]}
+
+
+NAMED = {"rank": 8, "publish": "adapters", "adapters": ["code", "math"]}
+FP8 = {"rollout_server.quantization": "fp8_per_channel"}
+GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
+SLEEP = {
+    "controller.turns": "sleep",
+    "learner.offload": {"gradients": True, "optimizer": True},
+}
+REPLAY = {"algorithm.router_replay": "rollout"}
+STORED = {"rollout_server.weights_from": "storage", "weights.storage_url": "w"}
+PRECISE = {
+    "learner.use_distributed_optimizer": True,
+    "learner.optimizer": {"use_precision_aware_optimizer": True},
+}
+FP8_NEEDS = "rollout_server.quantization = 'fp8_per_channel' needs "
+LEARNED_FROM = "the learner needs the log-probabilities of the distribution that was sampled from"
+# Settings, beginning of the line.
+TABLES: list[tuple[Changes, str]] = [
+    # Sizes that must fit each other.
+    ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
+    (
+        {"rollout_server.max_episodes": 1},
+        "a group runs on one server: algorithm.group_size must be at most "
+        "rollout_server.max_episodes, got 2 and 1",
+    ),
+    (
+        {"rollout_server.shared_max_episodes": 65},
+        "rollout_server.shared_max_episodes must be at most max_episodes, got 65 and 64",
+    ),
+    (
+        {"rollout_server.shared_max_episodes": 1},
+        "a group runs on one server: algorithm.group_size must be at most "
+        "rollout_server.shared_max_episodes, got 2 and 1",
+    ),
+    (
+        {"sampling.max_reply_tokens": 16},
+        "sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, got 16",
+    ),
+    ({"sampling.max_prompt_tokens": 16}, "sampling.max_prompt_tokens must be below max_episode_t"),
+    ({"sampling.max_total_tokens": 15}, "sampling.max_total_tokens must be 0 or at least max_ep"),
+    (
+        {"sampling.max_total_tokens": 2_000_000},
+        "sampling.max_total_tokens of 2000000 makes trajectories too large to send",
+    ),
+    (
+        {"learner.micro_batch_tokens": 15},
+        "an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
+        "learner.micro_batch_tokens * learner.parallel.cp, got 16, 15 and 1",
+    ),
+    (
+        {"queue.max_bytes": 4 * (2048 + 24 * 16) - 1},
+        "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of 2432 "
+        "bytes, 9728 bytes, got 9727",
+    ),
+    ({"controller.heartbeat_s": 2.0}, "controller.heartbeat_timeout_s must be at least 3 * heart"),
+    (
+        {"learner.timeout_s": 43.0},
+        "learner.timeout_s must be at least 2 * (weights.join_deadline_s + bucket_deadline_s)",
+    ),
+    (
+        played() | {"evaluations": [{"name": "a", "reference": "a:C"}]},
+        "environments and evaluations need different names, got a, a",
+    ),
+    # Files and credentials.
+    (
+        {"security.tls_key": "k"},
+        "security: tls_certificate and tls_key go together, only one is set",
+    ),
+    # Evaluations and profiles.
+    (
+        evaluated(num_episodes=9, samples_per_task=2),
+        "evaluations.0: num_episodes must be a multiple of samples_per_task, got 9 and 2",
+    ),
+    (
+        evaluated(samples_per_task=2, pass_at=[1, 4]),
+        "evaluations.0: pass_at must be at most samples_per_task, got 4 and 2",
+    ),
+    (
+        evaluated(samples_per_task=2, temperature=0),
+        "evaluations.0: samples_per_task of 2 needs a temperature above 0",
+    ),
+    (evaluated(temperature=0.005), "evaluations.0: temperature must be 0 or at least 0.01, got 0"),
+    (
+        evaluated(max_reply_tokens=16),
+        "sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens of "
+        "evaluation held, got 16 and 16",
+    ),
+    ({"debug.profile": {"start_step": 11}}, "debug.profile.start_step must be at most run.steps"),
+    (
+        {"debug.profile": {"start_step": 1, "ranks": [0, 1]}},
+        "debug.profile.ranks must be below learner.world_size, got 1 and 1",
+    ),
+    # A shared GPU and weights in storage.
+    (
+        {"controller.turns": "sleep"},
+        'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true',
+    ),
+    (
+        SLEEP | {"weights.stage_on_server": True},
+        'weights.stage_on_server must be "auto" or false with controller.turns = "sleep", got true',
+    ),
+    *(
+        (
+            SLEEP | STORED | {"controller.turns": turns},
+            f'controller.turns must be "off" with rollout_server.weights_from = "storage", got '
+            f"{turns!r}",
+        )
+        for turns in ("pause", "sleep")
+    ),
+    (
+        {"rollout_server.weights_from": "storage"},
+        'rollout_server.weights_from = "storage" needs weights.storage_url',
+    ),
+    (
+        {"weights.storage_url": "w", "lora": {"rank": 2, "publish": "adapters"}},
+        'lora.publish must be "merged" with weights.storage_url',
+    ),
+    # Precision.
+    (FP8 | {"model.dtype": "float32"}, f"{FP8_NEEDS}model.dtype = 'bfloat16', got 'float32'"),
+    (
+        FP8 | {"lora": {"rank": 8, "publish": "adapters"}},
+        f"{FP8_NEEDS}lora.publish = 'merged', got 'adapters'",
+    ),
+    (
+        FP8 | {"weights.delta": "gpu", "rollout_server.tensor_parallel_size": 2},
+        f"{FP8_NEEDS}weights.delta = 'off' or rollout_server.tensor_parallel_size = 1",
+    ),
+    *(
+        (server | {"algorithm.weight": "none"}, "engines in FP8 sample with other probabilities")
+        for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "FP8_e4m3"}})
+    ),
+    (
+        {"learner.rounding": "stochastic", "model.dtype": "float16"},
+        "learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', got 'float16'",
+    ),
+    (
+        PRECISE | {"learner.rounding": "stochastic"},
+        "learner.rounding = 'stochastic' excludes learner.optimizer.use_precision_aware_optimizer",
+    ),
+    # vLLM's own arguments.
+    *(
+        (
+            {"rollout_server.engine": {name: 1}},
+            f"rollout_server.engine.{name} cannot be passed through: {reason}",
+        )
+        for name, reason in (
+            ("logprobs_mode", LEARNED_FROM),
+            ("max_num_seqs", "set rollout_server.max_episodes"),
+            ("quantization", "set rollout_server.quantization"),
+            ("kv_events_config", "it opens a port without TLS or token"),
+        )
+    ),
+    (
+        {"rollout_server.engine": {"distributed_executor_backend": "ray"}},
+        "rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'",
+    ),
+    *(
+        (
+            {"rollout_server.engine": {"load_format": name}},
+            "rollout_server.engine.load_format cannot be 'ipc_cache'",
+        )
+        for name in ("ipc_cache", "IPC_Cache")
+    ),
+    (
+        {"rollout_server.engine": {"max_num_batched_tokens": 63}},
+        "rollout_server.engine.max_num_batched_tokens must be at least "
+        "rollout_server.max_episodes: each episode has a token in a batch, got 63 and 64",
+    ),
+    (
+        {"rollout_server.max_episodes": 16385},
+        "rollout_server.engine.max_num_batched_tokens must be at least "
+        "rollout_server.max_episodes: each episode has a token in a batch, got 16384 (vLLM's own)",
+    ),
+    # Adapters.
+    (
+        {"lora.rank": 6, "learner": {"world_size": 4, "parallel": {"tp": 4}}},
+        "lora.rank must be a multiple of learner.parallel.tp, got 6 and 4",
+    ),
+    (
+        {"lora.rank": 6, "learner": {"world_size": 4, "parallel": {"tp": 2, "etp": 4}}},
+        "lora.rank must be a multiple of learner.parallel.etp, got 6 and 4",
+    ),
+    (
+        {"lora.rank": 6, "checkpoint.load": "elsewhere"},
+        "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6",
+    ),
+    (
+        played() | {"lora": NAMED},
+        "a: adapter must be one of lora.adapters (code, math), got none",
+    ),
+    (
+        evaluated(adapter="prose") | {"lora": NAMED},
+        "held: adapter must be one of lora.adapters (code, math), got 'prose'",
+    ),
+    (played(adapter="math"), "a: adapter must be left out without lora.adapters, got 'math'"),
+    *(
+        (changes | {"lora": NAMED}, f"lora.adapters must be empty with {what}, got code, math")
+        for what, changes in (
+            ("use_precision_aware_optimizer", PRECISE),
+            (
+                "optimizer_cpu_offload",
+                PRECISE | {"learner.optimizer": {"optimizer_cpu_offload": True}},
+            ),
+            (
+                "reference.refresh_every_steps",
+                {"algorithm.kl.coefficient": 0.1, "reference.refresh_every_steps": 2},
+            ),
+            ("a critic", GAE),
+        )
+    ),
+    # Router replay.
+    (
+        REPLAY | {"rollout_server.enable_prefix_caching": False},
+        "algorithm.router_replay needs rollout_server.enable_prefix_caching = true",
+    ),
+    (REPLAY | {"sampling.stop": ["x"]}, "algorithm.router_replay needs sampling.stop = []"),
+    (
+        REPLAY | {"rollout_server.drafts": "shared"},
+        'algorithm.router_replay needs rollout_server.drafts = "off"',
+    ),
+    *(
+        (REPLAY | {"learner.transformer": {name: True}}, f"learner.transformer.{name} ")
+        for name in ("moe_router_fusion", "enable_cuda_graph")
+    ),
+    # The algorithm.
+    (
+        {"algorithm.decay_steps": 5},
+        "algorithm: decay_steps and decay_to have no effect with decay = 'none', got 5 and 0.0",
+    ),
+    (
+        {"algorithm.loss": "reinforce", "algorithm.mini_batches": 2},
+        "algorithm: loss = 'reinforce' has no ratio that leads on from the policy before the step",
+    ),
+    (
+        {"algorithm.group_size": 1},
+        "algorithm: advantage = 'grpo' compares a group: group_size must be >= 2, got 1",
+    ),
+    (
+        {
+            "algorithm.group_size": 1,
+            "algorithm.advantage": "reinforce_pp",
+            "algorithm.filter": "unequal_rewards",
+        },
+        "algorithm: filter = 'unequal_rewards' would leave out every group of group_size = 1",
+    ),
+    (
+        {"algorithm.advantage": "none", "algorithm.kl": {"coefficient": 1, "placement": "reward"}},
+        "algorithm: advantage = 'none' trains no reward: it needs kl.coefficient > 0 and "
+        "kl.placement = 'loss', got 1.0 and 'reward'",
+    ),
+    (
+        {"algorithm.advantage": "score", "algorithm.filter": "unequal_rewards"},
+        "algorithm: filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage",
+    ),
+    (
+        {"algorithm.fixed_tokens": 100},
+        "algorithm: fixed_tokens has no effect with aggregation = 'token_mean'",
+    ),
+    (
+        {"algorithm.loss_args": {"ratio": "behavior"}},
+        "algorithm: ratio = 'behavior' of the loss corrects already: weight must be 'none', got",
+    ),
+    (
+        {"algorithm.weight_args": {"cap": 1.0, "token_band": [1.5, 2.0]}},
+        "algorithm: token_band of the weight begins at 1.5, above its cap 1.0",
+    ),
+    (
+        {"algorithm.kl": {"coefficient": 0.1, "estimator": "k1"}},
+        "algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3",
+    ),
+    (
+        {"algorithm.reward": "overlong"},
+        "algorithm.reward_args: reward overlong needs the argument 'cache_tokens'",
+    ),
+    (
+        {"algorithm.reward": "overlong", "algorithm.reward_args": {"cache_tokens": 17}},
+        "algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, got 17",
+    ),
+    (GAE | {"critic.warmup_steps": 10}, "critic.warmup_steps must be below run.steps, or the pol"),
+    (
+        played(curriculum={"failed_reward": 1.0}),
+        "curriculum.failed_reward of environment a must be below algorithm.solved_reward, got 1.0",
+    ),
+    (
+        GAE | {"critic.transformer": {"moe_expert_capacity_factor": 1.0}},
+        "critic.transformer.moe_expert_capacity_factor must be left out, got 1.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), TABLES)
+def test_settings_that_do_not_go_together_are_refused(changes: Changes, line: str) -> None:
+    assert refusal_of(changes).startswith(line)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret-of-mine@bucket/prefix",
+        "https://store/weights?signature=secret-of-mine",
+        "memory://weights#secret-of-mine",
+        "simplecache::s3://key:secret-of-mine@bucket/prefix",
+    ],
+)
+def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
+    line = refusal_of({"weights.storage_url": url})
+    assert line.startswith("weights.storage_url: a storage URL has no user, password")
+    assert "secret-of-mine" not in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        evaluated(max_reply_tokens=15),
+        FP8 | {"weights.delta": "gpu"},
+        *(
+            FP8 | {"algorithm.weight": "none"} | corrected
+            for corrected in (
+                {"algorithm.weight_args": {"token_band": [0.5, 2.0]}},
+                {"algorithm.loss_args": {"ratio": "behavior"}},
+            )
+        ),
+        {"learner.rounding": "stochastic"},
+        STORED,
+        REPLAY,
+        # The combinations of the table in docs/algorithms.md that need no other model.
+        {
+            "algorithm.loss_args": {"clip_high": 0.28},
+            "algorithm.filter": "unequal_rewards",
+            "algorithm.leave_out_truncated": True,
+        },
+        {"algorithm.advantage": "dr_grpo", "algorithm.aggregation": "fixed"},
+        {"algorithm.advantage": "rloo", "algorithm.loss": "reinforce"},
+        {"algorithm.advantage": "reinforce_pp", "algorithm.group_size": 1},
+        {"algorithm.advantage": "reinforce_pp_baseline"},
+        {"algorithm.loss": "gspo", "algorithm.loss_args": {"clip_low": 3e-4, "clip_high": 4e-4}},
+        {
+            "algorithm.loss": "cispo",
+            "algorithm.loss_args": {"clip_low": 1.0, "clip_high": 3.0, "ratio": "behavior"},
+            "algorithm.weight": "none",
+        },
+        {"algorithm.loss": "sapo", "algorithm.aggregation": "sequence_mean"},
+        {"algorithm.mini_batches": 2, "algorithm.loss_args": {"dual_clip": 3.0}},
+    ],
+)
+def test_settings_that_go_together_come_back_from_their_dump(changes: Changes) -> None:
+    """A run's own config.toml names every setting and can be loaded again."""
+
+    config = config_with(changes)
+    assert parse_config(tomllib.loads(dump_config(config)), source="config.toml") == config
+
+
+def test_a_probe_allows_for_the_rounding_of_fp8() -> None:
+    for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "fp8"}}):
+        assert config_with(server).probe_tolerance == 0.5
+        assert config_with(server | {"debug.probe_tolerance": 0.2}).probe_tolerance == 0.2
+    assert config_with().probe_tolerance == 0.16
+
+
+def test_engines_that_give_their_memory_back_keep_none_for_arriving_weights() -> None:
+    assert config_with(SLEEP).staging is False
+    assert config_with({"weights.stage_on_server": True}).staging is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"max_staleness": 0, "weight": "none"}, ""),
+        ({"weight": "none", "weight_args": {"token_band": [0.5, 2.0]}}, ""),
+        ({"weight": "none", "weight_args": {"sequence_band": [0.5, 2.0]}}, ""),
+        ({"loss": "cispo", "loss_args": {"ratio": "behavior"}, "weight": "none"}, ""),
+        ({"weight": "none"}, "as if the newest had sampled them"),
+        ({"weight": "none", "loss": "reinforce"}, "as if the newest had sampled them"),
+        ({"weight": "none", "loss_args": {"ratio": "behavior"}}, "have no gradient"),
+    ],
+)
+def test_stale_tokens_without_a_correction_are_warned_of(changes: Changes, words: str) -> None:
+    warning = AlgorithmSection.model_validate({"max_staleness": 3} | changes).staleness_warning
+    assert (warning is None) == (not words)
+    if warning:
+        assert warning.startswith("algorithm.max_staleness is 3 without a correction: ")
+        assert words in warning
