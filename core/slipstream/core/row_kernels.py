@@ -16,7 +16,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `x` [..., in] times `weight` [out, in], plus the bias, in blocks of ROWS rows."""
     flat = x.reshape(-1, x.shape[-1])
     padded = F.pad(flat, (0, 0, 0, -len(flat) % ROWS))
-    found = torch.cat([F.linear(rows, weight) for rows in padded.split(ROWS)])[: len(flat)]
+    found = torch.cat([F.linear(rows, weight) for rows in torch.split(padded, ROWS)])[: len(flat)]
     if bias is not None:
         found = found + bias
     return found.view(*x.shape[:-1], len(weight))

@@ -1,6 +1,7 @@
 """Gives vLLM on CPUs products and norms whose rows do not depend on the rows beside them."""
 
-import torch
+from typing import Any
+
 from slipstream.core import row_kernels
 from torch import Tensor
 from vllm.model_executor.layers import logits_processor, utils
@@ -17,7 +18,7 @@ def compute_by_rows() -> None:
     logits_processor.LogitsProcessor._apply_head = _head
 
 
-def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's
     layer.cpu_linear = row_kernels.product
 
 
@@ -32,7 +33,7 @@ def _normed(
 
 def _head(
     self: logits_processor.LogitsProcessor,
-    lm_head: torch.nn.Module,
+    lm_head: Any,  # noqa: ANN401 - vLLM's
     hidden_states: Tensor,
     embedding_bias: Tensor | None,
 ) -> Tensor:

@@ -149,7 +149,7 @@ class GpuKernels:
         from vllm.v1.attention.backends import fa_utils
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-        # As the engine has it, so that the head's product is not added up in parts. vLLM's own mode
+        # The engine has these too: the head's product is then not added up in parts. vLLM's mode
         # would replace operations of torch that the backward pass and checks in float64 need.
         os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
         torch.backends.cuda.preferred_blas_library("cublaslt")
