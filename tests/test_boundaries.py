@@ -53,7 +53,10 @@ FLIGHTS = (
 )
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
-    "vllm": ("slipstream.rollout_server.vllm",),
+    "vllm": (
+        "slipstream.rollout_server.vllm",
+        "slipstream.learner.trainer.layers.engine_kernels",
+    ),
     "megatron": ("slipstream.learner.trainer",),
     "transformer_engine": ("slipstream.learner.trainer",),
     "redis": (
@@ -76,6 +79,7 @@ OWNERS = {
     ),
     "torch": (
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
+        "slipstream.core.row_kernels",
         *(
             f"slipstream.learner.algorithms.{name}"
             for name in (

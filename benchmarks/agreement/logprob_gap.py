@@ -40,7 +40,8 @@ from benchmarks.common.rig import Placement, Rig
 from benchmarks.common.shapes import make_apart
 
 KL_TARGET = 1e-3
-DTYPES = ("bfloat16", "float16", "float32")
+# bits: bfloat16 with `algorithm.agreement = "bits"`.
+DTYPES = ("bfloat16", "float16", "float32", "bits")
 START_LIMIT_S = 300.0
 STEPS_LIMIT_S = 300.0
 FRESH_LIMIT_S = 300.0
@@ -79,7 +80,10 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "steps": arguments.steps + 1,
             "seed": arguments.seed,
         },
-        "model": {"path": str(folder / "model"), "dtype": arguments.dtype},
+        "model": {
+            "path": str(folder / "model"),
+            "dtype": arguments.dtype.replace("bits", "bfloat16"),
+        },
         "environments": [environment],
         "algorithm": {
             "group_size": 8,
@@ -87,6 +91,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_staleness": 0,
             "learning_rate": arguments.learning_rate,
             "router_replay": "rollout" if arguments.replay else "off",
+            "agreement": "bits" if arguments.dtype == "bits" else "close",
             **json.loads(arguments.algorithm),
         },
         "sampling": {
@@ -162,7 +167,7 @@ def score_afresh(path: Path) -> None:
 
     job = json.loads(path.read_text())
     config = load_config(Path(job["config"]), [f'model.path="{job["model"]}"'])
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
+    os.environ |= process.engine_environment(config, on_cpu=process.is_cpu_build())
 
     async def score() -> list[float]:
         from slipstream.core.types import PolicyVersion
@@ -279,7 +284,7 @@ def main() -> None:
     fresh = None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = arguments.model or make_apart(folder / "made", "tiny", dtype=arguments.dtype)
+        model = arguments.model or make_apart(folder / "made", "tiny", dtype="bfloat16")
         (folder / "model").symlink_to(model.resolve())
         config = config_of(arguments, folder)
         with part("the run", failures):

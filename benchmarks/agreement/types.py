@@ -227,7 +227,7 @@ class Learner:
 def measure_learners(found: Found, folder: Path) -> None:
     """Takes turns of the learners: two side by side, so that both see the same machine."""
     dtypes = found.arguments.dtypes
-    for pair in (dtypes[:2], dtypes[2:]):
+    for pair in (dtypes[start : start + 2] for start in range(0, len(dtypes), 2)):
         learners = [Learner(dtype, folder, found.arguments) for dtype in pair]
         # The first turn waits until all have loaded and compiled, and is not counted.
         for number in range(1 + TURNS):
@@ -294,7 +294,14 @@ def measure_flow(found: Found) -> None:
     out, log = arguments.out / "flow-dtypes.json", arguments.out / "flow.log"
     out.unlink(missing_ok=True)
     command = [*program("rollout.flow"), "--device", arguments.device]
-    command += ["--dtypes", *arguments.dtypes[:2], "--repeats", "3", "--out", str(out)]
+    command += [
+        "--dtypes",
+        *arguments.dtypes[: arguments.flow_types],
+        "--repeats",
+        "3",
+        "--out",
+        str(out),
+    ]
     if arguments.device == "cuda":
         # Engines whose memory is told, not measured, start at once.
         command += ["--kv-gib", str(KV_GIB), "--limit-s", str(LIMITS_S["flow"] - 60)]
@@ -315,8 +322,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="SmolLM2's folder, beside the random shape")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="the first two are compared"
+        "--dtypes", nargs="+", choices=DTYPES, default=DTYPES[:3], help="the first two are compared"
     )
+    parser.add_argument("--flow-types", type=int, default=2, help="the first so many have a flow")
     parser.add_argument("--steps", type=int, default=8, help="updates of each run of the part gap")
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     parser.add_argument("--learner", choices=DTYPES, help=argparse.SUPPRESS)

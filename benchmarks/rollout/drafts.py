@@ -174,7 +174,7 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
     }
     config = parse_config(table, source=NAME)
     on_cpu = arguments.device == "cpu"
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=on_cpu)
+    os.environ |= process.engine_environment(config, on_cpu=on_cpu)
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
     profile = None

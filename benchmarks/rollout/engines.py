@@ -310,7 +310,7 @@ async def main(start: Start, folder: Path, address: str, sizes: Sizes) -> None:
 
     config = load_config(folder / "config.toml")
     on_cpu = process.is_cpu_build()
-    os.environ.update(process.engine_environment(config.rollout_server, on_cpu=on_cpu))
+    os.environ.update(process.engine_environment(config, on_cpu=on_cpu))
     process.bind_children()
     with process.limited_start(START_LIMIT_S):
         engine = await start(config, sizes, address)

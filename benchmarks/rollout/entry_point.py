@@ -71,7 +71,7 @@ class EntryPoint:
         assert turn.least_tokens == turn.most_tokens
         assert turn.requests == turn.slots
         on_cpu = process.is_cpu_build()
-        own = process.engine_environment(self._config.rollout_server, on_cpu=on_cpu)
+        own = process.engine_environment(self._config, on_cpu=on_cpu)
         with tempfile.TemporaryDirectory() as folder, self._log.open("ab") as log:
             result = Path(folder) / "result.json"
             child = await asyncio.create_subprocess_exec(

@@ -118,7 +118,9 @@ class Benchmark:
         dtype = name if self.arguments.dtypes else self.arguments.dtype
         if self.arguments.kv_gib:
             values = values | {"kv_cache_memory_bytes": int(self.arguments.kv_gib * (1 << 30))}
-        own = {"engine": json.dumps(values), "quantization": quantization, "dtype": dtype}
+        own = {"engine": json.dumps(values), "quantization": quantization}
+        own |= {"agreement": "bits" if dtype == "bits" else "close"}
+        own["dtype"] = dtype = dtype.replace("bits", "bfloat16")
         arguments = argparse.Namespace(**{**vars(self.arguments), **own})
         make_model(folder / "model", arguments.shape, dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
@@ -294,7 +296,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    parser.add_argument("--dtypes", nargs="+", default=[], help="an engine for each, plain")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=[], help="an engine for each, plain; bits: bfloat16, alike"
+    )
     parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
     parser.add_argument(
         "--kv-gib",

@@ -111,6 +111,7 @@ dtype = "{arguments.dtype}"
 group_size = 2
 groups_per_step = 1
 learning_rate = 1e-5
+agreement = "{getattr(arguments, "agreement", "close")}"
 
 [sampling]
 max_reply_tokens = {3 * arguments.reply_tokens // 2}

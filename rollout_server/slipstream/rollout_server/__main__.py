@@ -118,9 +118,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
 
     check_storage(config.weights.storage_url)
     await wait_for_controller(options.controller, options.connect_timeout_s)
-    os.environ.update(
-        process.engine_environment(config.rollout_server, on_cpu=process.is_cpu_build())
-    )
+    os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
     set_nccl_environment(os.environ)
     controller, _ = address_parts(options.controller)
     # An engine and its workers run on one host.

@@ -23,7 +23,7 @@ def main() -> int:
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     server = config.rollout_server
     # vLLM reads these when it is imported.
-    os.environ.update(process.engine_environment(server, on_cpu=process.is_cpu_build()))
+    os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
     try:
         from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems
     except ImportError as error:

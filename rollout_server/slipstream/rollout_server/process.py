@@ -17,7 +17,7 @@ from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.process import die_with_parent, flush_output, open_variables
-from slipstream.core.settings.config import RolloutServerSection
+from slipstream.core.settings.config import Config
 
 # Parts of the errors for an engine process that is gone: vLLM's, and that of `Engine.watch`.
 _GONE = ("See stack trace (above)", "engine process is gone")
@@ -43,9 +43,12 @@ _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 _SOCKET_NAME_BYTES = 37
 
 
-def engine_environment(settings: RolloutServerSection, *, on_cpu: bool) -> dict[str, str]:
+def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
     """Returns the variables that vLLM reads when it is imported."""
-    variables = _QUIET | _TURNS
+    settings, variables = config.rollout_server, _QUIET | _TURNS
+    if config.algorithm.agreement == "bits":
+        # Rows must not depend on those beside them, nor attention on how many keys there are.
+        variables |= {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if on_cpu else {"VLLM_BATCH_INVARIANT": "1"}
     if not on_cpu:
         return variables
     if settings.is_eager(on_cpu=True):

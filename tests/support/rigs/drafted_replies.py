@@ -103,7 +103,7 @@ class Replies:
 
 async def answer(folder: Path) -> dict[str, Any]:
     config = config_of(folder)
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=False)
+    os.environ |= process.engine_environment(config, on_cpu=False)
     always_draft()
     from slipstream.rollout_server.vllm.engine import VllmEngine
 

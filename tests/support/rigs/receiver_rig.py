@@ -135,9 +135,7 @@ class Rig:
             },
         }
         config = parse_config(table, source="rig")
-        os.environ |= process.engine_environment(
-            config.rollout_server, on_cpu=process.is_cpu_build()
-        )
+        os.environ |= process.engine_environment(config, on_cpu=process.is_cpu_build())
         set_nccl_environment(os.environ)
         if options.plain:
             # The engine's processes are forked.

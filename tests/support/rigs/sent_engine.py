@@ -83,7 +83,7 @@ async def seen_each_time(
         table[name] = {**table.get(name, {}), **settings}
     config = parse_config(table, source="rig")
     check_model(config)
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    os.environ |= process.engine_environment(config, on_cpu=True)
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(with_small_cache(config), seed=1)

@@ -31,7 +31,7 @@ def with_small_cache(config: Config) -> Config:
 
 def become_a_server(config: Config) -> None:
     """What a rollout server's process sets before it imports vLLM, on CPU."""
-    os.environ |= process.engine_environment(config.rollout_server, on_cpu=True)
+    os.environ |= process.engine_environment(config, on_cpu=True)
     # The engine's processes are forked: a pool of threads would not live on in them.
     torch.set_num_threads(1)
     end_thread_pool()

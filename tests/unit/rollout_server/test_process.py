@@ -7,12 +7,12 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import NOT_STARTED
 from slipstream.core.machine.descendants import kernel_oom_kills
-from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.process import (
     check_companions,
     describe_engine_death,
     engine_environment,
 )
+from support.fakes.small_configs import small_config
 from vllm.v1.engine.exceptions import EngineDeadError
 
 START = """
@@ -134,22 +134,29 @@ def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
 
 
 def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
-    settings = RolloutServerSection(threads=3, kv_cache_gib=2)
-    variables = engine_environment(settings, on_cpu=True)
+    config = small_config(rollout_server={"threads": 3, "kv_cache_gib": 2})
+    variables = engine_environment(config, on_cpu=True)
     assert variables["OMP_NUM_THREADS"] == "3"
     assert variables["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert variables["TORCHDYNAMO_DISABLE"] == "1"
-    on_gpu = engine_environment(settings, on_cpu=False)
+    on_gpu = engine_environment(config, on_cpu=False)
     assert "OMP_NUM_THREADS" not in on_gpu
     assert on_gpu["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_the_engine_on_a_cpu_compiles_where_it_is_asked_for() -> None:
-    compiled = RolloutServerSection(enforce_eager=False)
+    compiled = small_config(rollout_server={"enforce_eager": False})
     assert "TORCHDYNAMO_DISABLE" not in engine_environment(compiled, on_cpu=True)
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_a_pause_is_heard_of_between_the_outputs_that_it_hands_out(on_cpu: bool) -> None:
-    variables = engine_environment(RolloutServerSection(), on_cpu=on_cpu)
+    variables = engine_environment(small_config(), on_cpu=on_cpu)
     assert int(variables["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"]) < 128
+
+
+def test_engines_with_the_learners_bits_never_split_a_row() -> None:
+    config = small_config(algorithm={"agreement": "bits"})
+    assert engine_environment(config, on_cpu=True)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert engine_environment(config, on_cpu=False)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in engine_environment(small_config(), on_cpu=False)

@@ -26,6 +26,7 @@ from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import missing_files
 from slipstream.core.models.model_rules import (
+    agreement_problems,
     dtype_problems,
     engine_problems,
     layout_problems,
@@ -197,6 +198,7 @@ def check_sizes(config: Config) -> list[str]:
         lora_problems,
         vision_problems(config, sizes),
         engine_problems(sizes, config.rollout_server),
+        agreement_problems(sizes, config.algorithm.agreement),
     )
     for problem in itertools.chain(*problems):
         raise ConfigError(problem)

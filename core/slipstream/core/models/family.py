@@ -156,6 +156,8 @@ class Family:
     cached_layers: Callable[[Table], int] | None = None
 
     engine: EngineFacts = EngineFacts()
+    # Whether the learner has the engine's kernels for all of its layers.
+    has_engine_bits: bool = False
     # Setting -> why it must be off. `FEATURES` has all such settings.
     cannot: Mapping[str, str] = field(default_factory=dict)
 

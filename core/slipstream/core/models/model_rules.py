@@ -99,6 +99,25 @@ def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
         yield from refusals(sizes.family, sizes.architecture, {"model.dtype": dtype})
 
 
+def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
+    """Yields why learner and engine cannot compute a model with the same bits, if they are to."""
+    if agreement != "bits":
+        return
+    family = sizes.family
+    if not family.has_engine_bits:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.has_engine_bits)
+        yield (
+            f"algorithm.agreement = 'bits' was shown for {known}: the layers of a "
+            f"{sizes.architecture} have kernels in the engine that the learner has not"
+        )
+    elif sizes.uses_sliding_window or sizes.rope_type != "default":
+        what = "sliding windows" if sizes.uses_sliding_window else f"rope_type {sizes.rope_type!r}"
+        yield (
+            f"algorithm.agreement = 'bits' needs full attention and the default rope_type: the "
+            f"learner has no kernel of the engine's for {what}, which model.path has"
+        )
+
+
 def engine_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
     """Yields one line for each setting of a rollout server that the model's family cannot have."""
     chosen = {
@@ -204,6 +223,8 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
             f"no kernel there that quantises experts, got {server.quantization!r}"
         )
+    if config.algorithm.agreement == "bits" and not server.is_eager(on_cpu=True):
+        yield "rollout_server.enforce_eager must be left out with algorithm.agreement = 'bits'"
     # vLLM's delta nets fail there at the first request in any other type.
     if sizes.family.is_delta and dtype != "bfloat16":
         yield (

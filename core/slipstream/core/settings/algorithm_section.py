@@ -128,6 +128,10 @@ class AlgorithmSection(Section):
     # token,
     # and the policy sends the token to the same experts; off: the policy's routers choose.
     router_replay: Literal["off", "rollout"] = "off"
+    # How well learner and engine agree on the probability of a token that the same weights sampled.
+    # close: up to rounding; bits: in every bit, with the engine's own kernels in the learner, for
+    # dense models whose matrices are not split. A token that differs then ends the run.
+    agreement: Literal["close", "bits"] = "close"
 
     @field_validator(*(f"{kind}_args" for kind in KINDS))
     @classmethod

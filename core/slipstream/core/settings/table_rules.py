@@ -49,6 +49,54 @@ def precision_problems(config: Tables) -> Iterator[str]:
         )
 
 
+def agreement_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting with which learner and engine cannot have the same bits."""
+    if config.algorithm.agreement != "bits":
+        return
+    server, parallel, sampling = config.rollout_server, config.learner.parallel, config.sampling
+    split = "the parts of a split product are added up in another order"
+    other = "it computes with other kernels than the learner's"
+    needed: tuple[tuple[str, object, object, str], ...] = (
+        ("learner.parallel.tp", parallel.tp, 1, split),
+        ("learner.parallel.cp", parallel.cp, 1, "attention would be split by keys"),
+        ("rollout_server.tensor_parallel_size", server.tensor_parallel_size, 1, split),
+        ("rollout_server.quantization", server.quantization, "off", other),
+        ("rollout_server.drafts", server.drafts, "off", other),
+        ("lora.rank", config.lora.rank, 0, "merged and separate adapters round differently"),
+        ("sampling.max_images", sampling.max_images, 0, "the tower has kernels of its own"),
+        (
+            "sampling.temperature",
+            sampling.temperature,
+            1.0,
+            "the engine divides logits in a kernel of its own",
+        ),
+        ("sampling.top_p", sampling.top_p, 1.0, "the learner leaves out no token"),
+        ("sampling.top_k", sampling.top_k, 0, "the learner leaves out no token"),
+        (
+            "rollout_server.recompute_context",
+            server.recompute_context,
+            True,
+            "else replies go on with keys and values of older weights",
+        ),
+    )
+    for name, value, only, reason in needed:
+        if value != only:
+            yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
+    for section, table, allowed in (
+        (
+            "rollout_server.engine",
+            server.engine,
+            ("max_num_", "kv_cache_memory_bytes", "load_format"),
+        ),
+        ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
+    ):
+        for key in table:
+            if not key.startswith(allowed):
+                yield (
+                    f"algorithm.agreement = 'bits' excludes {section}.{key}: it may change kernels"
+                )
+
+
 def length_problems(config: Tables) -> Iterator[str]:
     """Checks that prompts and replies fit into an episode."""
     sampling = config.sampling
@@ -299,6 +347,7 @@ def lora_problems(config: Tables) -> Iterator[str]:
 TABLE_RULES = (
     size_problems,
     precision_problems,
+    agreement_problems,
     storage_problems,
     turn_problems,
     length_problems,

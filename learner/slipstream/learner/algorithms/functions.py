@@ -41,6 +41,7 @@ TAKEN = frozenset(
     (
         *("loss", "entropy", "kl", "kl_reference", "trained_tokens", "importance_weight_mean"),
         *("effective_sample_size", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_tokens"),
+        "logprob_unequal_tokens",
         *("grad_norm", "learning_rate", "num_micro_batches", "forward_backward_s", "optimizer_s"),
     )
 )

@@ -176,7 +176,8 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
     )
     vision = _vision(chunks, whole_config, config.model.path)
-    sharing = _sharing(chunks, config) if vision is None else None
+    is_plain = vision is None and config.algorithm.agreement == "close"
+    sharing = _sharing(chunks, config) if is_plain else None
     logits_dtype = torch.float32 if config.debug.head_dtype == "float32" else None
     memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})

@@ -233,9 +233,22 @@ class TrainingStep:
             fault = totals.statistics.fault
             if fault or not math.isfinite(total):
                 raise self._loss_fault(batch, sequences, members, losses, total, fault)
+            self._check_bits(batch.step, totals.statistics)
             totals.num_micro_batches += len(share) * self._policy.ranks.dp_size
             self._update(rate, totals, gradients)
         return totals
+
+    def _check_bits(self, step: int, found: StepStatistics) -> None:
+        """Raises RunFailed where learner and engine promise the same bits and have others."""
+        # In later passes the ratios are those to the first.
+        number = found.unequal_tokens
+        if self._config.algorithm.agreement == "bits" and number:
+            raise RunFailed(
+                f"step {step + 1}: algorithm.agreement = 'bits', but {number} tokens that the same "
+                "weights sampled have other log-probabilities in the learner than in the engine, "
+                f"by up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM "
+                "differ; the weights were not changed"
+            )
 
     @property
     def _replays(self) -> bool:

@@ -14,6 +14,7 @@ from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.rollout_server.inference.step_rules import graph_values
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
+from slipstream.rollout_server.vllm.cpu_rows import compute_by_rows
 from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
@@ -46,6 +47,12 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     wait_steps = config.debug.prompt_wait_steps
     graphs = graph_values(config.rollout_server, passed, wait_steps=wait_steps, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
+    if config.algorithm.agreement == "bits":
+        if on_cpu:
+            compute_by_rows()
+        else:
+            # torch.compile would fuse norms and activations into kernels that no learner has.
+            values["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if config.algorithm.router_replay != "off":
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
         values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}

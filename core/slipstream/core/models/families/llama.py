@@ -2,4 +2,6 @@
 
 from slipstream.core.models.family import DENSE, Family
 
-FAMILIES = (Family(architecture="LlamaForCausalLM", model_type="llama", values=DENSE),)
+FAMILIES = (
+    Family(architecture="LlamaForCausalLM", model_type="llama", values=DENSE, has_engine_bits=True),
+)

@@ -99,6 +99,7 @@ FAMILIES = (
         # No program reads attention_bias of a Qwen2, which has biases.
         values={**DENSE, "attention_bias": ANY_BIAS},
         has_head_dim=False,
+        has_engine_bits=True,
     ),
     Family(
         architecture="Qwen2MoeForCausalLM",
@@ -108,7 +109,13 @@ FAMILIES = (
         has_head_dim=False,
         experts=Experts(needs_shared=True),
     ),
-    Family(architecture="Qwen3ForCausalLM", model_type="qwen3", values=DENSE, query_norm="head"),
+    Family(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        values=DENSE,
+        query_norm="head",
+        has_engine_bits=True,
+    ),
     Family(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",

@@ -39,6 +39,8 @@ class LossSum(IntEnum):
     WEIGHT = 5
     WEIGHT_SQUARED = 6
     KL = 7
+    # Tokens of lag 0 whose log-probability has other bits than the engine's.
+    UNEQUAL = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def token_statistics(
         LossSum.WEIGHT_SQUARED: weights.double().square(),
         # KL(behavior || policy): the behavior policy sampled the tokens.
         LossSum.KL: kl_estimate(behavior, policy, "k3"),
+        LossSum.UNEQUAL: (tokens.lags == 0) & (tokens.proximal_logprobs != behavior),
         LossSum.REFERENCE_KL: torch.zeros_like(policy)
         if reference is None
         else kl_estimate(policy, reference, "k3"),
@@ -179,6 +182,16 @@ class StepStatistics:
                 return f"the report {name} is not finite"
         return ""
 
+    @property
+    def unequal_tokens(self) -> int:
+        """Tokens of lag 0 whose log-probability has other bits than the engine's."""
+        return round(self._total(LossSum.UNEQUAL) / self._epochs)
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest gap of the log-probabilities among tokens of lag 0."""
+        return max(0.0, float(self._maxima[0]))
+
     def join(self, others: StepStatistics) -> None:
         """Adds the sums of other mini-batches of the same step."""
         self._sums += others._sums
@@ -224,8 +237,9 @@ class StepStatistics:
         }
         return {
             "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
-            "logprob_gap_max": max(0.0, float(self._maxima[0])),
+            "logprob_gap_max": self.largest_gap,
             "logprob_gap_tokens": tokens[0] / self._epochs,
+            "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
         } | by_lag
 
     def _total(self, name: LossSum) -> float:

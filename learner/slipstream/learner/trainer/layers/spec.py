@@ -3,6 +3,7 @@
 Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from slipstream.learner.trainer.layers import equal_layers
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.experts import GroupedExperts
 from slipstream.learner.trainer.layers.norms import (
@@ -36,7 +38,8 @@ from slipstream.learner.trainer.untyped import Megatron
 
 def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     """Returns the transformer block of `config` with the layers of this pipeline stage."""
-    has_te = compat.has_transformer_engine()
+    is_equal = getattr(config, "agreement", "close") == "bits"
+    has_te = compat.has_transformer_engine() and not is_equal
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -56,6 +59,12 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             # TransformerEngine's experts are one module, to which Bridge gives one adapter.
             layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
         _place_norms(layer.submodules, config, norm)
+    if is_equal:
+        equal_layers.install()
+        norm = equal_layers.SumNorm
+        block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+        for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True):
+            equal_layers.equal_parts(layer.submodules, is_first=place == 0)
     forms = getattr(config, "layer_forms", None)
     if forms is not None:
         block.layer_specs = [

@@ -78,6 +78,11 @@ class ParallelModel:
         cap: float | None = getattr(self.chunks[0].config, "logit_cap", None)
         return cap
 
+    @property
+    def has_engine_bits(self) -> bool:
+        """Whether it computes with the engine's kernels."""
+        return getattr(self.chunks[0].config, "agreement", "close") == "bits"
+
     def count_not_finite(self) -> int:
         """Number of this rank's parameters that are infinite or no number."""
         with self.memory.resident(Part.PARAMETERS):

@@ -115,7 +115,13 @@ def provider_of(
 
             values |= {"has_adapted_experts": True, "transformer_layer_spec": spec.layer_spec}
         provider.register_pre_wrap_hook(experts.mark_experts)
-    if compat.has_transformer_engine():
+    is_equal = config.algorithm.agreement == "bits"
+    if is_equal and torch.cuda.is_available() and config.model.dtype == "float32":
+        raise ConfigError(
+            "algorithm.agreement = 'bits' on a GPU needs model.dtype = 'bfloat16' or 'float16', "
+            "got 'float32'"
+        )
+    if compat.has_transformer_engine() and not is_equal:
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
         # Megatron's experts with biases refuse it.
         values["bias_dropout_fusion"] = not provider.add_bias_linear
@@ -129,6 +135,7 @@ def provider_of(
         values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
     else:
         values |= _without_transformer_engine(config)
+        values |= {"agreement": config.algorithm.agreement, "bias_activation_fusion": is_equal}
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
         kind = values.get("cp_comm_type")

@@ -64,6 +64,7 @@ def forward_backward(
         kept_logits=model.kept_logits,
         logits_dtype=model.logits_dtype,
         cap=model.logit_cap,
+        has_engine_bits=model.has_engine_bits,
     )
     return run_schedule(model, micro_batches, finish, forward_only=False)
 
@@ -99,6 +100,7 @@ def forward_logprobs(
         model.ranks.tp_group,
         logits_dtype=model.logits_dtype,
         cap=model.logit_cap,
+        has_engine_bits=model.has_engine_bits,
     )
     with torch.no_grad():
         return run_schedule(model, micro_batches, finish, forward_only=True)

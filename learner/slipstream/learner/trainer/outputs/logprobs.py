@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
 from slipstream.learner.trainer.outputs import logits
 from slipstream.learner.trainer.outputs.logits import LogitColumns, Sums
 from slipstream.learner.trainer.untyped import Megatron
@@ -47,6 +48,8 @@ class Projection:
     logits_dtype: torch.dtype | None = None
     # Logits are capped below this number before the division; None if they are not.
     cap: float | None = None
+    # Whether logits and log-probabilities have the bits of the engine's.
+    has_engine_bits: bool = False
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -89,9 +92,13 @@ class _Logprobs(torch.autograd.Function):
         places = part.places(targets)
         sums = part.new_sums(targets.shape)
 
+        exact = torch.empty_like(sums.wanted) if projection.has_engine_bits else None
+
         # This is a function so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
             found = part.logits(hidden[chunk])
+            if exact is not None:
+                exact[chunk] = part.engine_logprobs(found, targets[chunk])
             part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
             return found
 
@@ -106,6 +113,8 @@ class _Logprobs(torch.autograd.Function):
         ctx.projection = projection
         if not projection.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
+        if exact is not None:
+            return exact, entropy
         return sums.wanted - (log_total if targets.dim() == 1 else log_total[:, None]), entropy
 
     @staticmethod
@@ -178,7 +187,9 @@ class _Part:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns a new tensor [len(hidden), width] in the form for `reduce` and `gradient`."""
-        if self._dtype == self._weight.dtype:
+        if self._projection.has_engine_bits:
+            found = engine_kernels().logits(hidden, self._weight, self._dtype)
+        elif self._dtype == self._weight.dtype:
             found = F.linear(hidden, self._weight)
         elif self._weight.is_cuda:
             # The GPU sums products in float32 anyway: this only avoids the final rounding.
@@ -186,6 +197,15 @@ class _Part:
         else:
             found = F.linear(hidden.to(self._dtype), self._weight.to(self._dtype))
         return found if self._is_fused else logits.prepared(found, self._columns)
+
+    def engine_logprobs(self, found: Tensor, targets: Tensor) -> Tensor:
+        """Returns the engine's log-probabilities of `targets`, with the bits of its kernel."""
+        rows = targets if targets.dim() > 1 else targets[:, None]
+        return (
+            engine_kernels()
+            .token_logprobs(found[:, : self._columns.num_tokens], rows)
+            .view(targets.shape)
+        )
 
     def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
         """Fills `sums` like `logits.reduce`."""

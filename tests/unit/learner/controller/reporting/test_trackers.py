@@ -171,12 +171,6 @@ def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, 
     assert str(caught.value) == f"tracking.trackers has {tracker!r}, {message}"
 
 
-def test_names_of_the_run_are_kept_for_the_next_start(tmp_path: Path):
-    RunIds(tmp_path, print).keep("wandb", "abc")
-    assert RunIds(tmp_path, print).get("wandb") == "abc"
-    assert RunIds(tmp_path, print).get("mlflow") == ""
-
-
 def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
     """Two starts of one run with one tracker; its name for the run."""
     config = make_config(tmp_path, tracking__trackers=[name], **settings)

@@ -81,6 +81,7 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
             LossSum.LOSS: -1.0,
             LossSum.TOKENS: 2,
             LossSum.ENTROPY: 2,
+            LossSum.UNEQUAL: 1,
             LossSum.SAMPLED: 2,
             LossSum.WEIGHT: 3.5,
             LossSum.WEIGHT_SQUARED: 2.25 + 4,
@@ -402,6 +403,15 @@ def test_step_adds_up_its_mini_batches() -> None:
     assert metrics["logprob_gap_tokens"] == 2
     assert metrics["logprob_gap_lag_1"] == pytest.approx(math.log(4))
     assert "logprob_gap_lag_2" not in metrics
+
+
+def test_tokens_of_lag_0_with_other_bits_are_counted_once() -> None:
+    # The smallest number of float32 above 0.
+    least = 1e-45
+    step = StepStatistics(2, reports=NAMES)
+    for _ in range(2):
+        step.add([found([0.0, -least, -0.5, math.nan], [0, 0, 1, 0])], OneRank())
+    assert step.unequal_tokens == step.metrics()["logprob_unequal_tokens"] == 1
 
 
 def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:

@@ -1,0 +1,367 @@
+"""The kernels of vLLM's layers for a learner that computes with the engine's bits.
+
+This is the only module of the trainer that imports vLLM. Each function has the engine's bits in its
+forward pass, whatever tokens it is computed beside, and the gradient of torch's own operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from slipstream.core import row_kernels
+from torch import Tensor
+
+# Tokens of a page of keys on CPUs: vLLM's own.
+_PAGE = 128
+Attended = tuple[Tensor, Tensor | None]
+
+
+class EngineKernels(Protocol):
+    """The engine's kernels on one kind of device, without gradients."""
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
+        """Returns the RMS norm of `x`; `is_sum` tells whether the engine has just added it up."""
+
+    def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
+        """Returns `x` [tokens, heads, dim] turned by the `table` of cosines and sines."""
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Returns SiLU of the first half of each row, times the second half."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
+    ) -> Attended:
+        """Returns causal attention of [tokens, heads, dim], and what `gradients` needs of it.
+
+        `bounds` int32 are where each sequence begins, and where the last one ends.
+        """
+
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the logits of `hidden`, in the element type `dtype`."""
+
+    def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns the log-probabilities of `targets` [rows, targets]."""
+
+
+class CpuKernels:
+    """The kernels of vLLM's layers on CPUs, see `EngineKernels`."""
+
+    def __init__(self) -> None:
+        from vllm import _custom_ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        self._ops, self._isa = _custom_ops, _get_attn_isa
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `EngineKernels`."""
+        return row_kernels.product(x, weight, bias)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
+        """See `EngineKernels`."""
+        return row_kernels.norm(x, weight, eps)
+
+    def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
+        """See `EngineKernels`."""
+        return _rotate(self._ops, positions, x, table, halves=halves)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """See `EngineKernels`."""
+        return _gated(x)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
+    ) -> Attended:
+        """See `EngineKernels`; keys are written into pages, as the engine's kernel reads them."""
+        heads, (groups, width) = query.shape[1], key.shape[1:]
+        lengths = bounds.diff()
+        counts = (lengths + _PAGE - 1) // _PAGE
+        firsts = counts.cumsum(0) - counts
+        pages = torch.zeros(int(counts.sum()), groups, 2 * _PAGE, width, dtype=key.dtype)
+        table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
+        slots = []
+        for row, (first, count, length) in enumerate(
+            zip(firsts.tolist(), counts.tolist(), lengths.tolist(), strict=True)
+        ):
+            table[row, :count] = torch.arange(first, first + count)
+            slots.append(first * _PAGE + torch.arange(length))
+        keys, values = pages.chunk(2, dim=2)
+        isa, used = self._isa(key.dtype, _PAGE, width), int(bounds[-1])
+        self._ops.cpu_attn_reshape_and_cache(
+            key[:used].contiguous(), value[:used].contiguous(), keys, values, torch.cat(slots), isa
+        )
+        schedule = self._ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(counts),
+            num_heads=heads,
+            num_kv_heads=groups,
+            head_dim=width,
+            seq_lens=lengths,
+            dtype=key.dtype,
+            query_start_loc=bounds,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=False,
+        )
+        out = torch.zeros_like(query)
+        self._ops.cpu_attention_with_kv_cache(
+            query=query.contiguous(),
+            key_cache=keys,
+            value_cache=values,
+            output=out,
+            query_start_loc=bounds,
+            seq_lens=lengths,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table,
+            softcap=0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
+        return out, None
+
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `EngineKernels`."""
+        return row_kernels.product(hidden.to(dtype), weight.to(dtype))
+
+    def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """See `EngineKernels`."""
+        return logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets)
+
+
+class GpuKernels:
+    """The batch-invariant kernels of vLLM's layers on GPUs, see `EngineKernels`."""
+
+    def __init__(self) -> None:
+        # Its kernels read this at their first call: rows of a norm are added up in one order then.
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        from vllm import _custom_ops
+        from vllm.model_executor.determinism import batch_invariant
+        from vllm.v1.attention.backends import fa_utils
+        from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+        # The engine has these too: the head's product is then not added up in parts. vLLM's mode
+        # would replace operations of torch that the backward pass and checks in float64 need.
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        for name in ("bf16", "fp16"):
+            setting = f"allow_{name}_reduced_precision_reduction"
+            setattr(torch.backends.cuda.matmul, setting, (False, False))
+        batch_invariant.resolve_tuned_matmul_configs()
+        self._ops, self._invariant = _custom_ops, batch_invariant
+        self._flash = functools.partial(
+            fa_utils.flash_attn_varlen_func, fa_version=fa_utils.get_flash_attn_version()
+        )
+        self._score = compute_token_logprobs
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `EngineKernels`."""
+        found: Tensor = self._invariant.linear_batch_invariant(x, weight, bias)
+        return found
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
+        """See `EngineKernels`. vLLM has one kernel for a sum's norm and another for the others."""
+        if not is_sum:
+            found: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
+            return found
+        # The sum is already rounded as that kernel rounds it.
+        out = x.contiguous().clone()
+        self._ops.fused_add_rms_norm(out, torch.zeros_like(out), weight, eps)
+        return out
+
+    def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
+        """See `EngineKernels`."""
+        return _rotate(self._ops, positions, x, table, halves=halves)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """See `EngineKernels`."""
+        flat = x.flatten(0, -2).contiguous()
+        out = flat.new_empty(len(flat), flat.shape[-1] // 2)
+        torch.ops._C.silu_and_mul(out, flat)
+        return out.view(*x.shape[:-1], -1)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
+    ) -> Attended:
+        """See `EngineKernels`."""
+        longest = int(bounds.diff().max())
+        out, totals = self._flash(
+            q=query,
+            k=key,
+            v=value,
+            max_seqlen_q=longest,
+            cu_seqlens_q=bounds,
+            max_seqlen_k=longest,
+            cu_seqlens_k=bounds,
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1,
+            return_softmax_lse=True,
+        )
+        return out, totals
+
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `EngineKernels`."""
+        if dtype == hidden.dtype:
+            return self.product(hidden, weight, None)
+        return torch.mm(hidden, weight.t(), out_dtype=dtype)
+
+    def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """See `EngineKernels`."""
+        found: Tensor = self._score(logits, targets)
+        return found
+
+
+def _rotate(ops: Any, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:  # noqa: ANN401
+    found = x.flatten(1).contiguous().clone()
+    ops.rotary_embedding(positions, found, None, x.shape[-1], table, halves)
+    return found.view(x.shape)
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@functools.cache
+def engine_kernels() -> EngineKernels:
+    """Returns the kernels of this process's device."""
+    return GpuKernels() if torch.cuda.is_available() else CpuKernels()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return engine_kernels().product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        rows = grad.flatten(0, -2)
+        bias = rows.sum(0) if ctx.has_bias else None
+        return grad @ weight, rows.t() @ x.flatten(0, -2), bias
+
+
+class _Recomputed(torch.autograd.Function):
+    """Has the values of `kernel` and the gradients of `reference`, which is torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Any, reference: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(*inputs)
+        ctx.reference = reference
+        found: Tensor = kernel(*inputs)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            found = ctx.reference(*inputs)
+        return None, None, *torch.autograd.grad(found, inputs, grads)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        scale: float,
+    ) -> Tensor:
+        out, totals = engine_kernels().attend(query, key, value, bounds, scale)
+        ctx.save_for_backward(query, key, value, out, totals, bounds)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        query, key, value, out, totals, bounds = ctx.saved_tensors
+        longest = int(bounds.diff().max())
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(),
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            out,
+            totals,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            0.0,
+            True,
+            unused,
+            unused[0],
+            scale=ctx.scale,
+        )
+        return *found, None, None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
+    return _Product.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
+    """Returns the RMS norm over the last dimension; see `EngineKernels.norm`."""
+
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    kernel = functools.partial(engine_kernels().norm, eps=eps, is_sum=is_sum)
+    return _Recomputed.apply(kernel, reference, x, weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gated(x: Tensor) -> Tensor:
+    """Returns SiLU of the first half of each row, times the second half."""
+    return _Recomputed.apply(engine_kernels().gate, _gated, x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def rotated(
+    positions: Tensor,
+    x: Tensor,
+    table: Tensor,
+    *,
+    halves: bool,
+    reference: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Returns `x` turned by the `table`, with the gradients of `reference`."""
+
+    def kernel(x: Tensor) -> Tensor:
+        return engine_kernels().rotate(positions, x, table, halves=halves)
+
+    return _Recomputed.apply(kernel, reference, x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scale: float,
+    reference: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Returns causal attention of [tokens, heads, dim]; on CPUs with `reference`'s gradients."""
+    bounds = bounds.to(torch.int32)
+    if query.is_cuda:
+        return _FlashAttention.apply(query, key, value, bounds, scale)  # type: ignore[no-any-return,no-untyped-call]
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return engine_kernels().attend(query, key, value, bounds, scale)[0]
+
+    return _Recomputed.apply(kernel, reference, query, key, value)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,138 @@
+"""Megatron's layers with the engine's kernels, for `algorithm.agreement = "bits"`.
+
+The classes inherit from Megatron's, so import this module only after `compat.install`.
+"""
+
+import functools
+import importlib
+
+import torch
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from slipstream.learner.trainer.layers import engine_kernels
+from slipstream.learner.trainer.layers.attention import CoreAttention
+from slipstream.learner.trainer.layers.norms import RMSNorm
+from slipstream.learner.trainer.untyped import Megatron
+from torch import Tensor
+
+Output = tuple[Tensor, Tensor | None]
+
+
+class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A matrix that is split by columns in other layouts."""
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> Output:
+        """Returns the product, and the bias if the caller adds it."""
+        own = self.weight if weight is None else weight
+        added = None if self.skip_bias_add else self.bias
+        found = engine_kernels.product(input_, own, added)
+        return found, self.bias if self.skip_bias_add else None
+
+
+class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """A matrix that is split by rows in other layouts."""
+
+    def forward(self, input_: Tensor) -> Output:
+        """Returns the product with its bias, which Megatron would add later."""
+        return engine_kernels.product(input_, self.weight, self.bias), None
+
+
+class SumNorm(RMSNorm):
+    """The norm of a sum: of the residual stream and what a part of a layer adds to it."""
+
+    is_sum = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        return engine_kernels.norm(x, self.weight, float(self.eps or 0.0), is_sum=self.is_sum)
+
+
+class PlainInputNorm(SumNorm):
+    """The norm of what has not been added up: embeddings, queries and keys."""
+
+    is_sum = False
+
+
+class EqualAttention(CoreAttention):
+    """Causal attention of packed [tokens, heads, dim]."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Megatron = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Megatron = None,
+    ) -> Tensor:
+        """See `CoreAttention`, whose gradients it has on CPUs."""
+        assert packed_seq_params is not None, "the engine's kernel takes packed sequences"
+        whole = super().forward
+
+        def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            found = whole(query, key, value, None, packed_seq_params=packed_seq_params)
+            return found.view(len(query), -1, value.shape[-1])
+
+        bounds = packed_seq_params.cu_seqlens_q
+        found = engine_kernels.attention(query, key, value, bounds, self.softmax_scale, reference)
+        return found.flatten(1)
+
+
+def equal_parts(layer: Megatron, *, is_first: bool) -> None:
+    """Gives the spec of a layer the engine's kernels; `is_first`: it reads the embeddings."""
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    layer.input_layernorm = PlainInputNorm if is_first else SumNorm
+    layer.pre_mlp_layernorm = SumNorm
+    attention.core_attention = EqualAttention
+    attention.linear_qkv = mlp.linear_fc1 = EqualColumnLinear
+    attention.linear_proj = mlp.linear_fc2 = EqualRowLinear
+    if attention.q_layernorm is RMSNorm:
+        attention.q_layernorm = attention.k_layernorm = PlainInputNorm
+
+
+def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
+    assert bias is None, "the model has no biases in its MLP"
+    return engine_kernels.gated(x)
+
+
+@functools.cache
+def install() -> None:
+    """Makes Megatron gate, and turn queries and keys, by the engine's kernels.
+
+    Its gate is that of `bias_activation_fusion`, which only models with these layers have then.
+    """
+    engine_kernels.engine_kernels()
+    AutoMapping.register_module_type("EqualColumnLinear", "column")
+    AutoMapping.register_module_type("EqualRowLinear", "row")
+    for name in ("SumNorm", "PlainInputNorm"):
+        AutoMapping.register_module_type(name, "replicated")
+    mlp: Megatron = importlib.import_module("megatron.core.transformer.mlp")
+    mlp.bias_swiglu_impl = _gated
+    module: Megatron = importlib.import_module("megatron.core.transformer.attention")
+    original = module.apply_rotary_pos_emb
+
+    @functools.wraps(original)
+    def rotated(x: Tensor, freqs: Tensor, config: Megatron, **named: Megatron) -> Tensor:
+        def reference(x: Tensor) -> Tensor:
+            found: Tensor = original(x, freqs, config=config, **named)
+            return found
+
+        if getattr(config, "agreement", "close") != "bits":
+            return reference(x)
+        bounds = named["cu_seqlens"]
+        places = torch.arange(len(x), device=x.device)
+        starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+        # The angles of position 1 are the frequencies.
+        angles = torch.einsum("i,j->ij", places.float(), freqs[1].flatten()[: x.shape[-1] // 2])
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
+        halves = not config.rotary_interleaved
+        positions = places - starts
+        return engine_kernels.rotated(positions, x, table, halves=halves, reference=reference)
+
+    module.apply_rotary_pos_emb = rotated
