@@ -18,7 +18,7 @@ from support.fakes.nested_folders import nest  # noqa: E402
 from support.fakes.published_qwen35 import write_as_published  # noqa: E402
 from support.rigs.forking_engine import start_up_to_the_fork  # noqa: E402
 
-LIMIT_S = 120
+LIMIT_S = 300
 # A process of its own: a fork of this one would inherit locks of threads of earlier tests.
 SPAWN = multiprocessing.get_context("spawn")
 DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
