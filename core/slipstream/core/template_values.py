@@ -39,7 +39,7 @@ def values_json(values: Mapping[str, JsonValue]) -> str:
 
 
 def read_values(text: str) -> dict[str, JsonValue]:
-    """Returns the values that have travelled. Raises ValueError for a text that holds none."""
+    """Returns the values in a JSON text. Raises ValueError if it is no object of such values."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

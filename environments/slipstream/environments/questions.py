@@ -149,7 +149,7 @@ class JudgeFunction:
     def __init__(self, reference: str) -> None:
         """`reference` is "module:function".
 
-        Raises ConfigError, which names what it takes too much.
+        Raises ConfigError that names the arguments which no judge is given.
         """
         self._reference = reference
         self._call = import_function("judge", reference)

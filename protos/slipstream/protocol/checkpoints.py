@@ -139,7 +139,7 @@ def read_manifest(path: Path) -> Manifest:
 def check_newest(folder: Path) -> None:
     """Raises CheckpointError when the newest checkpoint has a manifest that cannot be read.
 
-    The same when no folder of checkpoints can be made, for something else is there.
+    Also raises it if `folder` is something else than a folder.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""One game of textarena with its own chance, kept off the network."""
+"""One game of textarena with random numbers of its own, kept off the network."""
 
 import contextlib
 from collections.abc import Mapping

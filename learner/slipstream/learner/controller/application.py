@@ -97,7 +97,7 @@ class RunTasks(asyncio.TaskGroup):
 
     @staticmethod
     async def lasting(coro: Coroutine[Any, Any, None]) -> None:
-        """Awaits what ends only when it is cancelled; its return is an error too."""
+        """Awaits a coroutine that runs until it is cancelled; raises RuntimeError if it returns."""
         await coro
         raise RuntimeError("it returned")
 

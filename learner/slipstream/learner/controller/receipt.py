@@ -136,7 +136,7 @@ def unpack(path: Path, folder: Path) -> Receipt:
 
 
 def describe_model(setting: str, path: Path) -> ModelFolder:
-    """Returns name and digests of a model's folder; without files if it is not there."""
+    """Returns the name of a model's folder and its files' digests, none if it does not exist."""
     found = _SNAPSHOT.search(str(path))
     name = f"{found[1]}/{found[2]}@{found[3]}" if found else str(path)
     files = {file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()}

@@ -1,4 +1,4 @@
-"""The time of the trainer's stages in Prometheus's words, at the moment of a scrape."""
+"""The seconds of the trainer's stages as Prometheus metrics, read at each scrape."""
 
 from __future__ import annotations
 

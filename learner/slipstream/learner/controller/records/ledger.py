@@ -22,7 +22,7 @@ from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
 
 
 def made_for_one(ledger: status_pb2.Ledger) -> float:
-    """Returns the tokens of episodes that engines made for each that is trained or still may be."""
+    """Returns generated tokens, without judges', per token that is trained or still may be."""
     made = ledger.generated - ledger.judged
     wasted = sum(
         (ledger.filtered, ledger.failed, ledger.cancelled, ledger.quarantined, ledger.evaluated)

@@ -234,7 +234,7 @@ class VersionWriter:
             self._remove(self._run, set(), Until.after(_CLOSE_LIMIT_S))
 
     def _is_whole(self) -> bool:
-        """Whether rank 0 begins a new chain: by number, or when the old one is as long as that."""
+        """Whether the next version is stored whole: the chain has enough links or bytes."""
         size = sum(_num_bytes(link) for link in self._chain[1:])
         is_long = len(self._chain) >= self._whole_every
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])

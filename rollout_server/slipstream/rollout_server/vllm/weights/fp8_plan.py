@@ -61,7 +61,7 @@ class Fp8Linear:
         return self.weight.numel() * self.dtype.itemsize
 
     def like(self) -> Fp8Linear:
-        """Returns other room of the same form."""
+        """Returns new, uninitialised buffers of the same shapes and types."""
         weight = torch.empty(self.shape, dtype=self.weight.dtype, device=self.weight.device)
         return Fp8Linear(weight, torch.empty_like(self.scale), self.dtype)
 
