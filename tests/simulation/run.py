@@ -1,0 +1,61 @@
+"""Plays simulated runs: `python tests/simulation/run.py --seeds 0:1000`.
+
+Prints each seed that breaks a rule, with the command that plays it again, and the sums at the end;
+the exit code is 1 if any did.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from simulation.world import World  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", help="FIRST:END, without END")
+    parser.add_argument("--verbose", action="store_true", help="print each message")
+    arguments = parser.parse_args()
+    first, _, end = arguments.seeds.partition(":")
+    seeds = range(int(first), int(end or int(first) + 1))
+    fired: Counter[str] = Counter()
+    failed, tokens, virtual_s, began_s = [], 0, 0.0, time.process_time()
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        for seed in seeds:
+            result = World(seed, Path(folder) / "run", verbose=arguments.verbose).run()
+            fired += result.fired
+            tokens += result.trained_tokens
+            virtual_s += result.virtual_s
+            if result.violations:
+                failed.append(seed)
+                print(f"seed {seed}: {result.violations[0]}")
+                for other in result.violations[1:5]:
+                    print(f"    {other}")
+                print(f"    python tests/simulation/run.py --seeds {seed}:{seed + 1}", flush=True)
+    cpu_s = time.process_time() - began_s
+    print(
+        json.dumps(
+            {
+                "schedules": len(seeds),
+                "failed": len(failed),
+                "fired": dict(fired.most_common()),
+                "trained_tokens": tokens,
+                "virtual_hours": round(virtual_s / 3600, 2),
+                "processor_ms_per_schedule": round(1000 * cpu_s / len(seeds), 1),
+            }
+        )
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
