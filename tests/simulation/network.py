@@ -8,6 +8,7 @@ that repeats what was lost; `reset` breaks the connection, and each end learns t
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import random
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,8 @@ class Network:
 
     def __init__(self, loop: VirtualLoop, seed: int, trace: Callable[[str], None]) -> None:
         self.loop, self.random, self.trace = loop, random.Random(f"network/{seed}"), trace
+        # What is on its way outlives its sender.
+        self.context = contextvars.copy_context()
         self.servers: dict[str, SimulatedServer] = {}
         # Longest time of a message on its way.
         self.delay_s = 0.02
@@ -86,7 +89,8 @@ class Link:
         loop, rnd = self.network.loop, self.network.random
         for call in list(self.calls):
             for lose in (call.client_loses, call.server_loses):
-                loop.call_later(rnd.uniform(0.0, half_open_s + 0.01), lose)
+                after_s = rnd.uniform(0.0, half_open_s + 0.01)
+                loop.call_later(after_s, lose, context=self.network.context)
         self.calls.clear()
 
 
@@ -107,7 +111,7 @@ class Pipe:
         def depart() -> None:
             delay_s = network.random.uniform(0.0005, network.delay_s)
             self._last_s = max(self._last_s + 1e-6, network.loop.now_s + delay_s)
-            network.loop.call_at(self._last_s, land)
+            network.loop.call_at(self._last_s, land, context=network.context)
 
         def land() -> None:
             if self._link.is_broken or not self._receiver.is_alive:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gc
 import hashlib
-import json
 import logging
 import random
 import shutil
@@ -41,7 +40,7 @@ from simulation.fleet import (
 )
 from simulation.network import Network, SimulatedChannel, SimulatedServer
 from simulation.trainer import SimulatedTrainer, TrainerGone, Truth
-from simulation.virtual_loop import START_S, Process, VirtualLoop, virtual_time
+from simulation.virtual_loop import PROCESS, START_S, Process, VirtualLoop, virtual_time
 
 ADDRESS = "127.0.0.1:7070"
 OPEN = Credentials(None, None, None, None)
@@ -385,7 +384,10 @@ class World:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         gc.disable()
-        logging.disable(logging.CRITICAL)
+        logging.disable(logging.NOTSET if self._verbose else logging.CRITICAL)
+        if self._verbose:
+            logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+            logging.getLogger().handlers[0].setFormatter(_ProcessFormatter(self.loop))
         try:
             # The ends of killed coroutines, which wait where there is nothing to wait for, are not told.
             with (
@@ -482,5 +484,14 @@ class World:
         return True
 
 
-def describe(result: Result) -> str:
-    return json.dumps({"seed": result.seed, "violations": result.violations})
+class _ProcessFormatter(logging.Formatter):
+    """Puts the virtual time and the process before each line."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__("%(message)s")
+        self._loop = loop
+
+    def format(self, record: logging.LogRecord) -> str:
+        process = PROCESS.get()
+        name = "rig" if process is None else process.name
+        return f"{self._loop.now_s:.6f} {name}: {super().format(record)}"
