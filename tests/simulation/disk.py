@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from slipstream.learner.controller.records.journal import Journal
 
@@ -103,5 +102,3 @@ def close_files(process: Process) -> None:
     for file in process.files:
         with contextlib.suppress(OSError):
             file.close()
-
-

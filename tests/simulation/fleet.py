@@ -108,9 +108,10 @@ class SimulatedEngine:
     def __init__(
         self, process: Process, loop: VirtualLoop, wire: Wire, tokens: Tokens, seed: str
     ) -> None:
-        self._process, self._loop, self._wire, self._tokens = process, loop, wire, tokens
+        self.process, self._loop, self._wire, self._tokens = process, loop, wire, tokens
         self._random = random.Random(f"engine/{seed}")
-        self.token_s = 0.05
+        # Servers differ, so that groups come back out of order.
+        self.token_s = self._random.choice((0.02, 0.05, 0.3))
         self.version: PolicyVersion | None = None
         # Nothing that may be sampled from, before the first publish.
         self.weights = TORN
@@ -136,7 +137,7 @@ class SimulatedEngine:
                 if not self._is_running.is_set() or cancelled.is_set():
                     continue
                 assert self.version is not None
-                sampled = Sampled(self._process.name, self.version, self.weights)
+                sampled = Sampled(self.process.name, self.version, self.weights)
                 found.append(self._tokens.add(sampled))
                 spans.append(VersionSpan(1, self.version))
                 self._generated += 1
@@ -177,7 +178,7 @@ class SimulatedEngine:
     ) -> None:
         self._deadline_s = order.join_deadline_s + 2 * order.bucket_deadline_s
         await asyncio.sleep(self._random.uniform(0.0, 0.05))
-        self._wire.parcel(order.publish_id).joined.add(self._process.name)
+        self._wire.parcel(order.publish_id).joined.add(self.process.name)
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         await self.pause()
@@ -191,16 +192,16 @@ class SimulatedEngine:
         if not parcel.weights:
             raise WeightSyncError("a member of the communicator is gone")
         await asyncio.sleep(self._random.uniform(0.0, 0.1))
-        if self._wire.take("failed load", self._process.name):
+        if self._wire.take("failed load", self.process.name):
             raise WeightSyncError("the engine could not load the weights")
         self.weights = parcel.weights
-        if self._wire.take("torn bucket", self._process.name):
+        if self._wire.take("torn bucket", self.process.name):
             self.weights = TORN
         return LoadedWeights(bucket_digests(self.weights), True, 0.0, 0.0, 0.0)
 
     async def resume(self, version: PolicyVersion) -> None:
         if self.weights == TORN:
-            self.violations.append(f"{self._process.name} serves {version} with torn weights")
+            self.violations.append(f"{self.process.name} serves {version} with torn weights")
         self.version = version
         self._is_running.set()
 

@@ -34,6 +34,8 @@ class Network:
         # Longest time of a message on its way.
         self.delay_s = 0.02
         self.links: dict[tuple[Process, Process], Link] = {}
+        # Called with the error of each handler that raises one, and its method.
+        self.on_error: Callable[[str, Exception], None] = lambda *_: None
         # Called with each message that arrives: its method, who gets it, and the message.
         self.on_arrival: Callable[[str, Process, Any], None] = lambda *_: None
         # Pairs of process names without a way, in this direction, and the messages held back.
@@ -343,7 +345,7 @@ class SimulatedServer:
         assert process is not None
         self.process, self._network = process, network
         self._methods: dict[str, Any] = {}
-        self._handlers: dict[asyncio.Task, None] = {}
+        self._handlers: list[asyncio.Task] = []
         self.address = ""
         process.at_end.append(self._end)
 
@@ -361,7 +363,7 @@ class SimulatedServer:
         self._end()
         if grace:
             await asyncio.sleep(grace)
-        for handler in list(self._handlers):
+        for handler in self._handlers:
             handler.cancel()
         await asyncio.sleep(0)
 
@@ -373,8 +375,7 @@ class SimulatedServer:
         call.requests_changed = asyncio.Event()
         task = asyncio.get_running_loop().create_task(self._serve(call))
         call.handler = task
-        self._handlers[task] = None
-        task.add_done_callback(self._handlers.pop)
+        self._handlers.append(task)
 
     async def _serve(self, call: SimulatedCall) -> None:
         handler = self._methods[call._method]
@@ -400,7 +401,9 @@ class SimulatedServer:
             call.finish(grpc.StatusCode.OK)
         except grpc.aio.AbortError:
             pass
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            if self.process.is_alive:
+                self._network.on_error(call._method, error)
             call.finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
         except asyncio.CancelledError:
             call.finish(UNAVAILABLE, "the server stops")

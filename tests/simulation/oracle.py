@@ -33,6 +33,9 @@ class _Judge:
     def run(self) -> int:
         self._read_journal()
         self._check_acknowledged()
+        for version, weights in self._world.truth.weights.items():
+            if len(weights) > 1:
+                self._wrong.append(f"{len(weights)} different weights are called {version}")
         self._check_summary()
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
         return self.trained

@@ -6,7 +6,6 @@ the exit code is 1 if any did.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from simulation.world import World  # noqa: E402
+from simulation.world import World, shared_memory  # noqa: E402
 
 
 def main() -> int:
@@ -28,8 +27,7 @@ def main() -> int:
     seeds = range(int(first), int(end or int(first) + 1))
     fired: Counter[str] = Counter()
     failed, tokens, virtual_s, began_s = [], 0, 0.0, time.process_time()
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=shared) as folder:
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
         for seed in seeds:
             result = World(seed, Path(folder) / "run", verbose=arguments.verbose).run()
             fired += result.fired

@@ -143,7 +143,6 @@ class SimulatedTrainer:
             try:
                 async for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._epoch):
                     pass
-                return
             except grpc.aio.AioRpcError as error:
                 if _has_reason(error, Reason.NOT_REGISTERED):
                     async with self._entering:

@@ -1,4 +1,4 @@
-"""An event loop on a virtual clock, whose tasks belong to simulated processes that can be killed."""
+"""An event loop on a virtual clock; its tasks belong to simulated processes that can be killed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Process:
         self._loop = loop
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
-        # In order of creation; a set would have no order.
-        self.tasks: dict[asyncio.Task, None] = {}
+        self.tasks: list[asyncio.Task] = []
         # Called once, when the process ends in whatever way.
         self.at_end: list[Callable[[], None]] = []
         # Open files, which its end closes.
@@ -55,7 +54,9 @@ class Process:
     def bury(self) -> None:
         """Closes the coroutines of a dead process; call it from outside the process."""
         assert not self.is_alive
-        for task in reversed(list(self.tasks)):
+        for task in reversed(self.tasks):
+            if task.done():
+                continue
             task._log_destroy_pending = False
             self.run(_close, task.get_coro())
         self.tasks.clear()
@@ -66,7 +67,7 @@ def _close(coro: Any) -> None:
     for _ in range(50):
         try:
             coro.close()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - it may raise anything
             continue
         return
 
@@ -173,7 +174,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             result = func(*args)
         except StopIteration as raised:
             error = RuntimeError(f"StopIteration {raised}")
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 - passed on
             error = raised
         except Killed:
             return
@@ -211,8 +212,7 @@ def _make_task(loop: VirtualLoop, coro: Any, **named: Any) -> asyncio.Task:
     task = _Task(coro, loop=loop, number=loop.number(), **named)
     process = PROCESS.get()
     if process is not None:
-        process.tasks[task] = None
-        task.add_done_callback(process.tasks.pop)
+        process.tasks.append(task)
     return task
 
 

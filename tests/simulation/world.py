@@ -8,6 +8,7 @@ import functools
 import gc
 import hashlib
 import logging
+import os
 import random
 import shutil
 import sys
@@ -44,6 +45,8 @@ from simulation.virtual_loop import PROCESS, START_S, Process, VirtualLoop, virt
 
 ADDRESS = "127.0.0.1:7070"
 OPEN = Credentials(None, None, None, None)
+# Why a trainer may have to start again from its checkpoint.
+MAY_END_TRAINER = ("is called", "another trainer has taken over", "no place in the run")
 # Virtual seconds that a run may take once its faults are over.
 LIMIT_S = 240.0
 
@@ -132,17 +135,18 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
     """The settings and faults of a seed."""
     rnd = random.Random(f"plan/{seed}")
     shape = Shape(
-        steps=rnd.randint(2, 4),
+        steps=rnd.randint(2, 6),
         groups_per_step=rnd.randint(1, 2),
         max_staleness=rnd.randint(0, 2),
         servers=rnd.randint(1, 3),
         checkpoint_every=rnd.choice((0, 1, 2)),
         verify_every=rnd.choice((1, 2, 10)),
-        noise=rnd.random() < 0.2,
+        noise=rnd.random() < 0.4,
     )
     names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
     faults = [
-        Fault(rnd.uniform(0.1, 12.0), rnd.choice(names)) for _ in range(rnd.choice((0, 1, 2, 3, 4)))
+        Fault(rnd.uniform(0.1, 12.0), rnd.choice(names))
+        for _ in range(rnd.choice((0, 1, 2, 3, 4, 6)))
     ]
     return shape, sorted(faults, key=lambda fault: fault.at_s)
 
@@ -166,12 +170,17 @@ class World:
         self._trace, self._verbose = hashlib.blake2b(digest_size=16), verbose
         self.network = Network(self.loop, seed, self.trace)
         self.network.on_arrival = self._arrived
+        self.network.on_error = self._handler_failed
         self.disk = Disk(self.config.run_dir / "journal", seed)
         self.disk.kill = self._killed_at_sync
         self.wire, self.tokens, self.truth = Wire(), Tokens(), Truth()
+        # The newest process of each name, and all that were ever started.
         self.processes: dict[str, Process] = {}
+        self._started: list[Process] = []
         self.engines: list[SimulatedEngine] = []
         self.gateways: list[SimulatedGateway] = []
+        # What tells a server to leave, by the name of its process.
+        self.stops: dict[str, asyncio.Event] = {}
         self.violations: list[str] = []
         self.fired: Counter[str] = Counter()
         self.causes: list[str] = []
@@ -194,6 +203,7 @@ class World:
 
     def spawn(self, name: str) -> Process:
         process = Process(self.loop, name)
+        self._started.append(process)
         self.processes[name.partition("/")[0]] = process
         self.note(f"start {name}")
         return process
@@ -262,7 +272,7 @@ class World:
             )
             try:
                 code = await self._life(process, controller.run())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - what a process ends with
                 self._controller_failed(f"{type(error).__name__}: {error}")
                 code = None
             if code == 0:
@@ -284,30 +294,28 @@ class World:
         name = f"server{index}"
         while not self._finished.done():
             process = self.spawn(f"{name}/{self._number()}")
-            seed = f"{self.seed}/{process.name}"
-            engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
-            engine.violations = self.violations
-            gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
-            self.engines.append(engine)
-            self.gateways.append(gateway)
-
-            async def main() -> None:
-                server = service.RolloutServer(
-                    self.config, ADDRESS, ServerId(name), engine, NumberRenderer(), gateway
-                )
-                await server.run(asyncio.Event())
-
             try:
-                await self._life(process, main())
-            except Exception as error:
+                await self._life(process, self._server(process, ServerId(name)))
+            except Exception as error:  # noqa: BLE001 - what a process ends with
                 if not self._is_over():
                     self._unexpected(process, error)
             await asyncio.sleep(self.random.uniform(0.2, 2.0))
 
-    def _is_over(self) -> bool:
-        return (
-            self._finished.done() or self.controller is None or self.controller._progress.is_over
+    async def _server(self, process: Process, name: ServerId) -> None:
+        seed = f"{self.seed}/{process.name}"
+        engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
+        engine.violations = self.violations
+        gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
+        self.engines.append(engine)
+        self.gateways.append(gateway)
+        server = service.RolloutServer(
+            self.config, ADDRESS, name, engine, NumberRenderer(), gateway
         )
+        stop = self.stops[process.name] = asyncio.Event()
+        await server.run(stop)
+
+    def _is_over(self) -> bool:
+        return self._finished.done() or self.controller is None or self.controller._progress.is_over
 
     def _unexpected(self, process: Process, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):
@@ -317,33 +325,34 @@ class World:
     async def _keep_trainer(self) -> None:
         while not self._finished.done():
             process = self.spawn(f"trainer/{self._number()}")
-
-            async def main() -> None:
-                trainer = SimulatedTrainer(
-                    SimulatedChannel(self.network, ADDRESS),
-                    process,
-                    self.loop,
-                    self.wire,
-                    self.truth,
-                    seed=f"{self.seed}/{process.name}",
-                    alive=self.is_alive,
-                    checkpoint_every=self.shape.checkpoint_every,
-                    noise=self.shape.noise,
-                )
-                await trainer.run()
-
+            trainer = process.run(self._trainer, process)
             try:
-                await self._life(process, main())
+                await self._life(process, trainer.run())
             except TrainerGone as error:
                 self.note(f"{process.name}: {error}")
-            except Exception as error:
+                if not self._is_over() and not any(text in str(error) for text in MAY_END_TRAINER):
+                    self._unexpected(process, error)
+            except Exception as error:  # noqa: BLE001 - what a process ends with
                 self._unexpected(process, error)
             await asyncio.sleep(self.random.uniform(0.2, 2.0))
+
+    def _trainer(self, process: Process) -> SimulatedTrainer:
+        return SimulatedTrainer(
+            SimulatedChannel(self.network, ADDRESS),
+            process,
+            self.loop,
+            self.wire,
+            self.truth,
+            seed=f"{self.seed}/{process.name}",
+            alive=self.is_alive,
+            checkpoint_every=self.shape.checkpoint_every,
+            noise=self.shape.noise,
+        )
 
     # The run.
 
     async def _main(self) -> None:
-        keepers = [
+        self._keepers = [
             asyncio.ensure_future(self._keep_controller()),
             *(asyncio.ensure_future(self._keep_server(i)) for i in range(self.shape.servers)),
             asyncio.ensure_future(self._keep_trainer()),
@@ -357,7 +366,7 @@ class World:
             progress = self.controller._progress if self.controller is not None else None
             waits = "" if progress is None else progress.waiting_for
             self.violations.append(f"the run stands still, waiting for {waits}")
-        for task in (*keepers, strike):
+        for task in (*self._keepers, strike):
             task.cancel()
             if task.done() and not task.cancelled() and task.exception() is not None:
                 self.violations.append(f"the rig failed: {task.exception()!r}")
@@ -370,6 +379,9 @@ class World:
             self.note(f"fault {fault.name}")
             if getattr(self, f"fault_{fault.name}")():
                 self.fired[fault.name.replace("_", " ")] += 1
+
+    def _handler_failed(self, method: str, error: Exception) -> None:
+        self.violations.append(f"{method} raised {type(error).__name__}: {error}")
 
     def _arrived(self, method: str, receiver: Process, data: bytes) -> None:
         if method.endswith("/Deliver") and receiver.name.startswith("server"):
@@ -389,19 +401,20 @@ class World:
             logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
             logging.getLogger().handlers[0].setFormatter(_ProcessFormatter(self.loop))
         try:
-            # The ends of killed coroutines, which wait where there is nothing to wait for, are not told.
+            # Killed coroutines may wait once more while they are ended; nobody is told.
             with (
                 mock.patch.object(sys, "unraisablehook", lambda _: None),
                 self._replaced(),
                 contextlib.closing(self.loop),
             ):
                 self.loop.run_until_complete(self._main())
-                for process in list(self.processes.values()):
+                for process in self._started:
                     process.die()
                     self._bury(process)
         finally:
             logging.disable(logging.NOTSET)
             gc.enable()
+        self.fired.update(self.wire.fired)
         trained = judge(self)
         return Result(
             self.seed,
@@ -476,12 +489,92 @@ class World:
     def fault_kill_trainer(self) -> bool:
         return self.kill("trainer", half_open_s=self.random.choice((0.0, 8.0)))
 
+    def fault_second_trainer(self) -> bool:
+        """A trainer is started while an earlier one lives, which has lost its connections."""
+        process = self.processes.get("trainer")
+        if process is None:
+            return False
+        self.network.reset(process, half_open_s=self.random.choice((0.0, 6.0)))
+        self._keepers.append(asyncio.ensure_future(self._keep_trainer()))
+        return True
+
     def fault_lost_connections(self) -> bool:
-        process = self._some_server()
+        process = self.random.choice((self._some_server(), self.processes.get("trainer")))
         if process is None:
             return False
         self.network.reset(process, half_open_s=self.random.choice((0.0, 6.0)))
         return True
+
+    def fault_partition(self) -> bool:
+        """Nothing passes to the controller, from it, or both."""
+        process = self.random.choice((self._some_server(), self.processes.get("trainer")))
+        if process is None:
+            return False
+        ways = [(process.name, "controller"), ("controller", process.name)]
+        self.network.cut |= set(self.random.choice((ways, ways[:1], ways[1:])))
+        self._later(self.network.heal, 0.5, 10.0)
+        return True
+
+    def fault_slow_network(self) -> bool:
+        self.network.delay_s = self.random.uniform(0.1, 1.5)
+        self._later(lambda: setattr(self.network, "delay_s", 0.02), 1.0, 10.0)
+        return True
+
+    def fault_slow_disk(self) -> bool:
+        self.loop.thread_s = self.random.uniform(0.1, 2.0)
+        self._later(lambda: setattr(self.loop, "thread_s", 0.004), 1.0, 10.0)
+        return True
+
+    def fault_full_disk(self) -> bool:
+        self.disk.is_full = True
+        self._later(lambda: setattr(self.disk, "is_full", False), 0.5, 6.0)
+        return True
+
+    def fault_torn_bucket(self) -> bool:
+        return self._plan_load(self.wire.torn)
+
+    def fault_failed_load(self) -> bool:
+        return self._plan_load(self.wire.failing)
+
+    def _plan_load(self, planned: dict[str, int]) -> bool:
+        process = self._some_server()
+        if process is not None:
+            planned[process.name] = self.random.randint(1, 2)
+        return False
+
+    def fault_lost_weights(self) -> bool:
+        """The way of weights is cut, that of orders is not."""
+        self.wire.cut = True
+        self._later(lambda: setattr(self.wire, "cut", False), 0.5, 8.0)
+        return True
+
+    def fault_slow_server(self) -> bool:
+        process = self._some_server()
+        for engine in self.engines:
+            if engine.process is process:
+                engine.token_s = self.random.uniform(0.5, 3.0)
+                self._later(lambda engine=engine: setattr(engine, "token_s", 0.1), 2.0, 20.0)
+                return True
+        return False
+
+    def fault_failing_environment(self) -> bool:
+        for gateway in self.gateways:
+            gateway.failing = 0.3
+        self._later(lambda: [setattr(g, "failing", 0.0) for g in self.gateways], 0.5, 5.0)
+        return True
+
+    def fault_drain(self) -> bool:
+        process = self._some_server()
+        stop = self.stops.get(process.name) if process is not None else None
+        if stop is None:
+            return False
+        process.run(stop.set)
+        return True
+
+
+def shared_memory() -> str | None:
+    """A folder of a file system in memory; None if this machine has none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 class _ProcessFormatter(logging.Formatter):
