@@ -154,10 +154,6 @@ class Pods:
         """Ends pods together, as `kubectl delete` does; the exit codes of their containers."""
         for pod in pods:
             pod.is_deleted = True
-            hook = pod.spec["containers"][0].get("lifecycle", {}).get("preStop")
-            if hook is not None:
-                ended = pod.container.execute(hook["exec"]["command"])
-                assert ended.returncode == 0, ended.stderr
             init = pod.container.init_pid()
             if init is not None:
                 os.kill(init, signal.SIGTERM)

@@ -197,7 +197,7 @@ class Pods:
             ports=self._metrics_ports() if has_metrics else "",
             unprivileged=UNPRIVILEGED,
             gpus=gpus if role.gpus else "",
-            probes=_leaving(role) if name == FURTHER_LEARNER else _probes(role, name),
+            probes="" if name == FURTHER_LEARNER else _probes(role, name),
             init="" if is_server else self._wait_for_name(),
             code=indent(self._code_volume(), "    "),
             models=models if self.models else "",
@@ -334,13 +334,6 @@ def _probes(role: Role, name: str) -> str:
         lines += ["livenessProbe:", f"  {health}", "  periodSeconds: 30", "  timeoutSeconds: 20"]
         lines += ["  failureThreshold: 10"]
     return indent("\n".join(lines) + "\n", "    ")
-
-
-def _leaving(role: Role) -> str:
-    """Returns what a further node does before it is told to end: all others end in order too."""
-    stop = ["slipstream", "stop", *role.health.command[2:], "--reason=a node of the learner leaves"]
-    hook = f"preStop: {{exec: {{command: [sh, -c, {json.dumps(_shell(stop))}]}}}}"
-    return f"    lifecycle:\n      {hook}\n"
 
 
 def _shell(command: Sequence[str]) -> str:
