@@ -1,7 +1,8 @@
 """The quickstart in pods, from the folder that `slipstream roles` writes, without an edit.
 
-Pods are made of namespaces (`kubernetes_pods`): two of the learner, two rollout servers, the queue.
-One server is deleted, one killed, a node of the learner is drained; the run goes on to its end.
+Pods are made of namespaces (`kubernetes_pods`), or of containers of the image that SLIPSTREAM_IMAGE
+names: two of the learner, two rollout servers, the queue. One server is deleted, one killed, a node
+of the learner is drained; the run goes on to its end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 from slipstream.learner.controller.records.journal import read_records
-from support.rigs import namespaces
+from support.rigs import docker_hosts, namespaces
+from support.rigs.docker_hosts import DockerNetwork
 from support.rigs.kubernetes_pods import Pod, Pods, wait_for
 from support.rigs.namespaces import Mount, Network
 
@@ -170,14 +172,17 @@ def carry_out(story: Story) -> None:
     story.wait("the run is finished", lambda: all(pod.exit_code is not None for pod in gang))
 
 
-@pytest.fixture(scope="module")
-def story(tiny_model: Path) -> Iterator[Story]:
+@pytest.fixture(scope="module", params=["namespaces", "docker"])
+def story(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Story]:
+    if request.param == "docker" and not docker_hosts.IMAGE:
+        pytest.skip("SLIPSTREAM_IMAGE must name an image of deploy/cpu.Dockerfile")
+    make_network = {"namespaces": Network, "docker": DockerNetwork}[request.param]
     # Short, because sockets lie in it, and readable for the containers' user.
     folder = Path(tempfile.mkdtemp(prefix="slipstream-pods-"))
     folder.chmod(0o755)
     try:
         write_manifests(folder)
-        with Network(folder / "hosts", user=USER) as network:
+        with make_network(folder / "hosts", user=USER) as network:
             pods = Pods(folder / "kubernetes", folder, network)
             model = pods.volume("models") / "tiny"
             shutil.copytree(tiny_model, model)
