@@ -41,9 +41,6 @@ UNPRIVILEGED = (
 PATIENCE_S = 3600.0
 # `kubectl apply` keeps a second copy in an annotation, which may have 256 KiB; this leaves room.
 CONFIG_MAP_BYTES = 250_000
-# The number of servers that the run itself would like to have.
-SCALING_QUERY = 'max(slipstream_wanted_servers{run="%s"})'
-MOST_SERVERS = 64
 METRICS_TOKEN = "metrics_token"
 TOKENS = {FURTHER_LEARNER: "trainer_token", ROLLOUT_SERVER: "rollout_server_token"}
 QUEUE_SECRETS = ("ca.pem", "server.pem", "server.key", "redis.acl", "redis_controller_password")
@@ -51,24 +48,6 @@ DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 LONGEST_NAME = 63
 _KEY = re.compile(r"[A-Za-z0-9_./-]+")
 _PLAIN = re.compile(r"(?=.*[a-z])[\w./$()@%+=-]+(:[\w./$()@%+=-]+)*")
-QUEUE_COMMAND = (
-    *(
-        "valkey-server",
-        "--bind",
-        "*",
-        "--port",
-        "0",
-        "--tls-port",
-        "6380",
-        "--tls-auth-clients",
-        "no",
-    ),
-    *("--tls-cert-file", f"{SECRETS}/server.pem", "--tls-key-file", f"{SECRETS}/server.key"),
-    *("--tls-ca-cert-file", f"{SECRETS}/ca.pem", "--aclfile", f"{SECRETS}/redis.acl"),
-    *("--dir", "/data", "--save", "", "--appendonly", "yes", "--appendfsync", "always"),
-    *("--maxmemory", "4gb", "--maxmemory-policy", "noeviction"),
-    *("--no-appendfsync-on-rewrite", "no"),
-)
 
 
 class Pods:
@@ -147,14 +126,12 @@ class Pods:
                 name = f"{component}/{path.name}"
                 files[name] = self._filled(name)
         if self.has_queue:
-            command = _items(QUEUE_COMMAND, 12)
-            files["queue.yaml"] = self._filled("queue.yaml", command=command)
+            files["queue.yaml"] = self._filled("queue.yaml")
         return files | {f"code/{name}": text for name, text in self.code.copies.items()}
 
     def _filled(self, name: str, **values: object) -> str:
-        common = {"run": self.run, "host": self.host, "most": MOST_SERVERS}
-        common["query"] = SCALING_QUERY % self.run
-        return filled_template(TEMPLATES / name, **common, **values).rstrip() + "\n"
+        path = TEMPLATES / name
+        return filled_template(path, run=self.run, host=self.host, **values).rstrip() + "\n"
 
     def _metrics_ports(self) -> str:
         """Returns the names of the ports at which Prometheus asks."""
