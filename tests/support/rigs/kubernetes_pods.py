@@ -283,7 +283,7 @@ class Pods:
 def wait_for(what: str, limit_s: float, is_there: Any, pods: Pods) -> None:
     """Waits until `is_there()` holds; fails with all logs."""
     started = time.monotonic()
-    for _ in poll(limit_s, every_s=0.5):
+    for _ in poll(limit_s, every_s=2.0):
         if is_there():
             print(f"{what}: after {time.monotonic() - started:.0f} s")
             return

@@ -295,7 +295,7 @@ def _secret_places(config: Config, has_queue: bool) -> list[str]:
 
 def _probes(role: Role, name: str) -> str:
     """Returns the probes; a shell fills in the variables, which the kubelet does not."""
-    command = _shell(role.health.command)
+    command = shell_command(["exec", *role.health.command], indent=0).replace(" \\\n", " ")
     health = "exec: *health"
     start = math.ceil((PATIENCE_S + role.health.patience_s) / 10)
     lines = [
@@ -311,11 +311,6 @@ def _probes(role: Role, name: str) -> str:
         lines += ["livenessProbe:", f"  {health}", "  periodSeconds: 30", "  timeoutSeconds: 20"]
         lines += ["  failureThreshold: 10"]
     return indent("\n".join(lines) + "\n", "    ")
-
-
-def _shell(command: Sequence[str]) -> str:
-    """Returns a command for `sh -c`."""
-    return shell_command(["exec", *command], indent=0).replace(" \\\n", " ")
 
 
 def _reference(word: str) -> str:
