@@ -14,7 +14,9 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,10 +186,14 @@ def _changed(change: Change) -> Iterator[None]:
     if source.count(change.old) < 1:
         raise ValueError(f"{change.target} has no {change.old!r} any more")
     source = source.replace(change.old, change.new)
-    scope: dict[str, Any] = {}
-    exec(compile(source, module_name, "exec"), module.__dict__, scope)  # noqa: S102
-    after = scope[attribute]
-    after.mutated_source = source
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(source)
+        file.flush()
+        code = SourceFileLoader(module_name, file.name).get_code(module_name)
+    assert code is not None
+    [function] = [each for each in code.co_consts if isinstance(each, CodeType)]
+    after: Any = FunctionType(function, module.__dict__, attribute, before.__defaults__)
+    after.__kwdefaults__, after.mutated_source = before.__kwdefaults__, source
     setattr(owner, attribute, after)
     try:
         yield

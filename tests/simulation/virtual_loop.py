@@ -44,7 +44,7 @@ class Process:
         return self.context.copy().run(call, *args)
 
     def die(self) -> None:
-        """From now on nothing of the process runs, sends or writes."""
+        """Ends the process at this moment: nothing of it runs, sends or writes any more."""
         if not self.is_alive:
             return
         self.is_alive = False
