@@ -209,44 +209,39 @@ class Deliveries:
         order = weights_pb2.PublishOrder()
         order.CopyFrom(publish.order)
         order.ClearField("receivers")
-        common = fleet_pb2.ControllerMessage()
-        if layout is not None:
-            common.receive.layout.CopyFrom(layout)
-        shared = common.SerializeToString()
+        common = fleet_pb2.ReceiveWeights(order=order, layout=layout)
+        shared = fleet_pb2.ControllerMessage(receive=common).SerializeToString()
         publish.is_announced, publish.told_s = True, time.monotonic()
         for session in publish.receivers:
             # A server may have loaded before the trainer reports its result.
             self.reports.expect(publish.publish_id, session.key, LOADED)
             session.on(ServerEvent.RECEIVE)
-            own = fleet_pb2.ReceiveWeights(order=order, first_rank=ranks[session.key.server_id])
+            own = fleet_pb2.ReceiveWeights(first_rank=ranks[session.key.server_id])
             session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
-            if publish.digests:
-                self.commit(publish, session, publish.digests, None)
+        if publish.digests:
+            self.commit(publish, publish.digests, None)
 
     def commit(
-        self,
-        publish: Publish,
-        session: ServerSession,
-        digests: Sequence[bytes],
-        probe: weights_pb2.Probe | None,
+        self, publish: Publish, digests: Sequence[bytes], probe: weights_pb2.Probe | None
     ) -> None:
-        """Lets a server resume once it has loaded the buckets with these digests."""
-        self.reports.expect(publish.publish_id, session.key, SERVING)
-        session.send(
-            fleet_pb2.ControllerMessage(
-                commit=fleet_pb2.CommitPublish(
-                    publish_id=publish.publish_id,
-                    version=version_to_pb(publish.version),
-                    probe=probe if publish.verify else None,
-                    bucket_digests=digests,
-                )
-            )
+        """Lets the receivers resume once they have loaded the buckets with these digests."""
+        commit = fleet_pb2.CommitPublish(
+            publish_id=publish.publish_id,
+            version=version_to_pb(publish.version),
+            probe=probe if publish.verify else None,
+            bucket_digests=digests,
         )
+        shared = fleet_pb2.ControllerMessage(commit=commit).SerializeToString()
+        own = fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish())
+        order = JoinedOrder(own, shared)
         # The limit covers buckets on their way, each with its deadline, loading and resuming.
         settings = self._settings
         bucket_deadline_s = publish.order.bucket_deadline_s
         limit_s = 2 * settings.join_deadline_s + len(digests) * bucket_deadline_s
-        self._tasks.create_task(self._follow(publish, session, probe, limit_s))
+        for session in publish.receivers:
+            self.reports.expect(publish.publish_id, session.key, SERVING)
+            session.send(order)
+            self._tasks.create_task(self._follow(publish, session, probe, limit_s))
 
     async def _follow(
         self,

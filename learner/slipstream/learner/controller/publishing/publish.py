@@ -169,6 +169,8 @@ class Publisher:
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
         """Returns the servers that should be sent `version` now, or if None the newest version."""
         newest = version or self._progress.version
+        if self._fleet.versions[newest] == len(self._fleet.sessions):
+            return []
         return [each for each in self._fleet.fed_by_trainer() if self._is_due(each, newest)]
 
     def _is_due(self, session: ServerSession, version: PolicyVersion) -> bool:
@@ -320,8 +322,7 @@ class Publisher:
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         digests = list(result.bucket_digests)
         if not publish.digests:
-            for session in publish.receivers:
-                self.deliveries.commit(publish, session, digests, result.probe)
+            self.deliveries.commit(publish, digests, result.probe)
         try:
             receipt = await self._settle(publish, digests)
         except asyncio.CancelledError:
