@@ -18,7 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import grpc.aio
 import numpy as np
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.types import (
@@ -249,7 +248,9 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 512])
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--pid-file", type=Path, help="gets the controller's process, to profile it")
+    parser.add_argument(
+        "--pid-file", type=Path, help="gets the controller's process, to profile it"
+    )
     asked = parser.parse_args()
     rows = []
     for servers in asked.servers:
