@@ -302,6 +302,7 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
+    status.add_argument("--server-id", help="print nothing; exit code 1 unless this server works")
     _add_connection(status)
     _set_program(status, "slipstream.client.requests:status")
 
@@ -353,11 +354,6 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
-    add_secrets(parser)
-
-
-def add_secrets(parser: argparse.ArgumentParser) -> None:
-    """Adds the options with the files by which a command shows who it is."""
     for option in ("--token-file", "--tls-ca", "--tls-certificate", "--tls-key"):
         parser.add_argument(option, type=Path)
 
