@@ -342,7 +342,9 @@ async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
     monkeypatch.setattr(Scheduler, "lease_forever", lease_forever)
     config = make_config(tmp_path)
     address = config.controller.address
-    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    # The run may be over before the trainer has asked for anything.
+    trainer = FakeTrainer(address)
+    summary = await play(config, FakeServer(address), trainer=trainer, wait_for_trainer=False)
     assert (summary["code"], summary["state"]) == (1, "failed")
     assert summary["cause"] == f"task scheduler of the controller ended: {cause}"
 

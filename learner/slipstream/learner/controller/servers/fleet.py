@@ -18,6 +18,8 @@ from slipstream.v1 import fleet_pb2, status_pb2
 
 # Largest number of departed servers whose last state the status shows; each answer copies them.
 MAX_DEPARTED = 100
+# Heartbeats of the whole fleet per second, above which a server that joins sends fewer.
+MAX_HEARTBEATS_PER_S = 128
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ class Fleet:
         self.empty_since_s = run.clock.now_s()
         # Times that a server was lost before it had drained.
         self.num_lost = 0
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between the heartbeats of a server that joins now; more in a large fleet."""
+        settings = self._run.config.controller
+        shared_s = len(self.sessions) / MAX_HEARTBEATS_PER_S
+        return min(max(settings.heartbeat_s, shared_s), settings.heartbeat_timeout_s / 3)
 
     def serving(self) -> list[ServerSession]:
         """The servers that may be leased groups."""

@@ -30,8 +30,6 @@ from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 MAX_ENGINE_WORKERS = 1024
 # Largest plausible speed of an engine; a server that reports more is refused.
 MAX_TOKENS_PER_S = 1e7
-# Heartbeats per second of a whole fleet, from which on a server that joins sends fewer.
-MAX_HEARTBEATS_PER_S = 128
 _COUNTERS = (
     *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
     *("drafted_tokens", "accepted_tokens", "engine_steps"),
@@ -85,14 +83,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         # Before the welcome is sent: another server cannot be given this epoch meanwhile.
         self._fleet.add(session)
         reader = asyncio.create_task(self._read(session, requests))
-        # The fleet's heartbeats together take the same time however large it is.
-        heartbeat_s = max(settings.heartbeat_s, len(self._fleet.sessions) / MAX_HEARTBEATS_PER_S)
-        heartbeat_s = min(heartbeat_s, settings.heartbeat_timeout_s / 3)
         try:
             yield fleet_pb2.ControllerMessage(
                 welcome=fleet_pb2.Welcome(
                     run_id=self._progress.run_id,
-                    heartbeat_s=heartbeat_s,
+                    heartbeat_s=self._fleet.heartbeat_s,
                     heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     delivery_key=server_key(self._progress.run_key, session.key.epoch),
                 )
