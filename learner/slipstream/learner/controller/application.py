@@ -207,12 +207,17 @@ class Controller:
                     }.items()
                 ]
                 await self._until_over()
-                await self._wind_down()
+                if not journal.is_fenced:
+                    await self._wind_down()
                 for task in background:
                     task.cancel()
-            await self._results.write(
-                self._evaluator.results, hello=self._trainer.hello, goodbye=self._trainer.goodbye
-            )
+            # A later controller has servers, trainer and files now.
+            if not journal.is_fenced:
+                await self._results.write(
+                    self._evaluator.results,
+                    hello=self._trainer.hello,
+                    goodbye=self._trainer.goodbye,
+                )
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._progress.has_failed else 0
@@ -328,6 +333,7 @@ class Controller:
         self._health = ServiceHealth(server, modules)
 
     def _server_joined(self, session: ServerSession) -> None:
+        self._book.awaited.joined(session.name, session.hello.undelivered)
         self._environment_servicer.server_joined(session)
         self._turns.joined(session)
 
