@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from slipstream.core.run_folder import log_number
 from slipstream.learner.controller.records.journal import Journal
 
 from simulation.virtual_loop import PROCESS, Killed, Process
@@ -19,9 +20,8 @@ class Disk:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._random = folder, random.Random(f"disk/{seed}")
-        self.log = folder / "journal.log"
-        # Bytes of `journal.log` that were synced.
-        self.synced = 0
+        # Synced bytes of each log of the journal; every start of a controller begins one.
+        self.synced: dict[Path, int] = {}
         # Batch files whose names are not synced yet.
         self._renamed: list[Path] = []
         self.is_full = False
@@ -49,21 +49,25 @@ class Disk:
 
     def _sync(self, descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if path == self.log:
-            self.synced = path.stat().st_size
+        if path.suffix == ".log":
+            self.synced[path] = path.stat().st_size
         elif path.is_dir():
             self._renamed.clear()
         elif path.suffix == ".partial":
             self._renamed.append(path.with_suffix(".pb"))
 
+    def mark(self) -> tuple[int, int]:
+        """The number of the newest log, and its synced bytes."""
+        marks = [(log_number(path), size) for path, size in self.synced.items()]
+        return max(marks, default=(0, 0))
+
     def image(self, *, power_fails: bool) -> dict[Path, bytes]:
         """The files that a controller finds that starts after this moment."""
         found = {path: path.read_bytes() for path in self._folder.rglob("*") if path.is_file()}
-        if power_fails and self.log in found:
-            size = len(found[self.log])
-            if size > self.synced:
-                size = self._random.randint(self.synced, size)
-            found[self.log] = found[self.log][:size]
+        if power_fails:
+            for path in [path for path in found if path.suffix == ".log"]:
+                least, most = self.synced.get(path, 0), len(found[path])
+                found[path] = found[path][: self._random.randint(min(least, most), most)]
             for path in self._renamed:
                 if self._random.random() < 0.5:
                     found.pop(path, None)
@@ -76,7 +80,7 @@ class Disk:
         for path, data in image.items():
             if not path.is_file() or path.read_bytes() != data:
                 path.write_bytes(data)
-        self.synced = len(image.get(self.log, b""))
+        self.synced = {path: len(data) for path, data in image.items()}
         self._renamed.clear()
 
     @contextlib.contextmanager
@@ -95,7 +99,7 @@ class OwnedJournal(Journal):
         super().__init__(folder)
         process: Process | None = PROCESS.get()
         assert process is not None
-        process.files.append(self._file)
+        process.files += [self._file, self._lock_file]
 
 
 def close_files(process: Process) -> None:

@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from slipstream.core.run_folder import journal_logs, log_number
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
@@ -24,8 +25,8 @@ class _Judge:
     def __init__(self, world: World) -> None:
         self._world, self._wrong = world, world.violations
         self._folder = world.config.run_dir / "journal"
-        # Where in the journal each trajectory has ended, in bytes.
-        self._ended: dict[str, int] = {}
+        # The number of the log in which each trajectory has ended, and the byte there.
+        self._ended: dict[str, tuple[int, int]] = {}
         self._where: Counter[str] = Counter()
         self._tokens: Counter[int] = Counter()
         self.trained = 0
@@ -41,17 +42,13 @@ class _Judge:
         return self.trained
 
     def _read_journal(self) -> None:
-        batches: dict[int, tuple[dict, int]] = {}
+        batches: dict[int, tuple[dict, tuple[int, int]]] = {}
         steps: set[int] = set()
-        offset = 0
-        for line in (self._folder / "journal.log").read_bytes().splitlines(keepends=True):
-            offset += len(line)
-            record = json.loads(line[9:])
-            assert line[:8] == b"%08x" % zlib.crc32(line[9:-1])
+        for place, record in self._records().values():
             if record["kind"] == "end":
-                self._ended[record["id"]] = offset
+                self._ended[record["id"]] = place
             elif record["kind"] == "batch":
-                batches[record["step"]] = record, offset
+                batches[record["step"]] = record, place
             elif record["kind"] == "step":
                 steps.add(record["step"])
         for step, (record, place) in batches.items():
@@ -62,7 +59,28 @@ class _Judge:
             if times > 1:
                 self._wrong.append(f"token {token} is in {times} batches")
 
-    def _read_batch(self, step: int, record: dict, place: int, *, is_trained: bool) -> None:
+    def _records(self) -> dict[int, tuple[tuple[int, int], dict]]:
+        """The records by their line, each with its place: a later log goes on where it begins."""
+        found: dict[int, tuple[tuple[int, int], dict]] = {}
+        for path in journal_logs(self._folder):
+            offset, is_first = 0, True
+            for line in path.read_bytes().splitlines(keepends=True):
+                offset += len(line)
+                if line[:8] != b"%08x" % zlib.crc32(line[9:].rstrip(b"\n")):
+                    # Cut off by a loss of power; a later log goes on.
+                    break
+                record = json.loads(line[9:])
+                if is_first:
+                    found = {n: each for n, each in found.items() if n < record["line"]}
+                    is_first = False
+                if record["line"] != len(found) + 1:
+                    self._wrong.append(f"{path.name} has line {record['line']} out of order")
+                found[record["line"]] = (log_number(path), offset), record
+        return found
+
+    def _read_batch(
+        self, step: int, record: dict, place: tuple[int, int], *, is_trained: bool
+    ) -> None:
         path = self._folder / "batches" / f"step-{step:06d}.pb"
         if not path.is_file():
             self._wrong.append(f"{path.name} is missing")

@@ -185,8 +185,8 @@ class World:
         self.fired: Counter[str] = Counter()
         self.causes: list[str] = []
         self._numbers = 0
-        # Bytes of the journal that were synced when a server got an acknowledgement, by id.
-        self.acknowledged: dict[str, int] = {}
+        # How much of the journal was synced when a server got an acknowledgement, by id.
+        self.acknowledged: dict[str, tuple[int, int]] = {}
         self._images: dict[Process, dict[Path, bytes]] = {}
         self._finished = self.loop.create_future()
         self.controller: application.Controller | None = None
@@ -387,7 +387,7 @@ class World:
         if method.endswith("/Deliver") and receiver.name.startswith("server"):
             message = trajectory_pb2.DeliverResponse.FromString(data)
             for trajectory_id in message.acknowledged_ids:
-                self.acknowledged.setdefault(trajectory_id, self.disk.synced)
+                self.acknowledged.setdefault(trajectory_id, self.disk.mark())
 
     def run(self) -> Result:
         """Plays the schedule to its end; the folder has the run's files afterwards."""
