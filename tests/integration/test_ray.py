@@ -45,7 +45,6 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     environ = os.environ | {
         "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
         "RAY_raylet_start_wait_time_s": "240",
-        "RAY_worker_register_timeout_seconds": "240",
         "TORCHDYNAMO_DISABLE": "1",
     }
     settings = ["deploy/configs/quickstart.toml", "rollout_server.count=2"]
