@@ -206,9 +206,9 @@ async def test_a_proxy_delays_hangs_and_breaks_connections() -> None:
 @pytest.mark.parametrize("queue", ["grpc", "redis"])
 async def test_a_run_under_faults_loses_and_doubles_nothing(
     tmp_path: Path,
-    tiny_model: Path,
+    tiny_model: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    queue: str,  # noqa: F811
+    queue: str,
 ) -> None:
     quick = {"support.fakes.quick_rank": "rank", "support.fakes.quick_server": "server"}
     monkeypatch.setattr(faults, "_PARTS", faults._PARTS | quick)

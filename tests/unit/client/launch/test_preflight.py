@@ -14,10 +14,9 @@ from pathlib import Path
 import grpc
 import pytest
 import tomli_w
-from slipstream.client.launch.checks import Scene, Stage, require
+from slipstream.client.launch.checks import Scene, Stage, ask_controller, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
-from slipstream.client.launch.peers import ask_controller
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_environments,
@@ -36,7 +35,7 @@ from slipstream.core.settings.config import (
     EnvironmentSection,
     SecuritySection,
 )
-from slipstream.core.settings.queue_section import QueueSection, QueueUserSection
+from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import WeightsSection
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
