@@ -22,7 +22,6 @@ from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs import run_processes
 from support.rigs.controller_runs import make_config, play
-from support.rigs.run_processes import tiny_model  # noqa: F401
 
 STEPS = 6
 Records = list[dict]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
@@ -61,6 +61,8 @@ class GrpcSender:
         self._metadata = call_metadata(credentials)
         self._budget = ByteBudget(max_bytes)
         self._unacknowledged: dict[TrajectoryId, bytes] = {}
+        # Those whose `put` waits for room.
+        self._without_room: set[TrajectoryId] = set()
         self._to_send: deque[TrajectoryId] = deque()
         self._put = asyncio.Event()
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -82,13 +84,22 @@ class GrpcSender:
         """Bytes that were put into this sender and are not acknowledged."""
         return self._budget.used_bytes
 
+    @property
+    def undelivered(self) -> Sequence[TrajectoryId]:
+        """See `TrajectorySender.undelivered`."""
+        return [*self._unacknowledged, *self._without_room]
+
     async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
         """See `TrajectorySender.put`; an id that already waits is not stored twice."""
         if self._running is None or self._closed:
             raise QueueError("the sender is closed")
         if trajectory_id in self._unacknowledged:
             return
-        await self._budget.acquire(len(data), timeout_s=timeout_s)
+        self._without_room.add(trajectory_id)
+        try:
+            await self._budget.acquire(len(data), timeout_s=timeout_s)
+        finally:
+            self._without_room.discard(trajectory_id)
         if trajectory_id in self._unacknowledged:
             # Another call put the same id while both waited.
             self._budget.release(len(data))
