@@ -29,6 +29,8 @@ class EpochCount:
     judged: int = 0
     # Tokens of trajectories that the controller has.
     received: int = 0
+    # `reported` and `judged` as the journal has them.
+    journaled: tuple[int, int] = (0, 0)
     # Whether the server was lost: its undelivered tokens will hardly come.
     dead: bool = False
 
