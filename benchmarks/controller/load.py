@@ -48,6 +48,12 @@ METRICS = {f"metric_{number}": float(number) for number in range(60)}
 DIGESTS = bucket_digests(LAYOUT)
 
 
+def processor_s(pid: int) -> float:
+    """Returns the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class LoadServer(FakeServer):
     """A server that answers a lease at once with prepared trajectories."""
 
