@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from benchmarks.controller.scrapes import processor_s
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.types import (
     GroupId,
