@@ -40,12 +40,17 @@ from support.rigs.controller_runs import make_config
 from support.rigs.waiting import until
 
 from benchmarks.common.measure import table
-from benchmarks.controller.scrapes import processor_s
 
 HEARTBEAT_S = 0.5
 QUEUE_BYTES = 64 << 30
 METRICS = {f"metric_{number}": float(number) for number in range(60)}
 DIGESTS = bucket_digests(LAYOUT)
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that a process has taken of a processor."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class LoadServer(FakeServer):
