@@ -48,7 +48,7 @@ DIGESTS = bucket_digests(LAYOUT)
 
 
 def processor_s(pid: int) -> float:
-    """Seconds that a process has taken of a processor."""
+    """Returns the processor time that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
