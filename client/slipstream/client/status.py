@@ -94,6 +94,8 @@ class Ledger:
     in_flight: int
     lost: int
     difference: int
+    # A line for each hand-over of trajectories whose two sides count differently.
+    gaps: tuple[str, ...]
 
 
 @dataclass(frozen=True)

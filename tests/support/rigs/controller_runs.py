@@ -43,9 +43,13 @@ async def play(
     trainer: FakeTrainer,
     during=None,
     wait_for_trainer: bool = True,
+    is_planted: bool = False,
     **limits: float,
 ) -> dict:
-    """Runs a whole run with fakes; returns its summary. `limits` are the controller's."""
+    """Runs a whole run with fakes; returns its summary. `limits` are the controller's.
+
+    Its ledger must close at every hand-over, unless a fault `is_planted` there.
+    """
     controller = Controller(config, OPEN, **limits)
     async with asyncio.timeout(200):
         tasks = [asyncio.ensure_future(s.run()) for s in servers]
@@ -63,6 +67,7 @@ async def play(
             await asyncio.gather(*tasks, training, running, return_exceptions=True)
     summary = json.loads((config.run_dir / "summary.json").read_text())
     summary["code"] = code
+    assert is_planted or summary["ledger"]["gaps"] == []
     return summary
 
 
