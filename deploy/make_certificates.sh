@@ -76,7 +76,7 @@ digest() { tr -d '\n' < "$1" | openssl dgst -sha256 -r | cut -d' ' -f1; }
 both="resetkeys resetchannels -@all +auth +hello +ping +select +client|setname"
 both+=" +multi +exec +discard +unwatch"
 stream="~slipstream:*:trajectories" marks="(+get +mget %R~slipstream:*:mark*)"
-controller="+config|get +acl|dryrun (+xgroup|create +xreadgroup +xrange +xack +xdel $stream)"
+controller="+config|get (+xgroup|create +xreadgroup +xrange +xack +xdel $stream)"
 controller+=" (+set ~slipstream:*:mark) (+incrby ~slipstream:*:mark:*:removed) $marks"
 rollout="(+xadd $stream) (+watch +incrby ~slipstream:*:mark:*:added) $marks"
 cat > redis.acl << EOF

@@ -148,43 +148,6 @@ run that goes on keeps it. With P parameters and W bytes of weights:
 | `weights.bucket_deadline_s` | 10 s for 64 MiB, 2 to 60 |
 | `weights.join_deadline_s` | 20 s, and 1 s for 10 MB of W; 120 at most |
 | `lora.publish` | adapters with `lora.adapters`, else merged |
-
-## Rules between sections
-
-| rule | why |
-|---|---|
-| no name twice in `environments` and `evaluations` | events and metrics go by name |
-| `groups_per_step` is a multiple of `mini_batches` | mini-batches have equal shares |
-| `warmup_steps` + `decay_steps` is at most `run.steps` | the learning rate rises and falls |
-| `group_size` is at most `max_episodes` | a group runs on one server |
-| `max_reply_tokens`, of an evaluation too, is below `max_episode_tokens` | the prompt needs room |
-| `max_episode_tokens` is at most `micro_batch_tokens * cp` | an episode is never cut |
-| `micro_batch_tokens` is even with `cp` > 1 | each sequence is cut into 2 * `cp` equal chunks |
-| `max_episode_tokens` is at most the model's `max_position_embeddings` | the model's own limit |
-| `max_total_tokens` is 0 or at least `max_episode_tokens` | one branch may have that many |
-| 2,048 bytes and 24 for each of `max_total_tokens` are at most 32 MiB | limit of a message |
-| `reference.server` makes it 28 and 8 `top_k` for each | they travel with the tokens |
-| `queue.max_bytes` holds one step of such trajectories | leases wait when it has no more room |
-| `turns` sleep needs `offload.gradients` and `offload.optimizer` | the learner's memory goes too |
-| `turns` sleep excludes `stage_on_server` true | engines would keep that memory |
-| `turns` is off with `weights_from` storage | such a server loads weights at any time |
-| `max_episodes` is at most `engine.max_num_batched_tokens` | an episode has a token in a batch |
-| on CPUs `kv_cache_gib` holds `max_episode_tokens` | vLLM's rule |
-| `critic.warmup_steps` is below `run.steps` | the policy would never be trained |
-| `heartbeat_timeout_s` is at least 3 `heartbeat_s` | one late heartbeat is no death |
-| `world_size` is a multiple of `tp * pp * cp` and of `ranks_per_node` | no rank is left over |
-| `sequence_parallel` needs `tp` > 1, `vpp` needs `pp` > 1 | else there is nothing to split |
-| `tp` divides attention heads and key-value heads | equal parts; the vocabulary is padded |
-| `pp * vpp` divides the layers | equal parts |
-| `tp` divides `lora.rank`, `etp` too with experts; 0 with `checkpoint.load` | no adapters there |
-| each `adapter` is one of `lora.adapters`; none has one without them | it samples and learns |
-| `tensor_parallel_size` divides the attention heads | vLLM's rule |
-| `advantage` gae, or one's own, and the table `critic` go together | GAE needs values |
-| the table `reference` needs a `kl.coefficient` > 0 or an own function | none reads it |
-| `reference.server` needs `temperature` 1 | vLLM gives a prompt's log-probabilities at no other |
-| `reference.top_k` > 0 and an estimator of the top k go together | else none reads them |
-| `reference.top_k` is at most the model's vocabulary | there are no more; vLLM ends |
-| layouts of `reference` and `critic` obey the rules of `learner.parallel` | they have its ranks |
 """
 
 

@@ -35,9 +35,13 @@ def render(name: str, folder: Path) -> str:
     # A part that was not measured has only its titles.
     tables = ["\n".join(block) for block in blocks if len(block) > 2]
     notes = [line for line in lines if line and not line.startswith("|")]
-    parts = [facts(result), f"```\n{result['command']}\n```", *tables, *notes]
+    # The command of a program that is no longer here says in which commit it is.
+    fence, commit = ("```text", result["commit"]) if "commit" in result else ("```", None)
+    parts = [facts(result), f"{fence}\n{result['command']}\n```", *tables, *notes]
     if result.get("stages"):
         parts.append("\n".join(result["stages"]))
+    if commit:
+        parts.append(f"The program is in the history of this repository: commit {commit}.")
     return "\n" + "\n\n".join(parts) + "\n"
 
 

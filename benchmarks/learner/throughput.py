@@ -1,21 +1,14 @@
-"""Compares a training step with Megatron's own loops and with the device's matrix products.
+"""Compares a training step with Megatron's own loop and with the device's matrix products.
 
 Ours is `TrainingStep.run` on a batch of trajectories: checks, advantages, planning, packing,
-log-probabilities, entropies, the objective and its statistics, optimizer. The peers train a plain
-cross-entropy from `labels` on micro batches that we packed beforehand, in turns with ours. `bare`
-is a loop as in Megatron's own examples, on the same parameters, schedule and optimizer as ours.
-`pretrain`, on a GPU, is Megatron-Bridge's own training loop with its own model and optimizer, in a
-process of its own (`pretrain.py`). It takes a second model's memory, and needs the packages
-that Bridge's training imports: `pip install --no-deps datasets multiprocess dill xxhash
-defusedxml nvidia-modelopt pulp==2.9.0 nvidia-resiliency-ext` beside pandas, pyarrow, scipy and
-tensorboard.
+log-probabilities, entropies, the objective and its statistics, optimizer. The peer, `bare`, is a
+loop as in Megatron's own examples, on the same parameters, schedule and optimizer. It trains a
+plain cross-entropy from `labels` on micro batches that we packed beforehand, in turns with ours.
 
     python -m slipstream.learner.trainer.tiny_model models/tiny
     python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
     python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
-    python -m benchmarks.learner.throughput --shape 0.6B --peers bare pretrain
     python -m benchmarks.learner.throughput --shape 0.6B --own support.fakes.own_grpo:loss
-    python -m benchmarks.learner.throughput --shape 8B --layers 6 --steps 1 --peers bare pretrain
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
     python -m benchmarks.learner.throughput --shape 8B --steps 1
 
@@ -26,7 +19,6 @@ they are chosen, and in -model with logits in the model's own type.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -50,7 +42,6 @@ from slipstream.learner.trainer.model.attention_choice import chosen_attention
 
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES
-from benchmarks.learner.entry_point import EntryPoint, Spent
 from benchmarks.learner.loops import (
     LOADS,
     BareLoop,
@@ -62,8 +53,7 @@ from benchmarks.learner.loops import (
     synchronize,
 )
 
-OURS, OWN, PEER = "slipstream", "own loss", "peer"
-PEERS = ("bare", "pretrain")
+OURS, OWN, PEER = "slipstream", "own loss", "bare"
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # The share of the peer's tokens per second that ours is to reach.
 TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "8B": 0.92}
@@ -80,6 +70,16 @@ class Turn:
     # Speed of the device's matrix products, measured right before the turn.
     matmul_tflops: float
     # Most memory of the device in use during the turn; 0 on a CPU.
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The cost of one turn."""
+
+    wall_s: float
+    cpu_s: float
+    # Most memory of the device in use; 0 on a CPU.
     peak_gib: float
 
 
@@ -139,22 +139,10 @@ class Inside:
         return Spent(wall_s, cpu_s, peak / 2**30)
 
 
-class Pretrain:
-    """Megatron-Bridge's loop, which takes the same micro batches in their order."""
-
-    def __init__(self, process: EntryPoint) -> None:
-        self._process = process
-
-    def turn(self, works: Sequence[Work]) -> Spent:
-        """Runs one step for each of `works`; returns what that took."""
-        return self._process.turn(len(works))
-
-
 def run_turns(
     config: Config,
     make_batch: Callable[[int], Batch],
     arguments: argparse.Namespace,
-    folder: Path,
 ) -> dict[str, list[Turn]]:
     """Returns the turns of all loops, after some steps of each that are not counted."""
     from slipstream.learner.trainer.opening import open_policy
@@ -171,44 +159,31 @@ def run_turns(
         sizes = [len(one.token_ids) for one in work.micro_batches]
         trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
         measure.progress(f"micro batches of {sizes} tokens, {trained} of them trained")
-    loops: dict[str, Inside | Pretrain] = {OURS: Inside(lambda w: training.run(w.batch), device)}
+    loops = {OURS: Inside(lambda w: training.run(w.batch), device)}
     if arguments.own:
         algorithm = {
             "algorithm": config.algorithm.model_dump() | {"loss": arguments.own, "loss_args": {}}
         }
         own = TrainingStep(policy, config.model_validate(config.model_dump() | algorithm))
         loops[OWN] = Inside(lambda work: own.run(work.batch), device)
-    with contextlib.ExitStack() as stack:
-        if "bare" in arguments.peers:
-            loops["bare"] = Inside(lambda work: bare.step(work.micro_batches), device)
-        if "pretrain" in arguments.peers:
-            steps = [work.micro_batches for work in works]
-            process = EntryPoint(
-                config.model.path, steps, folder, command=measure.program("learner.pretrain")
-            )
-            stack.callback(process.close)
-            process.wait()
-            measure.progress("Bridge's own loop is ready")
-            loops["pretrain"] = Pretrain(process)
-        for number in range(math.ceil(WARMUP_STEPS[device.type] / len(works))):
-            for name, loop in loops.items():
-                spent = loop.turn(works)
-                measure.progress(f"warm-up {number + 1} {name}: {spent.wall_s:.2f} s")
-        found: dict[str, list[Turn]] = {name: [] for name in loops}
-        for repeat in range(arguments.repeats):
-            for name, loop in loops.items():
-                turn = take_turn(name, loop, works, device)
-                found[name].append(turn)
-                row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
-                measure.note("learner", row)
-                measure.progress(f"repeat {repeat + 1} {name}: {turn.tokens_per_s:,.0f} tokens/s")
+    loops[PEER] = Inside(lambda work: bare.step(work.micro_batches), device)
+    for number in range(math.ceil(WARMUP_STEPS[device.type] / len(works))):
+        for name, loop in loops.items():
+            spent = loop.turn(works)
+            measure.progress(f"warm-up {number + 1} {name}: {spent.wall_s:.2f} s")
+    found: dict[str, list[Turn]] = {name: [] for name in loops}
+    for repeat in range(arguments.repeats):
+        for name, loop in loops.items():
+            turn = take_turn(name, loop, works, device)
+            found[name].append(turn)
+            row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
+            measure.note("learner", row)
+            measure.progress(f"repeat {repeat + 1} {name}: {turn.tokens_per_s:,.0f} tokens/s")
     policy.ranks.close()
     return found
 
 
-def take_turn(
-    name: str, loop: Inside | Pretrain, works: Sequence[Work], device: torch.device
-) -> Turn:
+def take_turn(name: str, loop: Inside, works: Sequence[Work], device: torch.device) -> Turn:
     """Runs all of `works` once; returns the figures of this turn."""
     gc.collect()
     rate = matmul_tflops(device)
@@ -225,13 +200,13 @@ def take_turn(
 
 
 def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
-    """Returns the table's rows: medians over the turns, as shares of the faster peer and limit."""
+    """Returns the table's rows: medians over the turns, as shares of the peer and the limit."""
 
     def spread(name: str, field: str) -> measure.Spread:
         return measure.Spread.of([getattr(turn, field) for turn in found[name]])
 
     limit = measure.Spread.of([turn.matmul_tflops for turns in found.values() for turn in turns])
-    peer = max(spread(name, "tokens_per_s").median for name in found if name not in (OURS, OWN))
+    peer = spread(PEER, "tokens_per_s").median
     lines: list[list[object]] = []
     for name in found:
         speed, rate = spread(name, "tokens_per_s"), spread(name, "tflops").median
@@ -267,7 +242,6 @@ def main() -> None:
     parser.add_argument(
         "--head-dtype", choices=("float32", "model"), default="float32", help="of a shape's logits"
     )
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["bare"])
     parser.add_argument("--own", help="a second loss, module:function")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -276,10 +250,6 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU")
-    if "pretrain" in arguments.peers and (
-        arguments.shape == "quickstart" or not torch.cuda.is_available()
-    ):
-        parser.error("--peers pretrain is of a shape, on a GPU")
     if arguments.shape == "quickstart" and arguments.head_dtype == "model":
         parser.error("--head-dtype is of a shape: the quickstart has what its settings say")
     arguments.steps = arguments.steps or (2 if torch.cuda.is_available() else 40)
@@ -300,7 +270,7 @@ def main() -> None:
                 head_dtype=arguments.head_dtype,
             )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
-        found = run_turns(config, make_batch, arguments, Path(folder))
+        found = run_turns(config, make_batch, arguments)
     turns = {loop: [asdict(turn) for turn in those] for loop, those in found.items()}
     header = ["loop", "ms/step (min-max)", "CPU ms/step", "tokens/s", "of the peer"]
     header += ["TFLOP/s", "of the limit", "peak GiB"]

@@ -9,7 +9,6 @@ Each engine has a process of its own. All start side by side and are measured in
 
     python -m benchmarks.rollout.drafts                            # one GPU, 6 minutes
     python -m benchmarks.rollout.drafts --device cpu --window-s 4  # a rehearsal
-    python -m benchmarks.rollout.drafts --profile --cases 64,0.95,1  # and where a step's time goes
 
 Prints one table; benchmarks/results/drafts.json is written after every case.
 """
@@ -35,7 +34,6 @@ import numpy as np
 
 from benchmarks.common.measure import part, program, progress, settings_of, table, write_result
 from benchmarks.common.shapes import RECITER_LOGIT, SHAPES, make_reciter
-from benchmarks.rollout import engine_steps
 
 NAME = "drafts"
 TARGET = 1.3
@@ -91,9 +89,8 @@ class Flow:
         temperature: float,
         epoch: int,
         window_s: float,
-        profile: Path | None = None,
     ) -> dict[str, Any]:
-        """Counts tokens for `window_s`, after some seconds of the same; then steps are timed."""
+        """Counts tokens for `window_s`, after some seconds of the same."""
         if epoch == 1:
             self._first += 1 << 20
         self._next = self._first
@@ -106,10 +103,6 @@ class Flow:
         before, began_s = self._engine.use(), time.perf_counter()
         await asyncio.sleep(window_s)
         after, took_s = self._engine.use(), time.perf_counter() - began_s
-        if profile is not None:
-            engine_steps.begin(profile)
-            while engine_steps.found(profile) is None and not any(map(_failed, running)):
-                await asyncio.sleep(0.2)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -146,10 +139,6 @@ class Flow:
             self._logprobs.append(reply.logprobs)
 
 
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.done()
-
-
 async def measure_engine(arguments: argparse.Namespace) -> None:
     """One engine: prints READY, then a line of JSON for each case that its input names."""
     from slipstream.core.configuration.config_file import parse_config
@@ -177,11 +166,6 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
     os.environ |= process.engine_environment(config, on_cpu=on_cpu)
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
-    profile = None
-    if arguments.profile:
-        profile = arguments.folder / f"steps-{arguments.engine.replace(' ', '-')}"
-        profile.mkdir()
-        engine_steps.watch(profile)
     began_s = time.monotonic()
     engine = await VllmEngine.start(config, seed=1)
     await engine.resume(PolicyVersion(0, 0))
@@ -196,12 +180,8 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
             temperature=slip(probability, arguments.shape),
             epoch=int(epoch),
             window_s=window_s,
-            profile=profile,
         )
         print("ROW " + json.dumps({"case": case, **found}), flush=True)
-        if profile is not None:
-            print("\n".join(engine_steps.lines(engine_steps.found(profile) or {})), flush=True)
-            profile = None
     await engine.aclose()
 
 
@@ -217,7 +197,6 @@ class RunningEngine:
         command = [*program("rollout.drafts"), "--engine", name, "--folder", str(folder)]
         for option in ("device", "shape", "dtype", "places", "window_s", "memory", "kv_gib"):
             command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-        command += ["--profile"] if arguments.profile else []
         pipe = asyncio.subprocess.PIPE
         return cls(
             name,
@@ -320,7 +299,6 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="share of the GPU for each engine")
     parser.add_argument("--kv-gib", type=float, help="size of each KV cache")
     parser.add_argument("--limit-s", type=float, default=330.0, help="no case begins later")
-    parser.add_argument("--profile", action="store_true", help="time steps in the first case")
     parser.add_argument("--engine", choices=list(ENGINES), help="measure this one here")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)

@@ -48,7 +48,6 @@ CONTENTS = {
         "docs/guides/environment-runs",
         "docs/guides/questions",
         "docs/guides/frameworks",
-        "docs/guides/games",
         "docs/guides/agents",
         "docs/guides/demonstrations",
         "docs/guides/distillation",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from make_lock import pins_of
-from slipstream.client import health
 from slipstream.client.cli import _parser
 from slipstream.client.launch.emit_compose import compose_file
 from slipstream.core.configuration.config_file import load_config
@@ -258,12 +257,9 @@ def test_a_mistyped_override_is_refused() -> None:
 
 def test_health_checks_ask_with_commands_of_ours() -> None:
     services = all_services()
-    kind, *command = services["learner"]["healthcheck"]["test"]
-    assert kind == "CMD"
-    status = parse(command)
-    kind, python, module, program, *rest = services["rollout-server"]["healthcheck"]["test"]
-    assert (kind, python, module, program) == ("CMD", "python", "-m", "slipstream.client.health")
-    question = health.parser().parse_args(rest)
+    tests = [services[name]["healthcheck"]["test"] for name in ("learner", "rollout-server")]
+    assert [kind for kind, *_ in tests] == ["CMD", "CMD"]
+    status, question = (parse(command) for _, *command in tests)
     assert question.server_id == parse(services["rollout-server"]["command"]).server_id
     for arguments in (status, question):
         assert arguments.controller == load(services["learner"]).controller.address

@@ -247,7 +247,11 @@ def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_
 
     others = run.start(serve())
     try:
-        with prometheus(tmp_path, run.config.run.dir / TARGETS) as server:
+        # It may start before there is a run.
+        with prometheus(tmp_path, targets := tmp_path / "runs" / TARGETS) as server:
+            wait_until(lambda: asked(server, "vector(1)"))
+            targets.parent.mkdir()
+            targets.symlink_to(run.config.run.dir / TARGETS)
             wait_until(lambda: len(asked(server, "up == 1")) == 3)
             jobs = {sample["metric"]["job"] for sample in asked(server, "up")}
             assert jobs == {f"slipstream_{r}" for r in ("controller", "trainer", "rollout_server")}

@@ -15,13 +15,16 @@ import redis.asyncio
 from slipstream.client import Client
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
-from support.fakes.fake_server import FakeServer, environment_failure
+from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play, with_evaluations
 from support.rigs.waiting import until
@@ -391,3 +394,29 @@ def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for each in error.exceptions for leaf in leaves(each)]
     return [error]
+
+
+async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    config = make_config(tmp_path, run__steps=STEPS)
+    trainer = FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address)
+    drained = []
+    monkeypatch.setattr(Fleet, "order_drain", lambda *_, **__: drained.append(1))
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    tasks = [asyncio.ensure_future(part.run()) for part in (trainer, server)]
+    trainer.hold_at(5)
+    async with asyncio.timeout(60):
+        await trainer.until_held()
+        with Journal(config.run_dir / "journal") as later:
+            before = len(list(read_records(config.run_dir / "journal")))
+            with pytest.raises(RunFailed, match="was started later"):
+                await running
+            later.append("start")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    # The servers are left to the later controller, and so is the summary.
+    assert not drained and not (config.run_dir / "summary.json").exists()
+    assert len(list(read_records(config.run_dir / "journal"))) == before + 1

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from slipstream.environments.judged import RewardModel  # noqa: E402
+from slipstream.environments.judge import RewardModel  # noqa: E402
 from support.rigs.teacher_server import NAME, teacher_server  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]

@@ -26,7 +26,6 @@ STEPS = 20
 FRAMEWORKS = "slipstream.environments.frameworks"
 REASONING_GYM = f"{FRAMEWORKS}.reasoning_gym:ReasoningGym"
 GYMNASIUM = f"{FRAMEWORKS}.gymnasium:Gymnasium"
-TEXTARENA = f"{FRAMEWORKS}.textarena:TextArena"
 # The model knows letters, 0 and 1; everything else is one unknown word to it.
 LETTERS = list("abcdef")
 
@@ -54,19 +53,6 @@ CASES = {
     "cliff-walking": ("gymnasium", GYMNASIUM, gym("CliffWalking-v1", 4, max_episode_steps=8)),
     "taxi": ("gymnasium", GYMNASIUM, gym("Taxi-v4", 6, max_episode_steps=8)),
     "blackjack": ("gymnasium", GYMNASIUM, gym("Blackjack-v1", 2)),
-    "tic-tac-toe": ("textarena", TEXTARENA, {"id": "TicTacToe-v0"}),
-    # Its moves are letters that the model knows.
-    "rock-paper": (
-        "textarena",
-        TEXTARENA,
-        {"id": "IteratedRockPaperScissors-v0", "kwargs": {"num_rounds": 1}},
-    ),
-    "kuhn-poker": ("textarena", TEXTARENA, {"id": "KuhnPoker-v0"}),
-    "guess-the-number": (
-        "textarena",
-        TEXTARENA,
-        {"id": "GuessTheNumber-v0", "num_players": 1},
-    ),
 }
 
 

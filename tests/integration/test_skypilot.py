@@ -24,12 +24,21 @@ pytestmark = [
 # `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
 PROGRAM = """
 import json, sys
+from unittest import mock
 import sky
 from sky.utils import dag_utils, yaml_utils
 
 group = dag_utils.load_dag_from_yaml("skypilot/run.yaml", env_overrides=[("LOCK", "cpu.txt")])
 if "--validate" in sys.argv:
     group.validate()
+if "--optimize" in sys.argv:
+    for task in group.tasks:
+        # Only a cluster of Kubernetes has the volume, and none is here to be asked what it has.
+        task.set_volumes({})
+    with mock.patch(
+        "sky.check.get_cached_enabled_clouds_or_refresh", return_value=[sky.clouds.RunPod()]
+    ):
+        group = sky.Optimizer.optimize(group, quiet=True)
 volume = sky.volumes.Volume.from_yaml_config(yaml_utils.read_yaml("skypilot/volume.yaml"))
 volume.validate(skip_cloud_compatibility=True)
 tasks = {
@@ -41,6 +50,7 @@ tasks = {
         "mounts": task.file_mounts,
         "volumes": task.volumes,
         "workdir": task.workdir,
+        "chosen": str(task.best_resources),
     }
     for task in group.tasks
 }
@@ -94,3 +104,25 @@ def test_gpus_are_asked_for(folder: Path) -> None:
     assert learner["nodes"] == 2
     kinds = [kind for kinds in learner["accelerators"] for kind in kinds.items()]
     assert sorted(kinds) == [("H100", 4), ("H200", 4)]
+
+
+# A cloud with two kinds of machines, each on demand and as spot.
+CATALOGS = {
+    "common/accelerators.csv": "AcceleratorName,Clouds\nH100,['RunPod']\nH200,['RunPod']\n",
+    "runpod/vms.csv": """\
+InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Region,SpotPrice,Price,AvailabilityZone
+1x_H100,H100,1.0,16.0,188.0,US,1.25,2.39,US-CA-2
+1x_H200,H200,1.0,16.0,188.0,US,1.75,3.59,US-CA-2
+""",
+}
+
+
+def test_the_optimizer_finds_machines_and_takes_spot_for_servers_alone(folder: Path) -> None:
+    for name, text in CATALOGS.items():
+        path = folder / ".sky/catalogs/v8" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert main(["roles", "run.toml", "--gpus", "--for", "skypilot"]) == 0
+    tasks = read(folder, "--optimize")["tasks"]
+    assert "1x_H100," in tasks["learner"]["chosen"]
+    assert "1x_H100[Spot]" in tasks["rollout-server-0"]["chosen"]

@@ -27,7 +27,7 @@ LOADS = [WHOLE, WHOLE, CHANGES, WHOLE, CHANGES, CHANGES, FAILURE, WHOLE, FAILURE
 def test_changes_from_storage_make_the_bits_of_the_whole_version(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    report = run_rig(tmp_path / "model", *options, limit_s=300, program="stored_rig.py")
+    report = run_rig(tmp_path / "model", *options, limit_s=500, program="stored_rig.py")
     loads = report["load"]
     assert [(load["changes"], load["digests_agree"]) for load in loads] == LOADS
     assert [load["by_plan"] for load in loads[:3]] == [False, True, True]

@@ -433,58 +433,6 @@ def test_the_page_of_commands_has_all_of_them_with_their_options() -> None:
     assert named - set().union(*options().values()) == {"--help", "--print-completion", "--version"}
 
 
-EVENT = re.compile(r"^\| `([^`]+)` \| (?:information|warning|error) \|", re.MULTILINE)
-VALUE = re.compile(r"\b(?:NAME|CAUSE|N|V|ID|RUN|REASON|FOLDER|KIND|WHAT|SIZES|SECONDS)\b")
-
-
-def literals(tree: ast.AST) -> Iterator[str]:
-    """Every text in code, with s in the place of values."""
-    inside = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        for part in node.values
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(p.value if isinstance(p, ast.Constant) else "s" for p in node.values)
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in inside
-        ):
-            yield node.value
-
-
-def events_of_the_controller() -> tuple[set[str], set[str]]:
-    """All texts in the controller, and those handed to `events.add` or `warn` where they stand."""
-    texts: set[str] = set()
-    added: set[str] = set()
-    for path in (ROOT / "learner" / "slipstream" / "learner" / "controller").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        texts.update(literals(tree))
-        for call in ast.walk(tree):
-            if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Attribute)
-                and call.func.attr in ("add", "warn")
-                and ast.unparse(call.func).endswith(("events.add", "events.warn"))
-            ):
-                added.update(text for text in literals(call.args[0]) if len(text.strip()) > 6)
-    return texts, added
-
-
-def test_the_page_of_events_has_what_the_controller_says() -> None:
-    events = EVENT.findall((ROOT / "docs" / "events.md").read_text())
-    patterns = [re.compile(".+".join(map(re.escape, VALUE.split(event)))) for event in events]
-    texts, added = events_of_the_controller()
-    assert len(added) > 25
-    unknown = [e for e, p in zip(events, patterns, strict=True) if not any(map(p.fullmatch, texts))]
-    assert unknown == []
-    missing = {text for text in added if not any(p.match(text) for p in patterns)}
-    assert missing == set()
-
-
 def test_the_page_of_errors_has_all_of_them() -> None:
     tree = ast.parse((ROOT / "core/slipstream/core/errors.py").read_text())
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

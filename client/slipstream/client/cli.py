@@ -24,6 +24,7 @@ EXAMPLES = {
     "environments": "slipstream environments",
     "drain": "slipstream drain server-1 --reason maintenance",
     "stop": "slipstream stop --reason 'the reward is high enough'",
+    "chaos": "slipstream chaos deploy/configs/quickstart.toml --kills 20 --seed 1 run.name=harmed",
     "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
     "replay": "slipstream replay runs/quickstart --step 10",
     "receipt": "slipstream receipt runs/quickstart",
@@ -259,6 +260,25 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     _set_program(check, f"{_LAUNCHER}:run_check", "config", "overrides")
 
+    chaos = commands.add_parser("chaos", help="a run under faults, and what its files say then")
+    chaos.add_argument("config", type=Path, metavar="CONFIG.toml")
+    chaos.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    chaos.add_argument("--kills", type=int, default=20, help="the number of faults; default: 20")
+    chaos.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
+    chaos.add_argument(
+        "--every-s", type=float, default=5.0, help="mean pause behind a step; default: 5"
+    )
+    chaos.add_argument("--roles", default="", metavar="ROLE,...", help="default: all")
+    chaos.add_argument(
+        "--partitions", action="store_true", help="one more server, which is cut off at times"
+    )
+    _set_program(
+        chaos,
+        "slipstream.client.chaos.run_chaos:run_chaos",
+        *("config", "overrides"),
+        named=("kills", "seed", "every_s", "roles", "partitions"),
+    )
+
     compare = commands.add_parser("compare", help="what differs in two runs, and their curves")
     compare.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="a run folder")
     compare.add_argument("--out", type=Path, metavar="FILE", help="also one page of HTML")
@@ -302,6 +322,7 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
+    status.add_argument("--server-id", help="print nothing; exit code 1 unless this server works")
     _add_connection(status)
     _set_program(status, "slipstream.client.requests:status")
 
@@ -353,11 +374,6 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
-    add_secrets(parser)
-
-
-def add_secrets(parser: argparse.ArgumentParser) -> None:
-    """Adds the options with the files by which a command shows who it is."""
     for option in ("--token-file", "--tls-ca", "--tls-certificate", "--tls-key"):
         parser.add_argument(option, type=Path)
 

@@ -10,8 +10,10 @@ from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import counted, plain, say
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, RunFailed
 
+# States of a server that a scheduler should leave alone.
+WORKING = ("loading", "serving", "draining")
 _RATE = "pass_at_"
 # Counts of the episodes of a round, without their prefix `num_`.
 _COUNTS = ("episodes", "failed")
@@ -56,9 +58,16 @@ async def submit(arguments: argparse.Namespace) -> int:
 
 
 async def status(arguments: argparse.Namespace) -> int:
-    """`slipstream status`."""
+    """`slipstream status`; with a server's id it is a health check, whose exit code is the answer.
+
+    Raises RunFailed if that server does not work, or the run has failed.
+    """
     async with connect(arguments) as client:
         run = await client.status()
+    if arguments.server_id is not None:
+        if fault := find_fault(run, arguments.server_id):
+            raise RunFailed(fault)
+        return 0
     if arguments.json:
         say(json.dumps(dataclasses.asdict(run), indent=2))
     else:
@@ -90,6 +99,19 @@ async def drain(arguments: argparse.Namespace) -> int:
     if warning:
         say(plain(f"! {warning}"))
     return 0
+
+
+def find_fault(run: RunStatus, server_id: str) -> str | None:
+    """Returns what is wrong with the run, or with its server `server_id`; None if nothing is."""
+    if run.state == "failed":
+        return f"run {run.run_id} failed: {run.cause}"
+    states = [server.state for server in run.servers if server.server_id == server_id]
+    if not states:
+        return f"the controller does not know rollout server {server_id}"
+    # A server that came back has an entry for each of its epochs.
+    if set(states).isdisjoint(WORKING):
+        return f"rollout server {server_id} is not there to work: {states[-1]}"
+    return None
 
 
 def status_lines(run: RunStatus) -> list[str]:

@@ -32,6 +32,7 @@ from slipstream.core.run_folder import (
     JOURNAL_LOG,
     SUMMARY,
     check_journal_not_lost,
+    journal_logs,
 )
 from slipstream.core.settings.config import Config
 from slipstream.protocol.checkpoints import (
@@ -78,9 +79,8 @@ def check_run_folder(config: Config) -> bool:
 
 def _check_contents(config: Config) -> bool:
     folder, resume = config.run_dir, config.run.resume
-    journal = folder / JOURNAL / JOURNAL_LOG
-    _check_not_held(journal, folder)
-    if not journal.exists() or not journal.stat().st_size:
+    _check_not_held(folder / JOURNAL / JOURNAL_LOG, folder)
+    if not any(log.stat().st_size for log in journal_logs(folder / JOURNAL)):
         check_journal_not_lost(folder)
         if resume == "must":
             raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")

@@ -33,7 +33,7 @@ class HubFiles:
         What the hub was asked for once is read from its cache. Raises ConfigError in one line if
         the files are not to be had.
         """
-        if not is_installed("huggingface_hub"):
+        if not installed(["huggingface_hub"]):
             raise ConfigError(f"{self} needs the hub's client: pip install huggingface_hub")
         import huggingface_hub
         from huggingface_hub.utils import disable_progress_bars
@@ -92,11 +92,6 @@ class HubFiles:
                 else f"{constants.ENDPOINT} gives no answer: {_first_line(error)}"
             )
             raise ConfigError(f"{self} is not in {constants.HF_HUB_CACHE}, and {cause}") from error
-
-
-def is_installed(package: str) -> bool:
-    """Whether there is a distribution; a folder of data with its name is a module too."""
-    return bool(installed([package]))
 
 
 def _first_line(error: BaseException) -> str:

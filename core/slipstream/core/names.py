@@ -1,6 +1,7 @@
-"""Rules for names that become parts of paths and lines."""
+"""Rules for names that become parts of paths and lines, and a question for unknown ones."""
 
 import re
+from collections.abc import Iterable
 
 from slipstream.core.errors import ConfigError
 
@@ -23,3 +24,9 @@ def check_server_id(name: str) -> str:
             f"got {name[:100]!r}"
         )
     return name
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    """Returns a question that names all of `near`, which must not be empty."""
+    *others, last = (repr(name) for name in near)
+    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"

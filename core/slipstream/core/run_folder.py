@@ -8,7 +8,7 @@ from slipstream.core.errors import ConfigError
 
 # The settings of the run, all of them.
 CONFIG = "config.toml"
-# The folder of the journal, its log, and its folder of batches.
+# The folder of the journal, its first log, and its folder of batches.
 JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 # The folder of checkpoints, and the trained model in it.
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
@@ -34,6 +34,17 @@ LEFT_BY_A_RUN = (f"{CHECKPOINTS}/step-*", f"{JOURNAL}/{BATCHES}/step-*.pb", METR
 def log_path(folder: Path, name: str) -> Path:
     """The log of the process `name` of the run in `folder`."""
     return folder / LOGS / f"{name}.log"
+
+
+def journal_logs(folder: Path) -> list[Path]:
+    """The logs of the journal in `folder`, oldest first: each start of a controller begins one."""
+    return sorted(folder.glob("journal*.log"), key=log_number)
+
+
+def log_number(path: Path) -> int:
+    """The number of a log of a journal: 1 for `journal.log`, 2 for `journal-2.log`."""
+    number = path.stem.partition("-")[2]
+    return int(number) if number.isdecimal() else 1
 
 
 def check_journal_not_lost(folder: Path) -> None:

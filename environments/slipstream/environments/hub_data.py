@@ -1,7 +1,7 @@
 """Reads data sets of the Hugging Face hub; one line says why one cannot be read.
 
-With the package `datasets` it decides what the files of a split are. Without it the front matter of
-the data set's README does, or the usual names of files; parquet and JSON lines are read.
+The front matter of the data set's README says what the files of a split are, else their usual names
+do. Parquet and JSON lines are read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.hub import DATA_PREFIX, HubFiles, is_installed
+from slipstream.core.hub import DATA_PREFIX, HubFiles
 
 SUFFIXES = (".parquet", ".jsonl")
 MAX_SHOWN = 20
-# Characters of an error of the package `datasets`, which explains at length.
-MAX_CHARACTERS = 300
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -41,35 +39,14 @@ class HubData:
         return f"{DATA_PREFIX}{self.name}"
 
 
-def read_hub_rows(
-    data: HubData, read_file: Callable[[Path], Iterable[Row]], *, by_datasets: bool | None = None
-) -> Iterable[Row]:
+def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> Iterable[Row]:
     """Returns the rows of a split; what the hub was asked for once is read from its cache.
 
-    `read_file` reads one file. `by_datasets`: whether the package of that name is used, None: if
-    it is installed. Raises ConfigError, which says in one line what cannot be read.
+    `read_file` reads one file. Raises ConfigError, which says in one line what cannot be read.
     """
-    if by_datasets is None:
-        by_datasets = is_installed("datasets")
     readme = data.files.bring(["README.md"]) / "README.md"
-    if by_datasets:
-        with data.files.one_line():
-            return _by_datasets(data)
     files = _find_files(data, _configs(readme))
     return itertools.chain.from_iterable(map(read_file, files))
-
-
-def _by_datasets(data: HubData) -> Iterable[Row]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        rows: Iterable[Row] = datasets.load_dataset(
-            data.name, data.config, split=data.split, revision=data.revision
-        )
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(f"{data}: {' '.join(str(error).split())[:MAX_CHARACTERS]}") from error
-    return rows
 
 
 def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
@@ -84,7 +61,7 @@ def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
     wrong = ", ".join(str(path.relative_to(folder)) for path in found[:MAX_SHOWN])
     raise ConfigError(
         f"{data} has no parquet or JSON lines for {what}split {data.split!r}"
-        f"{f', only {wrong}' if wrong else ''}: pip install datasets may read it"
+        f"{f', only {wrong}' if wrong else ''}: write it as parquet and give the file as path"
     )
 
 

@@ -36,7 +36,9 @@ async def serve(arguments: Sequence[str]) -> int:
         raise ValueError(f"only TLS, and no client certificates, got {ours}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(ours["tls-cert-file"], ours["tls-key-file"])
-    with tempfile.TemporaryDirectory() as folder:
+    # Nothing else can be written in a pod of the queue.
+    data = others[others.index("--dir") + 1]
+    with tempfile.TemporaryDirectory(dir=data) as folder:
         socket = Path(folder) / "valkey.sock"
         valkey = await asyncio.create_subprocess_exec(
             str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), *others

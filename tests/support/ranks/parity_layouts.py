@@ -4,6 +4,8 @@ A name says the sizes of a layout, what else differs, and the model where it is 
 """
 
 import dataclasses
+import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,8 +33,6 @@ class Layout:
     algorithm: dict = field(default_factory=dict)
     # Episodes of several branches, with as many tokens together as `TREES` says.
     sampling: dict = field(default_factory=dict)
-    # What others show too, so that it need not be tried at every change.
-    is_slow: bool = False
     # Pipeline stages send what they hand on only a moment after they were asked to.
     is_slow_network: bool = False
 
@@ -48,6 +48,7 @@ class Layout:
         )
 
 
+SLOW_NETWORK = "slow-network"
 SP = {"tp": 2, "sequence_parallel": True}
 VPP = {"pp": 2, "vpp": 2}
 DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
@@ -99,254 +100,96 @@ OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}
 # Every common beginning is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
-LAYOUTS = {
-    "one": Layout(1),
-    "one-mini-batches": Layout(1, algorithm=TWO_MINI_BATCHES),
-    "one-few": Layout(1, algorithm=FEW),
-    "one-gspo": Layout(1, algorithm=GSPO),
-    "one-cispo": Layout(1, algorithm=CISPO),
-    "one-qwen3": Layout(1, "qwen3"),
-    "one-qwen2": Layout(1, "qwen2"),
-    "one-llama3": Layout(1, "llama3"),
-    "one-tied": Layout(1, "tied"),
+# Words of a layout's name: the settings that each changes, by table.
+WORDS = {
     # The folder is written when the memory of its tensors could be given away already.
-    "one-odd": Layout(1, "odd", learner=OFFLOAD),
-    "one-moe": Layout(1, "moe"),
-    "one-moe-softmax": Layout(1, "moe-softmax"),
-    "one-moe-shared": Layout(1, "moe-shared"),
-    "one-mixtral": Layout(1, "mixtral"),
-    "one-mistral": Layout(1, "mistral"),
-    "one-ministral3": Layout(1, "ministral3"),
-    "one-gemma2": Layout(1, "gemma2"),
-    "one-gemma3": Layout(1, "gemma3"),
-    "one-gemma3-tower": Layout(1, "gemma3-tower"),
-    "one-ministral3-tower": Layout(1, "ministral3-tower"),
-    "one-mistral-tower": Layout(1, "mistral-tower", is_slow=True),
-    "one-glm": Layout(1, "glm"),
-    "one-deepseek": Layout(1, "deepseek"),
-    "one-moonlight": Layout(1, "moonlight"),
-    "one-deepseek2": Layout(1, "deepseek2"),
-    "one-deepseek2-lite": Layout(1, "deepseek2-lite"),
-    "one-qwen3-next": Layout(1, "qwen3-next"),
-    "one-nemotron-h": Layout(1, "nemotron-h"),
-    "one-qwen35": Layout(1, "qwen35"),
-    "one-qwen35-moe": Layout(1, "qwen35-moe", is_slow=True),
-    "one-gpt-oss": Layout(1, "gpt-oss"),
-    "one-olmo2": Layout(1, "olmo2"),
-    "one-ernie": Layout(1, "ernie"),
-    "one-olmoe": Layout(1, "olmoe"),
-    "one-replay-moe": Layout(1, "moe", algorithm=REPLAY),
-    "one-replay-moe-softmax": Layout(1, "moe-softmax", algorithm=REPLAY, is_slow=True),
-    "one-replay-glm": Layout(1, "glm", algorithm=REPLAY),
-    "one-replay-deepseek2": Layout(1, "deepseek2", algorithm=REPLAY),
-    "one-replay-qwen35-moe": Layout(1, "qwen35-moe", algorithm=REPLAY, is_slow=True),
-    "one-replay-gpt-oss": Layout(1, "gpt-oss", algorithm=REPLAY, is_slow=True),
-    "one-forward-top-k": Layout(1, algorithm=FORWARD),
-    "one-reverse-top-k": Layout(1, algorithm=REVERSE, is_slow=True),
-    "one-trees-reverse-top-k": Layout(1, algorithm=REVERSE, sampling=TREES),
-    "one-trees": Layout(1, sampling=TREES),
-    "one-trees-shared": Layout(1, learner=SHARED, sampling=TREES),
-    "one-trees-gspo": Layout(1, algorithm=GSPO, sampling=TREES),
-    "one-trees-cispo": Layout(1, algorithm=CISPO, sampling=TREES, is_slow=True),
-    "one-trees-moe": Layout(1, "moe", sampling=TREES, is_slow=True),
-    "one-trees-replay-moe": Layout(1, "moe", algorithm=REPLAY, sampling=TREES),
-    "dp2": Layout(2),
-    "dp2-distopt": Layout(2, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
-    "dp2-overlap": Layout(2, learner=OVERLAP),
-    "tp2-sp-forward-top-k": Layout(2, parallel=SP, algorithm=FORWARD),
-    "pp2-forward-top-k": Layout(2, parallel={"pp": 2}, algorithm=FORWARD, is_slow=True),
-    "cp2-forward-top-k": Layout(2, parallel={"cp": 2}, algorithm=FORWARD),
-    "dp2-reverse-top-k": Layout(2, algorithm=REVERSE, is_slow=True),
-    "tp2-sp-trees-shared-reverse-top-k": Layout(
-        2,
-        parallel=SP,
-        learner=SHARED | FULL_RECOMPUTE,
-        algorithm=REVERSE,
-        sampling=TREES,
-    ),
-    "tp2": Layout(2, parallel={"tp": 2}, is_slow=True),
-    "tp2-odd": Layout(2, "odd", parallel={"tp": 2}),
-    "tp2-sp": Layout(2, parallel=SP),
-    "tp2-sp-qwen3": Layout(2, "qwen3", parallel=SP, is_slow=True),
-    "tp2-sp-recompute": Layout(2, parallel=SP, learner=FULL_RECOMPUTE),
-    "pp2": Layout(2, parallel={"pp": 2}, is_slow=True),
-    "pp2-vpp2": Layout(2, parallel=VPP, is_slow=True),
-    "pp2-vpp2-slow-network": Layout(
-        2,
-        parallel=VPP,
-        learner={"transformer": {"overlap_p2p_comm_warmup_flush": True}},
-        is_slow_network=True,
-    ),
-    "pp2-tied": Layout(2, "tied", parallel={"pp": 2}),
-    "pp2-uneven": Layout(2, parallel={"pp": 2}, learner=UNEVEN_STAGES),
-    "cp2": Layout(2, parallel={"cp": 2}),
-    "cp2-qwen3": Layout(2, "qwen3", parallel={"cp": 2}, is_slow=True),
-    "cp2-tied": Layout(2, "tied", parallel={"cp": 2}, is_slow=True),
-    "cp2-long": Layout(2, parallel={"cp": 2}, learner={"micro_batch_tokens": 20}),
-    "cp2-recompute": Layout(2, parallel={"cp": 2}, learner=FULL_RECOMPUTE, is_slow=True),
-    "cp2-selective": Layout(2, parallel={"cp": 2}, learner=SELECTIVE_RECOMPUTE, is_slow=True),
-    "cp2-overlap": Layout(2, parallel={"cp": 2}, learner=OVERLAP, is_slow=True),
-    "cp2-moe": Layout(2, "moe", parallel={"cp": 2}, is_slow=True),
-    "ep2-cp2-moe": Layout(2, "moe", parallel={"ep": 2, "cp": 2}),
-    "dp2-trees": Layout(2, sampling=TREES, is_slow=True),
-    "dp2-trees-shared": Layout(2, learner=SHARED, sampling=TREES, is_slow=True),
-    "tp2-sp-trees-shared": Layout(
-        2, parallel=SP, learner=SHARED | FULL_RECOMPUTE, sampling=TREES, is_slow=True
-    ),
-    "pp2-vpp2-trees-shared": Layout(2, parallel=VPP, learner=SHARED, sampling=TREES),
-    "dp2-trees-shared-gspo": Layout(
-        2, learner=SHARED, algorithm=GSPO, sampling=TREES, is_slow=True
-    ),
-    "ep2-trees-shared-moe": Layout(2, "moe", parallel={"ep": 2}, learner=SHARED, sampling=TREES),
-    "dp2-trees-gspo": Layout(2, algorithm=GSPO, sampling=TREES, is_slow=True),
-    "tp2-sp-trees": Layout(2, parallel=SP, sampling=TREES, is_slow=True),
-    "pp2-vpp2-trees": Layout(2, parallel=VPP, sampling=TREES, is_slow=True),
-    "cp2-trees-gspo": Layout(2, parallel={"cp": 2}, algorithm=GSPO, sampling=TREES),
-    "cp2-trees-cispo": Layout(2, parallel={"cp": 2}, algorithm=CISPO, sampling=TREES, is_slow=True),
-    "cp2-trees-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY, sampling=TREES),
-    "dp2-moe": Layout(2, "moe", is_slow=True),
-    "ep2-moe": Layout(2, "moe", parallel={"ep": 2}, is_slow=True),
-    "ep2-distopt-moe": Layout(2, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER),
-    "ep2-overlap-moe": Layout(2, "moe", parallel={"ep": 2}, learner=OVERLAP, is_slow=True),
-    "etp2-moe": Layout(2, "moe", parallel={"etp": 2}, is_slow=True),
-    "tp2-sp-moe": Layout(2, "moe", parallel=SP),
-    "tp2-sp-etp1-moe": Layout(2, "moe", parallel=SP | {"etp": 1}, is_slow=True),
-    "tp2-sp-etp1-ep2-moe": Layout(2, "moe", parallel=SP | {"etp": 1, "ep": 2}, is_slow=True),
-    "tp2-sp-recompute-moe": Layout(2, "moe", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True),
-    "pp2-moe": Layout(2, "moe", parallel={"pp": 2}, is_slow=True),
-    "ep2-moe-shared": Layout(2, "moe-shared", parallel={"ep": 2}, is_slow=True),
-    "tp2-sp-moe-shared": Layout(2, "moe-shared", parallel=SP, is_slow=True),
-    "tp2-sp-ep2-etp1-mixtral": Layout(2, "mixtral", parallel=SP | {"etp": 1, "ep": 2}),
-    "dp2-replay-moe": Layout(2, "moe", algorithm=REPLAY, is_slow=True),
-    "cp2-replay-moe": Layout(2, "moe", parallel={"cp": 2}, algorithm=REPLAY, is_slow=True),
-    "ep2-replay-moe": Layout(2, "moe", parallel={"ep": 2}, algorithm=REPLAY, is_slow=True),
-    "pp2-vpp2-replay-moe": Layout(2, "moe", parallel=VPP, algorithm=REPLAY, is_slow=True),
-    "pp2-recompute-replay-moe": Layout(
-        2, "moe", parallel={"pp": 2}, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
-    ),
-    "pp2-vpp2-moe-recompute-replay-moe": Layout(
-        2, "moe", parallel=VPP, learner=MOE_RECOMPUTE, algorithm=REPLAY
-    ),
-    "tp2-sp-replay-moe": Layout(2, "moe", parallel=SP, algorithm=REPLAY, is_slow=True),
-    "tp2-sp-recompute-replay-moe": Layout(
-        2, "moe", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY
-    ),
-    "tp2-sp-etp1-ep2-replay-moe": Layout(
-        2, "moe", parallel=SP | {"etp": 1, "ep": 2}, algorithm=REPLAY, is_slow=True
-    ),
-    "tp2-sp-mistral": Layout(2, "mistral", parallel=SP, is_slow=True),
-    "pp2-mistral": Layout(2, "mistral", parallel={"pp": 2}, is_slow=True),
-    "cp2-mistral": Layout(2, "mistral", parallel={"cp": 2}),
-    "tp2-sp-ministral3": Layout(2, "ministral3", parallel=SP, is_slow=True),
-    "pp2-cp2-ministral3": Layout(4, "ministral3", parallel={"pp": 2, "cp": 2}, is_slow=True),
-    "tp2-sp-olmo2": Layout(2, "olmo2", parallel=SP),
-    "cp2-ernie": Layout(2, "ernie", parallel={"cp": 2}, is_slow=True),
-    "tp2-sp-glm": Layout(2, "glm", parallel=SP, is_slow=True),
-    "ep2-glm": Layout(2, "glm", parallel={"ep": 2}, is_slow=True),
-    "pp2-vpp2-cp2-glm": Layout(4, "glm", parallel=VPP | {"cp": 2}, is_slow=True),
-    "tp2-sp-deepseek": Layout(2, "deepseek", parallel=SP, is_slow=True),
-    "tp2-sp-moonlight": Layout(2, "moonlight", parallel=SP, is_slow=True),
-    "pp2-cp2-ep2-deepseek": Layout(
-        4, "deepseek", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
-    ),
-    "tp2-sp-deepseek2": Layout(2, "deepseek2", parallel=SP, is_slow=True),
-    "pp2-cp2-ep2-deepseek2": Layout(
-        4, "deepseek2", parallel={"pp": 2, "cp": 2, "ep": 2}, is_slow=True
-    ),
-    "tp2-sp-ep2-etp1-deepseek2-lite": Layout(
-        2, "deepseek2-lite", parallel=SP | {"ep": 2, "etp": 1}, is_slow=True
-    ),
-    "tp2-sp-qwen3-next": Layout(2, "qwen3-next", parallel=SP, is_slow=True),
-    "pp2-vpp2-ep2-qwen3-next": Layout(4, "qwen3-next", parallel=VPP | {"ep": 2}, is_slow=True),
-    "tp2-sp-nemotron-h": Layout(2, "nemotron-h", parallel=SP, is_slow=True),
-    "pp2-vpp2-nemotron-h": Layout(2, "nemotron-h", parallel=VPP, is_slow=True),
-    "tp2-sp-pp2-recompute-nemotron-h": Layout(
-        4, "nemotron-h", parallel=SP | {"pp": 2}, learner=FULL_RECOMPUTE, is_slow=True
-    ),
-    "tp2-pp2-vpp2-qwen35": Layout(4, "qwen35", parallel=VPP | {"tp": 2}, is_slow=True),
-    "tp2-sp-recompute-qwen35": Layout(
-        2, "qwen35", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True
-    ),
-    "tp2-sp-ep2-etp1-qwen35-moe": Layout(
-        2, "qwen35-moe", parallel=SP | {"ep": 2, "etp": 1}, is_slow=True
-    ),
-    "pp2-vpp2-ep2-qwen35-moe": Layout(4, "qwen35-moe", parallel=VPP | {"ep": 2}, is_slow=True),
-    "pp2-vpp2-replay-glm": Layout(2, "glm", parallel=VPP, algorithm=REPLAY, is_slow=True),
-    "tp2-sp-recompute-replay-deepseek2": Layout(
-        2, "deepseek2", parallel=SP, learner=FULL_RECOMPUTE, algorithm=REPLAY, is_slow=True
-    ),
-    "tp2-sp-etp1-gpt-oss": Layout(2, "gpt-oss", parallel=SP | {"etp": 1}, is_slow=True),
-    "cp2-gpt-oss": Layout(2, "gpt-oss", parallel={"cp": 2}, is_slow=True),
-    "pp2-vpp2-cp2-ep2-gpt-oss": Layout(
-        4, "gpt-oss", parallel=VPP | {"cp": 2, "ep": 2}, is_slow=True
-    ),
-    "tp2-sp-gemma2": Layout(2, "gemma2", parallel=SP, is_slow=True),
-    "pp2-cp2-gemma2": Layout(4, "gemma2", parallel={"pp": 2, "cp": 2}, is_slow=True),
-    "tp2-gemma3-tower": Layout(2, "gemma3-tower", parallel={"tp": 2}),
-    "tp2-sp-ministral3-tower": Layout(2, "ministral3-tower", parallel=SP, is_slow=True),
-    "tp2-sp-gemma3": Layout(2, "gemma3", parallel=SP, is_slow=True),
-    "tp2-sp-recompute-gemma3": Layout(
-        2, "gemma3", parallel=SP, learner=FULL_RECOMPUTE, is_slow=True
-    ),
-    "pp2-vpp2-cp2-gemma3-tower": Layout(4, "gemma3-tower", parallel=VPP | {"cp": 2}, is_slow=True),
-    "pp2-cp2-mistral-tower": Layout(4, "mistral-tower", parallel={"pp": 2, "cp": 2}, is_slow=True),
-    "pp2-vpp2-cp2-gemma3": Layout(4, "gemma3", parallel=VPP | {"cp": 2}, is_slow=True),
-    "pp2-cp2-olmo2": Layout(4, "olmo2", parallel={"pp": 2, "cp": 2}, is_slow=True),
-    "tp2-sp-ep2-olmoe": Layout(4, "olmoe", parallel=SP | {"ep": 2}, is_slow=True),
-    "pp2-cp2-olmoe": Layout(4, "olmoe", parallel={"pp": 2, "cp": 2}, is_slow=True),
-    "dp4": Layout(4, is_slow=True),
-    "dp4-distopt": Layout(4, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
-    "dp4-few": Layout(4, algorithm=FEW),
-    "dp2-tp2-sp-distopt": Layout(4, parallel=SP, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
-    "dp2-tp2-qwen3": Layout(4, "qwen3", parallel={"tp": 2}, is_slow=True),
-    "dp2-pp2-overlap": Layout(4, parallel={"pp": 2}, learner=OVERLAP),
-    "dp2-pp2-tied": Layout(4, "tied", parallel={"pp": 2}, is_slow=True),
-    "dp2-cp2-distopt": Layout(4, parallel={"cp": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True),
-    "dp2-cp2-trees": Layout(4, parallel={"cp": 2}, sampling=TREES),
-    "dp2-cp2-few": Layout(4, parallel={"cp": 2}, algorithm=FEW, is_slow=True),
-    "cp4": Layout(4, parallel={"cp": 4}),
-    "tp2-cp2": Layout(4, parallel={"tp": 2, "cp": 2}, is_slow=True),
-    "tp2-sp-cp2-recompute": Layout(
-        4, parallel=SP | {"cp": 2}, learner=FULL_RECOMPUTE, is_slow=True
-    ),
-    "tp2-sp-cp2-tied": Layout(4, "tied", parallel=SP | {"cp": 2}, is_slow=True),
-    "pp2-cp2": Layout(4, parallel={"pp": 2, "cp": 2}, is_slow=True),
-    "pp2-vpp2-cp2-qwen3": Layout(4, "qwen3", parallel=VPP | {"cp": 2}, is_slow=True),
-    "tp2-sp-pp2-vpp2": Layout(4, parallel=SP | VPP, is_slow=True),
-    "tp2-pp2-tied": Layout(4, "tied", parallel={"tp": 2, "pp": 2}, is_slow=True),
-    "dp4-ep2-distopt-moe": Layout(
-        4, "moe", parallel={"ep": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True
-    ),
-    "tp2-sp-ep2-moe": Layout(4, "moe", parallel=SP | {"ep": 2}, is_slow=True),
-    "tp2-sp-etp1-ep4-moe": Layout(4, "moe", parallel=SP | {"ep": 4, "etp": 1}, is_slow=True),
-    "tp2-sp-cp2-etp1-ep4-moe": Layout(
-        4, "moe", parallel=SP | {"cp": 2, "ep": 4, "etp": 1}, is_slow=True
-    ),
-    "pp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2}, is_slow=True),
-    "pp2-vpp2-ep2-moe": Layout(4, "moe", parallel=VPP | {"ep": 2}),
-    "pp2-cp2-ep2-moe": Layout(4, "moe", parallel={"ep": 2, "pp": 2, "cp": 2}, is_slow=True),
-    # All kinds at once; there is no room for replicas.
-    "tp2-sp-pp2-cp2": Layout(8, parallel=SP | {"pp": 2, "cp": 2}, is_slow=True),
-    "tp2-sp-pp2-cp2-ep2-moe": Layout(
-        8, "moe", parallel=SP | {"pp": 2, "cp": 2, "ep": 2}, is_slow=True
-    ),
-    "tp2-sp-pp2-vpp2-cp2-ep2-moe": Layout(8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}),
-    "tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe": Layout(
-        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 4, "etp": 1}, is_slow=True
-    ),
-    "tp2-sp-pp2-vpp2-cp2-ep2-replay-moe": Layout(
-        8, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, algorithm=REPLAY, is_slow=True
-    ),
-    "dp2-tp2-sp-cp2-distopt": Layout(
-        8, parallel=SP | {"cp": 2}, learner=DISTRIBUTED_OPTIMIZER, is_slow=True
-    ),
-    "dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe": Layout(
-        16, "moe", parallel=SP | VPP | {"cp": 2, "ep": 2}, learner=OVERLAP, is_slow=True
-    ),
-    "dp2-tp2-sp-pp2-vpp2-cp2-qwen3": Layout(
-        16, "qwen3", parallel=SP | VPP | {"cp": 2}, is_slow=True
-    ),
+    "offload": {"learner": OFFLOAD},
+    "distopt": {"learner": DISTRIBUTED_OPTIMIZER},
+    "overlap": {"learner": OVERLAP},
+    "moe-recompute": {"learner": MOE_RECOMPUTE},
+    "recompute": {"learner": FULL_RECOMPUTE},
+    "selective": {"learner": SELECTIVE_RECOMPUTE},
+    "uneven": {"learner": UNEVEN_STAGES},
+    "long": {"learner": {"micro_batch_tokens": 20}},
+    SLOW_NETWORK: {"learner": {"transformer": {"overlap_p2p_comm_warmup_flush": True}}},
+    "mini-batches": {"algorithm": TWO_MINI_BATCHES},
+    "few": {"algorithm": FEW},
+    "gspo": {"algorithm": GSPO},
+    "cispo": {"algorithm": CISPO},
+    "replay": {"algorithm": REPLAY},
+    "forward-top-k": {"algorithm": FORWARD},
+    "reverse-top-k": {"algorithm": REVERSE},
+    "trees-shared": {"sampling": TREES, "learner": SHARED},
+    "trees": {"sampling": TREES},
+    "sp": {"parallel": {"sequence_parallel": True}},
 }
+SIZE = re.compile(r"(?:^|-)(dp|tp|pp|vpp|cp|ep|etp)(\d+)")
+# The first layout of one rank with the same model, algorithm and sampling is the reference.
+NAMES = """
+    one one-mini-batches one-few one-gspo one-cispo one-qwen3 one-qwen2 one-llama3 one-tied
+    one-offload-odd one-moe one-moe-softmax one-moe-shared one-mixtral one-mistral one-ministral3
+    one-gemma2 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek one-moonlight
+    one-deepseek2 one-deepseek2-lite one-qwen3-next one-nemotron-h one-qwen35 one-gpt-oss one-olmo2
+    one-ernie one-olmoe one-replay-moe one-replay-glm one-replay-deepseek2 one-forward-top-k
+    one-trees-reverse-top-k one-trees one-trees-shared one-trees-gspo one-trees-replay-moe
+    dp2 dp2-overlap tp2-sp-forward-top-k cp2-forward-top-k
+    tp2-sp-recompute-trees-shared-reverse-top-k tp2-odd tp2-sp tp2-sp-recompute
+    pp2-vpp2-slow-network pp2-tied pp2-uneven cp2 cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
+    ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe ep2-distopt-moe tp2-sp-moe
+    tp2-sp-ep2-etp1-mixtral pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
+    cp2-mistral tp2-sp-olmo2 tp2-gemma3-tower
+    dp4-few dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
+    tp2-sp-pp2-vpp2-cp2-ep2-moe
+"""
+# What others show too, so that it need not be tried at every change. 16 ranks have all kinds at
+# once, with room for replicas.
+SLOW = """
+    one-mistral-tower one-qwen35-moe one-replay-moe-softmax one-replay-qwen35-moe
+    one-replay-gpt-oss one-reverse-top-k one-trees-cispo one-trees-moe
+    dp2-distopt pp2-forward-top-k dp2-reverse-top-k tp2 tp2-sp-qwen3 pp2 pp2-vpp2 cp2-qwen3
+    cp2-tied cp2-recompute cp2-selective cp2-overlap cp2-moe dp2-trees dp2-trees-shared
+    tp2-sp-recompute-trees-shared dp2-trees-shared-gspo dp2-trees-gspo tp2-sp-trees pp2-vpp2-trees
+    cp2-trees-cispo dp2-moe ep2-moe ep2-overlap-moe etp2-moe tp2-sp-etp1-moe tp2-sp-etp1-ep2-moe
+    tp2-sp-recompute-moe pp2-moe ep2-moe-shared tp2-sp-moe-shared dp2-replay-moe cp2-replay-moe
+    ep2-replay-moe pp2-vpp2-replay-moe pp2-recompute-replay-moe tp2-sp-replay-moe
+    tp2-sp-etp1-ep2-replay-moe tp2-sp-mistral pp2-mistral tp2-sp-ministral3 cp2-ernie tp2-sp-glm
+    ep2-glm tp2-sp-deepseek tp2-sp-moonlight tp2-sp-deepseek2 tp2-sp-ep2-etp1-deepseek2-lite
+    tp2-sp-qwen3-next tp2-sp-nemotron-h pp2-vpp2-nemotron-h tp2-sp-recompute-qwen35
+    tp2-sp-ep2-etp1-qwen35-moe pp2-vpp2-replay-glm tp2-sp-recompute-replay-deepseek2
+    tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-gemma2 tp2-sp-ministral3-tower tp2-sp-gemma3
+    tp2-sp-recompute-gemma3
+    pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek pp2-cp2-ep2-deepseek2
+    pp2-vpp2-ep2-qwen3-next tp2-sp-pp2-recompute-nemotron-h tp2-pp2-vpp2-qwen35
+    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss pp2-cp2-gemma2 pp2-vpp2-cp2-gemma3-tower
+    pp2-cp2-mistral-tower pp2-vpp2-cp2-gemma3 pp2-cp2-olmo2 tp2-sp-ep2-olmoe pp2-cp2-olmoe dp4
+    dp4-distopt dp2-tp2-sp-distopt dp2-tp2-qwen3 dp2-pp2-tied dp2-cp2-distopt dp2-cp2-few tp2-cp2
+    tp2-sp-cp2-recompute tp2-sp-cp2-tied pp2-cp2 pp2-vpp2-cp2-qwen3 tp2-sp-pp2-vpp2 tp2-pp2-tied
+    dp4-ep2-distopt-moe tp2-sp-ep2-moe tp2-sp-etp1-ep4-moe tp2-sp-cp2-etp1-ep4-moe pp2-ep2-moe
+    pp2-cp2-ep2-moe
+    tp2-sp-pp2-cp2 tp2-sp-pp2-cp2-ep2-moe tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe
+    tp2-sp-pp2-vpp2-cp2-ep2-replay-moe dp2-tp2-sp-cp2-distopt
+    dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe dp2-tp2-sp-pp2-vpp2-cp2-qwen3
+"""
+
+
+def layout_of(name: str) -> Layout:
+    """Returns the layout with this name; what is no word and no size in it is the model."""
+    tables: dict[str, dict] = defaultdict(dict)
+    rest = name.removeprefix("one")
+    for word in sorted(WORDS, key=len, reverse=True):
+        rest, number = re.subn(rf"(^|-){word}(?=-|$)", "", rest)
+        for table, changes in WORDS[word].items() if number else ():
+            tables[table] |= changes
+    sizes = {axis: int(n) for axis, n in re.findall(SIZE, rest)}
+    model = re.sub(SIZE, "", rest).removeprefix("-") or "llama"
+    tp, pp, cp = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    dense = sizes.pop("dp", 1) * tp * pp * cp
+    world_size = max(dense, pp * sizes.get("ep", 1) * sizes.get("etp", tp))
+    tables["parallel"] |= sizes
+    return Layout(world_size, model, is_slow_network=SLOW_NETWORK in name, **tables)
+
+
+LAYOUTS = {name: layout_of(name) for name in (NAMES + SLOW).split()}
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
 # A batch whose episodes are all truncated and filtered: nothing is trained.
@@ -372,8 +215,7 @@ def layouts_of(world_size: int) -> list[str]:
 
 def each_layout_of(world_size: int) -> list[object]:
     """Parameters of a test."""
-    slow = [name for name, layout in LAYOUTS.items() if layout.is_slow]
-    return each_job(layouts_of(world_size), slow)
+    return each_job(layouts_of(world_size), SLOW.split())
 
 
 def config_of(job: str, folder: Path) -> Config:

@@ -1,4 +1,4 @@
-"""The pods of a kustomize folder, carried out on hosts made of namespaces.
+"""The pods of a kustomize folder, carried out on hosts made of namespaces or by Docker Engine.
 
 There is no API server here. What JobSet, the Deployment's controller and the kubelet do with these
 manifests is done in small: names, labels, environment, volumes, users, probes, ends and new starts.
@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from support.rigs.docker_hosts import DockerNetwork
 from support.rigs.namespaces import Container, Host, Mount, Network, image_environ, poll
 
 SUBNET = "10.78.0"
@@ -70,6 +71,7 @@ class Pods:
     def __init__(self, manifests: Path, folder: Path, network: Network) -> None:
         """`folder` keeps the volumes; `network` has the cluster's hosts and ends with its owner."""
         self._manifests, self._folder, self._network = manifests, folder, network
+        self._environ = {} if isinstance(network, DockerNetwork) else image_environ()
         self._names: dict[str, str] = {}
         self._count = 0
         self.pods: list[Pod] = []
@@ -154,10 +156,6 @@ class Pods:
         """Ends pods together, as `kubectl delete` does; the exit codes of their containers."""
         for pod in pods:
             pod.is_deleted = True
-            hook = pod.spec["containers"][0].get("lifecycle", {}).get("preStop")
-            if hook is not None:
-                ended = pod.container.execute(hook["exec"]["command"])
-                assert ended.returncode == 0, ended.stderr
             init = pod.container.init_pid()
             if init is not None:
                 os.kill(init, signal.SIGTERM)
@@ -213,7 +211,7 @@ class Pods:
         started = pod.host.run(
             f"{container['name']}-{len(pod.containers)}",
             command,
-            environ=image_environ() | environ,
+            environ=self._environ | environ,
             mounts=[*self._mounts(pod, container), *mounts],
             working_folder=container.get("workingDir", "/"),
             hosts={pod.host.name: pod.address, **self._names},
@@ -285,7 +283,7 @@ class Pods:
 def wait_for(what: str, limit_s: float, is_there: Any, pods: Pods) -> None:
     """Waits until `is_there()` holds; fails with all logs."""
     started = time.monotonic()
-    for _ in poll(limit_s, every_s=0.5):
+    for _ in poll(limit_s, every_s=2.0):
         if is_there():
             print(f"{what}: after {time.monotonic() - started:.0f} s")
             return

@@ -17,7 +17,7 @@ from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.call_tracker import CallTracker
 from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.errors import ConfigError, EnvironmentFailed
-from slipstream.environments.judged import JudgedByStart
+from slipstream.environments.judge import JudgedByStart
 from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2

@@ -1,6 +1,6 @@
 """What `slipstream status` shows to people."""
 
-from slipstream.client.requests import environment_lines, status_lines
+from slipstream.client.requests import environment_lines, find_fault, status_lines
 from slipstream.client.status import environment_from_pb, run_from_pb
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
@@ -53,6 +53,30 @@ def test_a_server_shows_how_many_of_its_drafts_were_accepted() -> None:
     shown = {name: [c.strip() for c in cells(lines, name) if c.strip()] for name in reports}
     assert shown["with"][6] == "75% accepted"
     assert shown["without"][5:7] == ["9", "-"]
+
+
+def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epochs() -> None:
+    states = {
+        "a": ["DEAD", "SERVING"],
+        "b": ["LOADING"],
+        "c": ["DRAINING"],
+        "d": ["SERVING", "LEFT"],
+    }
+    states |= {"e": ["STALE"], "f": ["JOINING"], "g": ["LEFT"]}
+    run = status_pb2.RunStatus(
+        run_id="r-1",
+        servers=[
+            status_pb2.ServerStatus(server_id=name, state=f"SERVER_STATE_{state}")
+            for name, several in states.items()
+            for state in several
+        ],
+    )
+    faults = {name: find_fault(run_from_pb(run), name) for name in (*states, "h")}
+    assert [name for name, fault in faults.items() if fault is None] == ["a", "b", "c", "d"]
+    assert faults["g"] == "rollout server g is not there to work: left"
+    assert faults["h"] == "the controller does not know rollout server h"
+    run.state, run.cause = status_pb2.RUN_STATE_FAILED, "no disk"
+    assert find_fault(run_from_pb(run), "a") == "run r-1 failed: no disk"
 
 
 def test_a_suspended_environment_shows_its_cause() -> None:

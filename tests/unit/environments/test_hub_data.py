@@ -43,10 +43,6 @@ configs:
 ---
 # Sums
 """
-# A folder with the package `datasets` and what it needs, which are no dependencies of ours.
-DATASETS = os.environ.get("SLIPSTREAM_DATASETS", "")
-
-
 FENCE = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -81,22 +77,17 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield served
 
 
-@pytest.fixture(params=["files", "datasets"])
-def ask(request: pytest.FixtureRequest, hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
+@pytest.fixture
+def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
     """Returns the answers of a data set, or the line that refuses it."""
-    if request.param == "datasets" and not DATASETS:
-        pytest.skip("SLIPSTREAM_DATASETS names no folder: pip install --target FOLDER datasets")
 
     def ask(path: str, **settings: object) -> list[str] | str:
         variables = os.environ | {
             "HF_ENDPOINT": str(settings.pop("endpoint", hub.url)),
             "HF_HOME": str(tmp_path / "home"),
             "HF_HUB_OFFLINE": str(int(bool(settings.pop("offline", False)))),
-            "PYTHONPATH": DATASETS if request.param == "datasets" else "",
         }
         variables.pop("HF_TOKEN", None)
-        # A folder with this name is not the package.
-        (tmp_path / "datasets").mkdir(exist_ok=True)
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps({"path": path, **settings})],
             cwd=tmp_path,
@@ -164,17 +155,11 @@ def test_what_is_missing_or_gated_is_named_with_what_to_do(ask: Callable, hub: H
     assert "test" in ask("hf:openai/sums", hub_config="main", hub_split="dev")
 
 
-def test_files_that_only_datasets_can_read_are_named(
-    ask: Callable, request: pytest.FixtureRequest
-) -> None:
-    said = ask("hf:some/csv")
-    if request.node.callspec.params["ask"] == "datasets":
-        assert said == ["1"]
-    else:
-        assert said == (
-            "hf:some/csv has no parquet or JSON lines for split 'train': "
-            "pip install datasets may read it"
-        )
+def test_files_of_another_format_are_named_with_what_to_do(ask: Callable) -> None:
+    assert ask("hf:some/csv") == (
+        "hf:some/csv has no parquet or JSON lines for split 'train': "
+        "write it as parquet and give the file as path"
+    )
 
 
 def test_the_data_set_on_the_page_is_read(ask: Callable, hub: Hub) -> None:

@@ -16,8 +16,7 @@ from slipstream.client.environment import Reply
 from slipstream.client.launch.preflight import check_environments
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import EnvironmentSection
-from slipstream.environments.judge import Judge, JudgeError
-from slipstream.environments.judged import Judged, Rewarded, RewardModel
+from slipstream.environments.judge import Judge, Judged, JudgeError, Rewarded, RewardModel
 from support.fakes.small_configs import config_of
 from support.rigs.waiting import until
 
@@ -368,7 +367,7 @@ async def test_a_judge_as_the_run_started_needs_adapters_before_anything_starts(
     (tmp_path / "topics.jsonl").write_text('{"question": "the sea"}\n')
     section = EnvironmentSection(
         name="poems",
-        reference="slipstream.environments.judged:JudgedByStart",
+        reference="slipstream.environments.judge:JudgedByStart",
         args={"path": "topics.jsonl", "rubric": "How good is {reply}?"},
         timeout_s=120.0,
     )

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from slipstream.client.dashboard.server import RunFolders, UnknownRun
 from slipstream.core.errors import ConfigError
 
-# Most points of a curve, which a screen can still show, and most bytes of replies in a page.
-MOST_POINTS = 1000
+# Most bytes of replies in a page.
 MOST_REPLY_BYTES = 16 << 20
 _IMPORT = 'import { bars, draw, element, number } from "./chart.js";\n'
-T = TypeVar("T")
-
-
-def thinned(points: Sequence[T]) -> list[T]:
-    """Returns at most `MOST_POINTS` + 1 of the points, evenly spaced, with the last."""
-    stride = -(-len(points) // MOST_POINTS)
-    return [*points[: -1 : max(1, stride)], *points[-1:]]
 
 
 def whole_page(title: str, body: str, data: object, script: str) -> str:
@@ -80,7 +72,6 @@ def _answers(runs: RunFolders, name: str) -> tuple[Mapping[str, Any], int]:
     """Returns the server's answers by path, and the number of steps whose replies are left out."""
     # encodeURIComponent leaves these characters, too.
     of = "/api/runs/" + quote(name, safe="!'()*")
-    rows = thinned(runs.all_metrics(name))
     steps: list[int] = runs.trajectories(name, None)["steps"]
     replies: dict[str, Any] = {}
     size, shown = 0, []
@@ -97,7 +88,7 @@ def _answers(runs: RunFolders, name: str) -> tuple[Mapping[str, Any], int]:
     (overview,) = [line for line in runs.overview() if line["name"] == name]
     answers = {
         "/api/runs": [overview | {"has_trace": False}],
-        f"{of}/metrics?from=0": {"rows": rows, "end": 0, "is_all": True},
+        f"{of}/metrics?from=0": vars(runs.metrics(name, 0)),
         f"{of}/trajectories": newest or {"steps": [], "step": None, "trajectories": []},
         f"{of}/groups": runs.groups(name),
         f"{of}/about": runs.about(name),

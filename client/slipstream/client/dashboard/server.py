@@ -14,13 +14,13 @@ import math
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from slipstream.core.errors import ConfigError
@@ -30,6 +30,8 @@ from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPEN
 MOST_BYTES = 4 << 20
 MOST_SAMPLES = 256
 MOST_GROUPS = 20_000
+# Most points of a curve, which a screen can still show, besides the newest, of which are means.
+MOST_POINTS, NEWEST = 1000, 10
 _TAIL_BYTES = 64 << 10
 # Number of steps that no run has.
 _MOST_STEPS = 10**12
@@ -47,6 +49,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|groups|about|trace)")
+T = TypeVar("T")
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
@@ -179,6 +182,38 @@ class FileRows:
     is_all: bool
 
 
+class Thinned(Generic[T]):
+    """Keeps `MOST_POINTS` of the points that are added, evenly spaced, and the `NEWEST` ones."""
+
+    def __init__(self) -> None:
+        self._kept: list[T] = []
+        self._newest: deque[T] = deque(maxlen=NEWEST)
+        self._count, self._stride = 0, 1
+
+    def add(self, point: T) -> None:
+        """Adds the next point."""
+        if self._count % self._stride == 0:
+            self._kept.append(point)
+        self._newest.append(point)
+        self._count += 1
+        if len(self._kept) > MOST_POINTS:
+            self._kept = self._kept[::2]
+            self._stride *= 2
+
+    def points(self) -> list[T]:
+        """Returns those that were kept, in their order."""
+        older = self._count - len(self._newest)
+        return [*self._kept[: -(-older // self._stride)], *self._newest]
+
+
+def thinned(points: Iterable[T]) -> list[T]:
+    """Returns what `Thinned` keeps of the points."""
+    thin = Thinned[T]()
+    for point in points:
+        thin.add(point)
+    return thin.points()
+
+
 class RunFolders:
     """The runs below a folder, or the one run that the folder is."""
 
@@ -208,19 +243,31 @@ class RunFolders:
         return lines
 
     def metrics(self, name: str, begin: int) -> FileRows:
-        """Returns rows of metrics.jsonl from byte `begin` on; raises UnknownRun."""
-        return _lines(self._of(name) / METRICS, begin)
+        """Returns rows of metrics.jsonl from byte `begin` on; raises UnknownRun.
 
-    def all_metrics(self, name: str) -> list[dict[str, Any]]:
+        From 0 on they are `Thinned`, evaluations and steps each, so that a browser opens any run.
+        """
+        path = self._of(name) / METRICS
+        if begin:
+            return _lines(path, begin)
+        evaluations, steps, end = Thinned[dict[str, Any]](), Thinned[dict[str, Any]](), 0
+        for part in self._parts(path):
+            end = part.end
+            for row in part.rows:
+                (steps if "step" in row else evaluations).add(row)
+        return FileRows([*evaluations.points(), *steps.points()], end, is_all=True)
+
+    def all_metrics(self, name: str) -> Iterator[dict[str, Any]]:
         """Returns all rows of metrics.jsonl; raises UnknownRun."""
-        return [row for part in self._parts(self._of(name) / METRICS) for row in part]
+        parts = self._parts(self._of(name) / METRICS)
+        return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
         """Returns the steps with kept trajectories, and those of `step`, the newest one if None."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         for part in self._parts(self._of(name) / SAMPLES):
-            for row in part:
+            for row in part.rows:
                 number = row.get("step")
                 if not isinstance(number, int | float) or not abs(number) <= _MOST_STEPS:
                     continue
@@ -240,16 +287,16 @@ class RunFolders:
         """Returns the newest `MOST_GROUPS` lines of groups.jsonl; raises UnknownRun."""
         kept: deque[dict[str, Any]] = deque(maxlen=MOST_GROUPS)
         for part in self._parts(self._of(name) / GROUPS):
-            kept.extend(row for row in part if _is_group(row))
+            kept.extend(row for row in part.rows if _is_group(row))
         return list(kept)
 
-    def _parts(self, path: Path) -> Iterator[list[dict[str, Any]]]:
-        """Yields the rows of a whole file, part by part."""
+    def _parts(self, path: Path) -> Iterator[FileRows]:
+        """Yields a whole file, part by part."""
         begin, is_all = 0, False
         while not is_all:
             part = _lines(path, begin)
             is_all, begin = part.is_all or part.end == begin, part.end
-            yield part.rows
+            yield part
 
     def about(self, name: str) -> dict[str, Any]:
         """Returns the summary of a run that has ended, and the end of the controller's log."""

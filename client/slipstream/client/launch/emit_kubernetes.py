@@ -41,9 +41,6 @@ UNPRIVILEGED = (
 PATIENCE_S = 3600.0
 # `kubectl apply` keeps a second copy in an annotation, which may have 256 KiB; this leaves room.
 CONFIG_MAP_BYTES = 250_000
-# The number of servers that the run itself would like to have.
-SCALING_QUERY = 'max(slipstream_wanted_servers{run="%s"})'
-MOST_SERVERS = 64
 METRICS_TOKEN = "metrics_token"
 TOKENS = {FURTHER_LEARNER: "trainer_token", ROLLOUT_SERVER: "rollout_server_token"}
 QUEUE_SECRETS = ("ca.pem", "server.pem", "server.key", "redis.acl", "redis_controller_password")
@@ -51,24 +48,6 @@ DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 LONGEST_NAME = 63
 _KEY = re.compile(r"[A-Za-z0-9_./-]+")
 _PLAIN = re.compile(r"(?=.*[a-z])[\w./$()@%+=-]+(:[\w./$()@%+=-]+)*")
-QUEUE_COMMAND = (
-    *(
-        "valkey-server",
-        "--bind",
-        "*",
-        "--port",
-        "0",
-        "--tls-port",
-        "6380",
-        "--tls-auth-clients",
-        "no",
-    ),
-    *("--tls-cert-file", f"{SECRETS}/server.pem", "--tls-key-file", f"{SECRETS}/server.key"),
-    *("--tls-ca-cert-file", f"{SECRETS}/ca.pem", "--aclfile", f"{SECRETS}/redis.acl"),
-    *("--dir", "/data", "--save", "", "--appendonly", "yes", "--appendfsync", "always"),
-    *("--maxmemory", "4gb", "--maxmemory-policy", "noeviction"),
-    *("--no-appendfsync-on-rewrite", "no"),
-)
 
 
 class Pods:
@@ -147,14 +126,12 @@ class Pods:
                 name = f"{component}/{path.name}"
                 files[name] = self._filled(name)
         if self.has_queue:
-            command = _items(QUEUE_COMMAND, 12)
-            files["queue.yaml"] = self._filled("queue.yaml", command=command)
+            files["queue.yaml"] = self._filled("queue.yaml")
         return files | {f"code/{name}": text for name, text in self.code.copies.items()}
 
     def _filled(self, name: str, **values: object) -> str:
-        common = {"run": self.run, "host": self.host, "most": MOST_SERVERS}
-        common["query"] = SCALING_QUERY % self.run
-        return filled_template(TEMPLATES / name, **common, **values).rstrip() + "\n"
+        path = TEMPLATES / name
+        return filled_template(path, run=self.run, host=self.host, **values).rstrip() + "\n"
 
     def _metrics_ports(self) -> str:
         """Returns the names of the ports at which Prometheus asks."""
@@ -197,7 +174,7 @@ class Pods:
             ports=self._metrics_ports() if has_metrics else "",
             unprivileged=UNPRIVILEGED,
             gpus=gpus if role.gpus else "",
-            probes=_leaving(role) if name == FURTHER_LEARNER else _probes(role, name),
+            probes="" if name == FURTHER_LEARNER else _probes(role, name),
             init="" if is_server else self._wait_for_name(),
             code=indent(self._code_volume(), "    "),
             models=models if self.models else "",
@@ -318,7 +295,7 @@ def _secret_places(config: Config, has_queue: bool) -> list[str]:
 
 def _probes(role: Role, name: str) -> str:
     """Returns the probes; a shell fills in the variables, which the kubelet does not."""
-    command = _shell(role.health.command)
+    command = shell_command(["exec", *role.health.command], indent=0).replace(" \\\n", " ")
     health = "exec: *health"
     start = math.ceil((PATIENCE_S + role.health.patience_s) / 10)
     lines = [
@@ -334,18 +311,6 @@ def _probes(role: Role, name: str) -> str:
         lines += ["livenessProbe:", f"  {health}", "  periodSeconds: 30", "  timeoutSeconds: 20"]
         lines += ["  failureThreshold: 10"]
     return indent("\n".join(lines) + "\n", "    ")
-
-
-def _leaving(role: Role) -> str:
-    """Returns what a further node does before it is told to end: all others end in order too."""
-    stop = ["slipstream", "stop", *role.health.command[2:], "--reason=a node of the learner leaves"]
-    hook = f"preStop: {{exec: {{command: [sh, -c, {json.dumps(_shell(stop))}]}}}}"
-    return f"    lifecycle:\n      {hook}\n"
-
-
-def _shell(command: Sequence[str]) -> str:
-    """Returns a command for `sh -c`."""
-    return shell_command(["exec", *command], indent=0).replace(" \\\n", " ")
 
 
 def _reference(word: str) -> str:

@@ -46,7 +46,6 @@ from slipstream.client.run_folder import (
     write_config,
 )
 from slipstream.client.terminal import complain, say
-from slipstream.core.configuration.automatic import Hub
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.process import below_this, raise_open_files
@@ -78,7 +77,7 @@ async def run_all(
     if profile is not None and not dry_run:
         raise ConfigError("--profile belongs to --dry-run, which predicts from it")
     raise_open_files()
-    config = load_config(path, overrides, hub=_of_the_hub(dry_run))
+    config = load_config(path, overrides, hub="small" if dry_run else "whole")
     return await _carry_out(config, whole_run(config), dry_run=dry_run, profile=profile)
 
 
@@ -107,7 +106,7 @@ async def run_learner(
     """`slipstream learner`: the trainer ranks of this node, and the controller on node 0."""
     raise_open_files()
     overrides = [*learner_overrides(master), *overrides]
-    config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
+    config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
     share = learner_share(config, node_rank)
     return await _carry_out(config, share, connect_timeout_s, dry_run=dry_run)
 
@@ -167,7 +166,7 @@ async def run_rollout_server(
     raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
-    config = load_config(path, overrides, hub=_of_the_hub(dry_run), apart=True)
+    config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
     scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     if dry_run:
@@ -365,25 +364,16 @@ def learner_share(config: Config, node_rank: int | None) -> Share:
 
 
 def learner_overrides(master: str | None) -> list[str]:
-    """Returns the setting of the ranks' meeting place by option or environment, if there is one.
+    """Returns the setting of the ranks' meeting place by option or torchrun's variables, if any.
 
     A setting on the command line goes before both.
     """
-    return _master_overrides(os.environ) if master is None else [f'learner.master="{master}"']
-
-
-def _of_the_hub(dry_run: bool) -> Hub:
-    """Returns what is brought of models that are named as on the hub."""
-    return "small" if dry_run else "whole"
-
-
-def _master_overrides(environ: Mapping[str, str]) -> list[str]:
-    """Returns the override for the ranks' meeting place from torchrun's variables, if set."""
-    if "MASTER_ADDR" not in environ:
-        return []
-    if "MASTER_PORT" not in environ:
-        raise ConfigError(f"MASTER_ADDR is {environ['MASTER_ADDR']}, but MASTER_PORT is not set")
-    return [f'learner.master="{environ["MASTER_ADDR"]}:{environ["MASTER_PORT"]}"']
+    if master is None and "MASTER_ADDR" in os.environ:
+        host = os.environ["MASTER_ADDR"]
+        if "MASTER_PORT" not in os.environ:
+            raise ConfigError(f"MASTER_ADDR is {host}, but MASTER_PORT is not set")
+        master = f"{host}:{os.environ['MASTER_PORT']}"
+    return [] if master is None else [f'learner.master="{master}"']
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:

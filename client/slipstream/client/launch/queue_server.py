@@ -11,7 +11,7 @@ from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.queue_section import QueueEnd
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.queue.redis_checks import ROLES, check_loading, check_settings
+from slipstream.protocol.queue.redis_checks import ROLES, check_settings
 from slipstream.protocol.queue.redis_connection import RedisConnection
 
 # A check says itself what the connection would log.
@@ -35,8 +35,6 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
     try:
         async with contextlib.aclosing(connection.client):
             await connection.probe(ROLES[end].probe)
-            if end == "controller":
-                await check_loading(connection)
     except QueueError as error:
         raise ConfigError(f"{error}; check queue.redis_url too") from None
     return f"redis at {connection.name} lets user {connection.user} write"

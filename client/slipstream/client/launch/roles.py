@@ -244,7 +244,6 @@ def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True
         f"--node-rank=${{{NODE_RANK.name}}}",
         f"--master=${{{MASTER_ADDRESS.name}}}",
     ]
-    status = ["slipstream", "status", *_caller(secrets)]
     return Role(
         name=LEARNER,
         kind="gang",
@@ -266,7 +265,7 @@ def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True
             ),
         ],
         secrets=secrets,
-        health=Probe(command=status, patience_s=120),
+        health=Probe(command=_status(secrets), patience_s=120),
         grace_s=LEARNER_GRACE_S,
         restarts=0,
         needs=_needs(config),
@@ -283,7 +282,6 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
     secrets = list(_secrets(config, site, "rollout_server"))
     played = (*config.environments, *config.evaluations)
     workers = sum(environment.num_workers for environment in played)
-    health = ["python", "-m", "slipstream.client.health", *_caller(secrets)]
     return Role(
         name=ROLLOUT_SERVER,
         kind="elastic",
@@ -301,7 +299,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
         ports=[],
         secrets=secrets,
         health=Probe(
-            command=[*health, f"--server-id=${{{SERVER_ID.name}}}"],
+            command=[*_status(secrets), f"--server-id=${{{SERVER_ID.name}}}"],
             patience_s=server.start_timeout_s,
         ),
         grace_s=server_grace_s(config),
@@ -340,11 +338,11 @@ def _paths(config: Config, secrets: list[Secret]) -> Iterator[str]:
                 yield f"queue.{end}.user={user.user}"
 
 
-def _caller(secrets: list[Secret]) -> list[str]:
-    """Returns the options of a command that calls the controller."""
+def _status(secrets: list[Secret]) -> list[str]:
+    """Returns the command that asks the controller for the status of the run."""
     files = {secret.setting: secret.file for secret in secrets}
     return [
-        f"--controller=${{{CONTROLLER_ADDRESS.name}}}",
+        *("slipstream", "status", f"--controller=${{{CONTROLLER_ADDRESS.name}}}"),
         f"--token-file={files['security.token_file']}",
         f"--tls-ca={files['security.tls_ca']}",
     ]

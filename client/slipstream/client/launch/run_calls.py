@@ -93,13 +93,16 @@ async def end_in_order(
     grace_s: float,
     look_s: float = LOOK_S,
 ) -> None:
-    """Gives the ranks of this node `grace_s` to end, and more while the run is stopping.
+    """Stops the run, and gives the ranks of this node `grace_s`, and more while it is stopping.
 
-    A cluster stops all nodes at once: then rank 0 lets all ranks save and export.
+    A cluster stops all nodes at once or this one alone: rank 0 lets all ranks save and export.
     """
+    stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     until_s = time.monotonic() + grace_s
     while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
         await asyncio.wait((ends,), timeout=look_s)
+    stop.cancel()
+    await asyncio.gather(stop, return_exceptions=True)
 
 
 async def tell_waits(

@@ -4,6 +4,7 @@ The settings that a run writes into its folder begin with a line that tells whet
 a file that was cut may be TOML still, and what it lost would be defaults.
 """
 
+import difflib
 import hashlib
 import itertools
 import re
@@ -19,7 +20,6 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.near_names import did_you_mean, near_names
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import refusals
@@ -35,6 +35,7 @@ from slipstream.core.models.model_rules import (
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.models.vision_rules import sees_images, vision_problems
+from slipstream.core.names import did_you_mean
 from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RUN_NAME
@@ -116,10 +117,10 @@ def load_config(
     try:
         config = Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
-        worst, line = _worst(error)
-        in_file = _problems(tomllib.loads(text)) if overrides else [_describe(worst)]
-        source = "command line" if path is None else _source(path, worst, overrides, in_file)
-        raise ConfigError(f"{source}: {line}") from None
+        source = (
+            "command line" if path is None else f"{path}{' and command line' * bool(overrides)}"
+        )
+        raise ConfigError(f"{source}: {_worst(error)}") from None
     if "sources" not in table and config.algorithms.has_own:
         config = config.model_copy(update={"sources": source_digests(config.algorithms)})
     return config
@@ -130,7 +131,7 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
     try:
         return Config.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_worst(error)[1]}") from None
+        raise ConfigError(f"{source}: {_worst(error)}") from None
 
 
 def dump_config(config: Config) -> str:
@@ -316,42 +317,15 @@ def _apply_override(table: Table, override: str) -> None:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
 
 
-def _source(
-    path: Path, error: ErrorDetails, overrides: Sequence[str], in_file: Sequence[str]
-) -> str:
-    """Names where the error is: in the file, in an override, or in both together.
-
-    `in_file` has the problems of the file without overrides.
-    """
-    if _describe(error) in in_file:
-        return str(path)
-    where = [str(part) for part in error["loc"]]
-    for override in overrides:
-        key = override.partition("=")[0].strip().removeprefix("--").split(".")
-        if where[: len(key)] == key:
-            return "command line"
-    return f"{path} and command line"
-
-
-def _problems(table: Table) -> list[str]:
-    try:
-        Config.model_validate(completed(table))
-    except ValidationError as error:
-        return [_describe(problem) for problem in error.errors()]
-    return []
-
-
-def _worst(error: ValidationError) -> tuple[ErrorDetails, str]:
-    """Returns the first problem and its line: all missing keys are one, behind an unknown key."""
+def _worst(error: ValidationError) -> str:
+    """Returns the line of the first problem: all missing keys are one, behind an unknown key."""
     errors = error.errors()
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     if errors[0]["type"] != "missing" or unknown:
-        worst = unknown[0] if errors[0]["type"] == "missing" else errors[0]
-        return worst, _describe(worst)
+        return _describe(unknown[0] if errors[0]["type"] == "missing" else errors[0])
     missing = [each for each in errors if each["type"] == "missing"]
     *others, last = (key for each in missing for key in _required(each["loc"]))
-    line = f"{', '.join(others)} and {last} are required" if others else f"{last} is required"
-    return errors[0], line
+    return f"{', '.join(others)} and {last} are required" if others else f"{last} is required"
 
 
 def _required(location: tuple[int | str, ...]) -> list[str]:
@@ -372,7 +346,7 @@ def _describe(error: ErrorDetails) -> str:
         # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
         name = str(error["loc"][-1])
-        near = near_names(name, known, cutoff=cutoff)
+        near = difflib.get_close_matches(name, known, cutoff=cutoff)
         elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == name]
         if len(elsewhere) == 1:
             near = elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.arguments import check_at_least
 from slipstream.environments.frameworks.packages import import_function, import_package
-from slipstream.environments.frameworks.splits import Seeds, Split
+from slipstream.environments.frameworks.splits import Split
 
 # A space of gymnasium, and one of its values.
 Space: TypeAlias = Any
@@ -61,13 +62,19 @@ class Gymnasium(Environment[int]):
         reply and action space; it returns an action, or raises ValueError with what the model
         should write. Raises ConfigError for arguments that cannot work.
         """
-        check_at_least("max_illegal", max_illegal, 1)
+        for name, value, least in (
+            ("max_illegal", max_illegal, 1),
+            ("seed", seed, 0),
+            ("num_tasks", num_tasks, 1),
+        ):
+            check_at_least(name, value, least)
         self._library = import_package("gymnasium", install="gymnasium")
         self._id, self._kwargs = id, dict(kwargs or {})
         self._observe = import_function("observe", observe) if observe else None
         self._is_drawn = self._kwargs.get("render_mode") == "ansi" and self._observe is None
         self._instruction = instruction
-        self._seeds = Seeds(Split(split, heldout_one_in), seed, num_tasks)
+        self._split = Split(split, heldout_one_in)
+        self._seed, self._num_tasks = seed, num_tasks
         self._illegal_reward, self._max_illegal = illegal_reward, max_illegal
         self._game: Game = None
         self._num_steps = self._num_illegal = 0
@@ -75,7 +82,8 @@ class Gymnasium(Environment[int]):
 
     def tasks(self) -> list[int] | Iterator[int]:
         """Returns seeds: `num_tasks` of them, or an iterator without end."""
-        return self._seeds.draw()
+        drawn = (n for n in itertools.count(self._seed) if self._split.has(str(n)))
+        return drawn if self._num_tasks is None else list(itertools.islice(drawn, self._num_tasks))
 
     def reset(self, task: int) -> list[Message]:
         """Begins the episode of one seed."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,25 +28,6 @@ class Split:
         digest = hashlib.blake2b(task.encode(), digest_size=8).digest()
         is_heldout = int.from_bytes(digest, "big") % self.heldout_one_in == 0
         return is_heldout == (self.name == "heldout")
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """The seeds of a split from `first` on: `num_tasks` of them, or without end."""
-
-    split: Split
-    first: int
-    num_tasks: int | None
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for an invalid argument."""
-        check_at_least("seed", self.first, 0)
-        check_at_least("num_tasks", self.num_tasks, 1)
-
-    def draw(self) -> list[int] | Iterator[int]:
-        """Returns the seeds, as a list if they have an end."""
-        drawn = (seed for seed in itertools.count(self.first) if self.split.has(str(seed)))
-        return drawn if self.num_tasks is None else list(itertools.islice(drawn, self.num_tasks))
 
 
 class Chance:

@@ -208,12 +208,17 @@ class Controller:
                     }.items()
                 ]
                 await self._until_over()
-                await self._wind_down()
+                if not journal.is_fenced:
+                    await self._wind_down()
                 for task in background:
                     task.cancel()
-            await self._results.write(
-                self._evaluator.results, hello=self._trainer.hello, goodbye=self._trainer.goodbye
-            )
+            # A later controller has servers, trainer and files now.
+            if not journal.is_fenced:
+                await self._results.write(
+                    self._evaluator.results,
+                    hello=self._trainer.hello,
+                    goodbye=self._trainer.goodbye,
+                )
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._progress.has_failed else 0

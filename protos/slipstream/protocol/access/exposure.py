@@ -4,17 +4,14 @@ They listen on one interface only: that of the address by which the other proces
 address that is not private is refused unless a setting allows it.
 """
 
-import array
-import fcntl
 import hashlib
 import hmac
 import ipaddress
 import socket
-import struct
-from collections.abc import Iterator, MutableMapping, Sequence
-from pathlib import Path
+from collections.abc import MutableMapping, Sequence
 from typing import TypeAlias
 
+import psutil
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.config import Config
@@ -25,12 +22,6 @@ IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Variable with the secret by which a trainer's ranks recognise each other; the command that starts
 # them sets it.
 RENDEZVOUS_VARIABLE = "SLIPSTREAM_RENDEZVOUS"
-_IFCONF = struct.Struct("iP")
-# An interface's name and a sockaddr_in with its address, padded to the size of the union.
-_IFREQ = struct.Struct("16s4x4s16x")
-_SIOCGIFCONF = 0x8912
-_MAX_ADDRESSES = 1024
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def check_private(config: Config) -> None:
@@ -124,21 +115,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interfaces() -> dict[IpAddress, str]:
-    """Returns the interface of each address of this machine, from Linux."""
-    found = dict[IpAddress, str](_ipv4_interfaces())
-    if _IPV6_ADDRESSES.is_file():
-        for line in _IPV6_ADDRESSES.read_text().splitlines():
-            digits, *_, name = line.split()
-            found[ipaddress.IPv6Address(int(digits, 16))] = name
-    return found
-
-
-def _ipv4_interfaces() -> Iterator[tuple[IpAddress, str]]:
-    buffer = array.array("B", bytes(_IFREQ.size * _MAX_ADDRESSES))
-    request = _IFCONF.pack(len(buffer), buffer.buffer_info()[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        num_bytes, _ = _IFCONF.unpack(fcntl.ioctl(any_socket, _SIOCGIFCONF, request))
-    for name, address in _IFREQ.iter_unpack(buffer.tobytes()[:num_bytes]):
+    """Returns the interface of each address of this machine."""
+    return {
         # Additional addresses of an interface may have a label after a colon.
-        label = name.rstrip(b"\0").decode().partition(":")[0]
-        yield ipaddress.IPv4Address(address), label
+        ipaddress.ip_address(each.address.partition("%")[0]): name.partition(":")[0]
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    }

@@ -108,9 +108,12 @@ class MetricsEndpoint:
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._security.tls_certificate is not None:
-            # Files that were replaced hold from the next connection on.
+            # Files that were replaced hold from the next connection on. A thread reads them: a
+            # disk that hangs must not hold the loop. Until TLS begins, the socket keeps the bytes.
+            assert isinstance(writer.transport, asyncio.Transport)
+            writer.transport.pause_reading()
             try:
-                context = _server_context(self._security)
+                context = await asyncio.to_thread(_server_context, self._security)
             except OSError as error:
                 log.warning("/metrics gives no answer: its certificate: %s", error)
                 return

@@ -1,4 +1,4 @@
-"""Checks of a Redis server: does it keep acknowledged writes, and has each user its rights?
+"""The users of a Redis server with their rights, and a check that it keeps what it acknowledges.
 
 There is one user for each end of the queue. The rollout server only adds trajectories and counts
 their bytes; the controller reads them, deletes them, and makes the stream. Rights on single keys
@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import redis.asyncio
 from redis.exceptions import NoPermissionError, ResponseError
 from slipstream.core.errors import QueueError
 from slipstream.core.settings.queue_section import QueueEnd
@@ -22,10 +21,6 @@ REQUIRED_SETTINGS = {
     # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-# First versions that load all transactions from the append-only file. Earlier versions
-# from 7.0 on silently drop each transaction that the default user may not write.
-LOADS_WHOLE_FROM = {"redis": (8, 6, 3), "valkey": (9, 1, 2)}
-ASKS_DEFAULT_USER_FROM = (7, 0)
 
 logger = logging.getLogger(__name__)
 
@@ -52,47 +47,6 @@ async def check_settings(connection: RedisConnection) -> None:
                 f"redis at {connection.name}: {setting} must be {needed} so that nothing is lost, "
                 f"got {value}"
             )
-
-
-async def check_loading(connection: RedisConnection) -> None:
-    """Raises QueueError when the server would drop the run's transactions at its next start."""
-    kind, version = await server_version(connection.client)
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    whole_from = LOADS_WHOLE_FROM.get(kind)
-    if numbers < ASKS_DEFAULT_USER_FROM or (whole_from is not None and numbers >= whole_from):
-        return
-    if connection.user == "default":
-        return
-    run = connection.mark_key.removesuffix(":mark")
-    for command in (
-        ("SET", f"{run}:mark", ""),
-        ("XADD", f"{run}:trajectories", "*", "id", ""),
-        ("INCRBY", f"{run}:mark:MARK:added", "1"),
-        ("INCRBY", f"{run}:mark:MARK:removed", "1"),
-        ("XACK", f"{run}:trajectories", "controller", "0-1"),
-        ("XDEL", f"{run}:trajectories", "0-1"),
-    ):
-        call = connection.client.execute_command("ACL", "DRYRUN", "default", *command)  # type: ignore[no-untyped-call]
-        answer = await call
-        if _text(answer) != "OK":
-            raise QueueError(
-                f"redis at {connection.name}: version {version} ({kind}) loses transactions at a "
-                f"restart, since its default user may not {command[0].lower()}: put "
-                f"`{DEFAULT_USER}` into its access list, which lets nobody in as that user, or use "
-                f"{' or '.join(f'{k} from {_dotted(v)} on' for k, v in LOADS_WHOLE_FROM.items())}"
-            )
-
-
-async def server_version(client: redis.asyncio.Redis) -> tuple[str, str]:
-    """Returns the server's kind, redis or valkey, and its version."""
-    hello = client.execute_command("HELLO", "2")  # type: ignore[no-untyped-call]
-    facts: list[bytes] = await hello
-    kind, version = (facts[facts.index(key) + 1] for key in (b"server", b"version"))
-    return kind.decode(), version.decode()
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
 
 
 def _text(value: object) -> str:
@@ -129,7 +83,7 @@ ROLLOUT_SERVER = QueueRole(
 CONTROLLER = QueueRole(
     user="controller",
     rules=(
-        f"resetkeys resetchannels -@all {_CONNECTION} +config|get +acl|dryrun "
+        f"resetkeys resetchannels -@all {_CONNECTION} +config|get "
         f"(+xgroup|create +xreadgroup +xrange +xack +xdel {_STREAM}) "
         f"(+set ~slipstream:*:mark) (+incrby ~slipstream:*:mark:*:removed) (+get +mget {_MARKS})"
     ),

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Amount, Delivery
-from slipstream.protocol.queue.redis_checks import check_loading, check_settings
+from slipstream.protocol.queue.redis_checks import check_settings
 from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
     COUNTS,
@@ -90,8 +90,7 @@ class RedisReceiver:
     async def __aenter__(self) -> RedisReceiver:
         connection = self._connection
         try:
-            for check in (check_settings, check_loading):
-                await connection.persistently(partial(check, connection))
+            await connection.persistently(partial(check_settings, connection))
             while not await self._take_mark():
                 pass
             await connection.persistently(self._create_group)

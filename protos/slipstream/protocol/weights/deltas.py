@@ -90,6 +90,17 @@ def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
     return b"".join(parts).ljust(payload_parts(bucket, len(places))[2], b"\0")
 
 
+def gap_bytes(bucket: Bucket) -> Places:
+    """Returns the places of the bytes that belong to no tensor.
+
+    They hold what was in that memory before, which would count as a change.
+    """
+    ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
+    begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
+    found = [np.arange(*gap, dtype=np.int64) for gap in zip(ends, begins, strict=True)]
+    return np.concatenate(found)
+
+
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:
     """Returns the name of what all buckets hold together; b"" for no buckets."""
     digests = list(bucket_digests)

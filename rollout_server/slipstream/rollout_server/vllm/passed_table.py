@@ -1,6 +1,7 @@
 """Settings of `rollout_server` against the arguments and parsers of the vLLM that is installed."""
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
-from slipstream.core.configuration.near_names import did_you_mean, near_names
+from slipstream.core.names import did_you_mean
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.core.settings.engine_table import OWNED, SECTION
 from vllm import AsyncEngineArgs
@@ -47,7 +48,7 @@ def parser_problems(server: RolloutServerSection) -> Iterator[str]:
         ("reasoning_parser", server.reasoning_parser, ReasoningParserManager.list_registered()),
     ):
         if name is not None and name not in known:
-            near = near_names(name, known)
+            near = difflib.get_close_matches(name, known, cutoff=0.5)
             hint = did_you_mean(near) if near else f"there are {', '.join(sorted(known))}"
             yield f"rollout_server.{setting} must be a parser of vLLM, got {name!r}; {hint}"
 
@@ -116,7 +117,7 @@ def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
 
 
 def _unknown(name: str, known: Iterable[str], *, section: str) -> str:
-    near = near_names(name, known)
+    near = difflib.get_close_matches(name, known, cutoff=0.5)
     owned = OWNED if section == SECTION else {}
     hint = ""
     if near and near[0] in owned:

@@ -220,7 +220,7 @@ class Stopping(Listening):
         return status_pb2.RunStatus(state=state)
 
 
-async def test_ranks_of_another_node_are_left_their_time_while_the_run_stops(
+async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(
     tmp_path: Path,
 ) -> None:
     controller, grpc_server = Stopping(), create_server(OPEN)
@@ -232,6 +232,7 @@ async def test_ranks_of_another_node_are_left_their_time_while_the_run_stops(
     waiting = asyncio.ensure_future(end_in_order(ranks, calls, grace_s=0.0, look_s=0.01))
     try:
         async with asyncio.timeout(20):
+            request = await controller.stopped.get()
             for _ in range(3):
                 await controller.asked.acquire()
             assert not waiting.done()
@@ -240,4 +241,5 @@ async def test_ranks_of_another_node_are_left_their_time_while_the_run_stops(
             await waiting
     finally:
         await grpc_server.stop(None)
+    assert (request.reason, request.failed) == ("a node of the learner leaves", False)
     assert not ranks.done()

@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,7 +179,14 @@ def pair(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.process
-async def test_with_the_runs_certificate_it_speaks_tls_alone(tmp_path, pair):
+async def test_with_the_runs_certificate_it_speaks_tls_alone(tmp_path, pair, monkeypatch):
+    read_by, load = [], ssl.SSLContext.load_cert_chain
+
+    def noted(context, *files):
+        read_by.append(threading.current_thread())
+        load(context, *files)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", noted)
     config = metrics_config(tmp_path, **pair)
     trusting = ssl.create_default_context(cafile=pair["tls_certificate"])
     async with metrics_endpoint(config, "controller", [Weather()]):
@@ -187,6 +195,8 @@ async def test_with_the_runs_certificate_it_speaks_tls_alone(tmp_path, pair):
         with pytest.raises(ssl.SSLError):
             await said(config, get(), ssl.create_default_context())
         assert b"slipstream_warmth_celsius" in await said(config, get(), trusting)
+    # A disk that hangs does not hold the loop.
+    assert read_by and threading.main_thread() not in read_by
 
 
 @pytest.mark.process

@@ -1,8 +1,13 @@
-"""The journal of a run: its leases, batches and ends of trajectories. Append-only, one writer.
+"""The journal of a run: its leases, batches and ends of trajectories.
 
-Each line of `journal.log` is a CRC-32 in hexadecimal, a space and a JSON object. The object names
-the number of its line, from 1. The batch of each step is a separate file. Appended records are on
-disk when `sync` returns or `durable` is done.
+A controller writes one log: the first one `journal.log`, the next `journal-2.log`, and so on. Each
+line is a CRC-32 in hexadecimal, a space and a JSON object, which names the number of its line, from
+1 and through all logs. The batch of each step is a separate file. Appended records are on disk when
+`sync` returns or `durable` is done.
+
+A new log ends all older ones (fencing): a controller that is still there writes no more, and no
+reader reads what it wrote after the first line of the newer log. So a lock that another machine
+does not see, as on some shared file systems, is enough.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import threading
@@ -26,22 +32,26 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
+<<<<<<< HEAD
 from slipstream.core.run_folder import BATCHES, JOURNAL_LOG
 from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
+=======
+from slipstream.core.run_folder import BATCHES, JOURNAL_LOG, journal_logs, log_number
+from slipstream.learner.controller.records.history import REMEDY, attempt_of
+>>>>>>> main
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 BLOCK_BYTES = 1 << 16
+FENCED = "a controller that was started later writes the journal of this run; this one ends"
 # Field with the number of a record's line, from 1; journals of earlier versions lack it.
 LINE = "line"
-# Length of a record's checksum and the space behind it.
-CHECKSUM_BYTES = 9
 
 
 class Journal:
-    """The writer; a context manager. Continues behind the last whole record of an earlier writer.
+    """The writer; a context manager. Its log continues behind the last record of earlier ones.
 
     with Journal(folder) as journal:
         journal.append("lease", group="g000000")  # in memory only
@@ -49,22 +59,28 @@ class Journal:
         journal.write_batch(batch)                # file, then record; blocks until both are durable
 
     The first failed write is final: `sync` raises it each time and `trouble` names it. ConfigError
-    while another process writes the journal of this folder, or when the folder is not writable.
+    while another process of this machine writes the journal of this folder, or when the folder is
+    not writable.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
             (folder / BATCHES).mkdir(parents=True, exist_ok=True)
-            self._file = (folder / JOURNAL_LOG).open("ab", buffering=0)
+            first = _begin_log(folder / JOURNAL_LOG)
+            self._lock_file = (folder / JOURNAL_LOG).open("r+b", buffering=0)
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._file.close()
+            self._lock_file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        self._num_lines = _mend_end(folder / JOURNAL_LOG, self._file)
+        # Now others are fenced; what is read from here on is all that they may have acknowledged.
+        self._file = first or _begin_next_log(folder)
+        self._path = Path(str(self._file.name))
+        sync_folder(folder)
+        self._num_lines = _count_lines(folder)
         # A thread writes batches while the event loop appends records.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
@@ -84,6 +100,7 @@ class Journal:
             self.sync()
         finally:
             self._file.close()
+            self._lock_file.close()
 
     def append(self, kind: str, **fields: JsonValue) -> None:
         """Writes one record, which is not durable yet; waits for no sync."""
@@ -111,8 +128,10 @@ class Journal:
                     os.fsync(self._file.fileno())
                     self._num_durable = num_appended
             except OSError as error:
-                self._failure = _unwritten(self._folder / JOURNAL_LOG, error)
+                self._failure = _unwritten(self._path, error)
                 raise self._failure from error
+            # After the write: a log that begins later is written by one that has read this record.
+            self._check_fence()
 
     def durable(self) -> asyncio.Future[None]:
         """Returns a future that is done when all records appended so far are durable.
@@ -132,14 +151,28 @@ class Journal:
             self._failure = self._vanished()
         return "" if self._failure is None else str(self._failure)
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a controller that was started later writes this journal."""
+        newest = max(map(log_number, journal_logs(self._folder)), default=0)
+        return newest > log_number(self._path)
+
+    def _check_fence(self) -> None:
+        if self.is_fenced:
+            self._failure = RunFailed(FENCED)
+            raise self._failure
+
     def _vanished(self) -> RunFailed | None:
-        path = self._folder / JOURNAL_LOG
-        try:
-            there = os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
-        except OSError:
-            there = False
-        if not there:
-            return RunFailed(f"{path} was removed or replaced while the run wrote it; {REMEDY}")
+        logs = ((self._path, self._file), (self._folder / JOURNAL_LOG, self._lock_file))
+        for path, file in logs:
+            try:
+                there = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except OSError:
+                there = False
+            if not there:
+                return RunFailed(f"{path} was removed or replaced while the run wrote it; {REMEDY}")
+        if self.is_fenced:
+            return RunFailed(FENCED)
         if not (self._folder / BATCHES).is_dir():
             return RunFailed(
                 f"{self._folder / BATCHES} was removed while the run wrote it; {REMEDY}"
@@ -155,10 +188,14 @@ class Journal:
         data = batch.SerializeToString(deterministic=True)
         crc32 = zlib.crc32(data)
         path = batch_path(self._folder, step, attempt_of(batch.header.batch_id))
-        try:
-            _write_durably(path, data)
-        except OSError as error:
-            with self._syncing:
+        with self._syncing:
+            try:
+                if path.exists():
+                    # An earlier controller had no time for its record.
+                    self._check_fence()
+                    path.unlink()
+                _write_durably(path, data)
+            except OSError as error:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
         self.append(
@@ -233,26 +270,26 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
 
     Yields nothing when there is no journal. Line numbers are checked and left out.
     """
-    path = folder / JOURNAL_LOG
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = _whole_record(line)
-            if text is None and not line.endswith(b"\n"):
-                return
-            if text is None:
-                raise ProtocolError(f"{path}: line {number} is damaged; {REMEDY}")
-            record = _parse(text)
-            if record is None:
-                raise ProtocolError(f"{path}: line {number} is no record; {REMEDY}")
-            written = record.pop(LINE, number)
-            if written != number:
-                raise ProtocolError(
-                    f"{path}: line {number} was written as line {written}: lines before it are "
-                    f"missing, twice or elsewhere; {REMEDY}"
-                )
-            yield record
+    number = 0
+    for path, end in _logs(folder):
+        with path.open("rb") as file:
+            for place, line in enumerate(file, start=1):
+                text = _whole_record(line)
+                if number + 1 >= end or (text is None and not line.endswith(b"\n")):
+                    break
+                if text is None:
+                    raise ProtocolError(f"{path}: line {place} is damaged; {REMEDY}")
+                record = _parse(text)
+                if record is None:
+                    raise ProtocolError(f"{path}: line {place} is no record; {REMEDY}")
+                number += 1
+                written = record.pop(LINE, number)
+                if written != number:
+                    raise ProtocolError(
+                        f"{path}: line {number} was written as line {written}: lines before it are "
+                        f"missing, twice or elsewhere; {REMEDY}"
+                    )
+                yield record
 
 
 def _parse(text: bytes) -> dict[str, JsonValue] | None:
@@ -276,22 +313,51 @@ def _whole_record(line: bytes) -> bytes | None:
     return None
 
 
-def _mend_end(path: Path, file: FileIO) -> int:
-    """Removes a torn last line and completes a missing newline; returns the number of lines."""
-    num_lines, num_bytes, last = 0, 0, b""
-    with path.open("rb") as lines:
-        for last in lines:
-            num_lines, num_bytes = num_lines + 1, num_bytes + len(last)
-    if not num_lines or last.endswith(b"\n"):
-        return num_lines
-    text = _whole_record(last)
-    num_bytes -= len(last)
-    if text is None:
-        file.truncate(num_bytes)
-        return num_lines - 1
-    file.truncate(num_bytes + CHECKSUM_BYTES + len(text))
-    file.write(b"\n")
-    return num_lines
+def _begin_log(path: Path) -> FileIO | None:
+    """Makes a log; returns None if it is there already."""
+    try:
+        return path.open("xb", buffering=0)
+    except FileExistsError:
+        return None
+
+
+def _begin_next_log(folder: Path) -> FileIO:
+    while True:
+        number = log_number(journal_logs(folder)[-1]) + 1
+        file = _begin_log(folder / f"journal-{number}.log")
+        if file is not None:
+            return file
+
+
+def _logs(folder: Path) -> list[tuple[Path, float]]:
+    """The logs, oldest first, each with the number of the line with which a later one begins."""
+    found, end = [], math.inf
+    for path in reversed(journal_logs(folder)):
+        found.append((path, end))
+        end = min(end, _first_number(path) or math.inf)
+    return found[::-1]
+
+
+def _first_number(path: Path) -> int | None:
+    """The number of the first line of a log. None if there is none."""
+    with path.open("rb") as file:
+        text = _whole_record(file.readline())
+    record = None if text is None else _parse(text)
+    number = 1 if record is None else record.get(LINE, 1)
+    return number if record is not None and isinstance(number, int) else None
+
+
+def _count_lines(folder: Path) -> int:
+    """The number of the last line of all logs; 0 if there is none."""
+    for path, end in reversed(_logs(folder)):
+        first = _first_number(path)
+        if first is not None:
+            with path.open("rb") as file:
+                whole = sum(
+                    line.endswith(b"\n") or _whole_record(line) is not None for line in file
+                )
+            return min(first + whole, int(min(end, first + whole))) - 1
+    return 0
 
 
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
@@ -314,12 +380,11 @@ def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
 
 
 def _write_durably(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    # A fenced controller must not replace the file of its successor.
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)
     sync_folder(path.parent)
 
 

@@ -170,7 +170,8 @@ def trace(
             events.append(_span(name, server, lane, (group.leased_s, back_s), details))
     names = {1: "trainer", **{place: f"server {name}" for name, place in servers.items()}}
     for place, name in names.items():
-        events.append({"ph": "M", "name": "process_name", "pid": place, "args": {"name": name}})
+        label = {"ph": "M", "name": "process_name", "pid": place, "tid": 0, "ts": 0}
+        events.append(label | {"args": {"name": name}})
     return {"traceEvents": events, "otherData": {"step": row["step"], "episodes": number}}
 
 
@@ -199,13 +200,14 @@ def _trainer_events(
 def _span(
     name: str, process: int, line: int, times: tuple[float, float], details: Mapping[str, Any]
 ) -> dict[str, Any]:
-    start_s, end_s = times
+    # Both ends are rounded, so that spans that touch do not overlap.
+    start_us, end_us = (round(at_s * 1e6) for at_s in times)
     return {
         "ph": "X",
         "name": name,
         "pid": process,
         "tid": line,
-        "ts": round(start_s * 1e6),
-        "dur": round(max(0.0, end_s - start_s) * 1e6),
+        "ts": start_us,
+        "dur": max(0, end_us - start_us),
         "args": dict(details),
     }

@@ -16,6 +16,7 @@ from slipstream.protocol.weights.deltas import (
     BLOCK_ELEMENTS,
     ELEMENT_BYTES,
     content_name,
+    gap_bytes,
     num_blocks,
     payload_parts,
     travels_whole,
@@ -152,7 +153,9 @@ class DeltaBase:
         self._counts = torch.zeros(len(buckets), dtype=torch.int64, device=device)
         # Name of the base's content, b"" before the first pass that sends, and what changed since.
         self._name, self._changed = b"", tuple[int, ...]()
-        self._gaps = {place: _gaps(buckets[place], device) for place in self._kept}
+        self._gaps = {
+            place: torch.from_numpy(gap_bytes(buckets[place])).to(device) for place in self._kept
+        }
         # Kernels for early payloads on a GPU, and the bucket that they have marked.
         self._marks: CudaMarks | None = None
         self._marked: tuple[int, Tensor] | None = None
@@ -297,15 +300,6 @@ class DeltaBase:
         return room
 
     def _clear_gaps(self, place: int, data: Tensor) -> None:
-        # Between tensors lies what an earlier bucket left there: it would count as a change.
         gaps = self._gaps[place]
         if len(gaps):
             data.index_fill_(0, gaps, 0)
-
-
-def _gaps(bucket: Bucket, device: torch.device) -> Tensor:
-    """Returns the places of the bytes that belong to no tensor."""
-    ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
-    begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
-    places = [p for end, begin in zip(ends, begins, strict=True) for p in range(end, begin)]
-    return torch.tensor(places, dtype=torch.int64, device=device)

@@ -12,25 +12,29 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.deltas import content_name, on_the_wire
+from slipstream.protocol.weights.deltas import (
+    content_name,
+    gap_bytes,
+    payload_of,
+    travels_whole,
+)
 from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
 
 OBJECT_DIGEST_BYTES = 32
-_HOST = torch.device("cpu")
 
 
 class RankObjects:
@@ -40,8 +44,8 @@ class RankObjects:
     published.run(objects.take, is_publish=False)
     link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
 
-    Keeps two copies of the rank's own buckets in main memory: what it wrote last, and what it
-    writes. After a failed `write` the next `write` must be whole.
+    Keeps two copies of the rank's own buckets in main memory: the version that it wrote last, and
+    the one that it writes. After a failed `write` the next `write` must be whole.
     """
 
     def __init__(
@@ -56,13 +60,13 @@ class RankObjects:
         """`pin`: buckets come from a GPU. An object is closed at `object_bytes`."""
         self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
         self._object_bytes = object_bytes
-        own = [bucket.root == sender for bucket in buckets]
-        self._base = DeltaBase(buckets, own, _HOST, on_host=False, encodes_early=True)
+        own = {place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender}
         self._taken = {
             place: torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=pin)
-            for place, bucket in enumerate(buckets)
-            if own[place]
+            for place, bucket in own.items()
         }
+        self._written = {place: np.zeros_like(data.numpy()) for place, data in self._taken.items()}
+        self._gaps = {place: gap_bytes(bucket) for place, bucket in own.items()}
 
     def take(self, place: int, bucket: Bucket, data: Tensor) -> Release:
         """See `Send`: copies an own bucket on the current stream, before its lane is refilled."""
@@ -73,56 +77,46 @@ class RankObjects:
     def write(
         self, folder: str, digests: Sequence[bytes], *, whole: bool, until: Until
     ) -> weights_pb2.StoredLink:
-        """Writes what was taken last; `digests` are those of all buckets of the version.
+        """Writes the version that was taken last; `digests` are those of all its buckets.
 
         Returns the rank's objects and the numbers of changed elements. Raises WeightSyncError when
         the storage does not take them in time.
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
-        wires = self._buckets
-        for place, data in self._taken.items():
-            (self._base.keep if whole else self._base.count)(place, data)
-        changed = [0] * len(wires) if whole else self._base.counts()
-        self._base.settle(changed, sent=digests if whole else ())
+        changed = [0] * len(self._buckets)
+        waiting: dict[int, bytes | memoryview] = {}
+        for place in self._taken:
+            changed[place], data = self._encoded(place, whole=whole)
+            if waiting and sum(map(len, waiting.values())) + len(data) > self._object_bytes:
+                link.objects.append(self._put(folder, len(link.objects), waiting, until))
+                waiting = {}
+            waiting[place] = data
+        if waiting:
+            link.objects.append(self._put(folder, len(link.objects), waiting, until))
         if not whole:
             link.delta.changed.extend(changed)
-            wires = on_the_wire(self._buckets, changed)
-        group: list[int] = []
-        parts: list[Tensor] = []
-        size = 0
-        for place, data in self._encoded(wires, whole=whole):
-            if group and size + data.numel() > self._object_bytes:
-                link.objects.append(self._put(folder, len(link.objects), group, parts, until))
-                group, parts, size = [], [], 0
-            group, parts, size = [*group, place], [*parts, data], size + data.numel()
-        if group:
-            link.objects.append(self._put(folder, len(link.objects), group, parts, until))
-        self._base.settle([0] * len(self._buckets), sent=digests)
         return link
 
-    def _encoded(self, wires: Sequence[Bucket], *, whole: bool) -> Iterator[tuple[int, Tensor]]:
-        """Yields each own bucket as it travels, and makes it the base of the next version."""
-        for place, data in self._taken.items():
-            size, is_whole = wires[place].num_bytes, wires[place] == self._buckets[place]
-            if is_whole:
-                if not whole:
-                    self._base.keep(place, data)
-                yield place, data
-            elif self._base.has_early(place):
-                yield place, self._base.take_early(place)[:size]
-            else:
-                self._base.encode(place, data)
-                yield place, data[:size]
+    def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
+        """Returns the number of changed elements, and the bucket as it travels."""
+        bucket, written = self._buckets[place], self._written[place]
+        data = self._taken[place].numpy()
+        data[self._gaps[place]] = 0
+        places = np.flatnonzero(data.view(np.uint16) != written.view(np.uint16))
+        written[:] = data
+        if whole or travels_whole(bucket, len(places)):
+            return len(places), data.data
+        return len(places), payload_of(data.view(np.uint16), places, bucket)
 
     def _put(
-        self, folder: str, number: int, places: list[int], parts: list[Tensor], until: Until
+        self, folder: str, number: int, parts: Mapping[int, bytes | memoryview], until: Until
     ) -> weights_pb2.StoredObject:
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        data = memoryview(joined.numpy().data)
+        data = memoryview(b"".join(parts.values()))
         key = f"{folder}/{self._sender}-{number:05d}"
-        digest = hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
         self._storage.write(key, data, until)
-        return weights_pb2.StoredObject(key=key, num_bytes=len(data), digest=digest, buckets=places)
+        return weights_pb2.StoredObject(
+            key=key, num_bytes=len(data), digest=_digest(data), buckets=parts
+        )
 
 
 def _nothing() -> None:
@@ -353,7 +347,7 @@ def _stored(key: str, data: bytes | None = None) -> str:
     return f"stored/{key}" if data is None else f"stored/{key}/{_digest(data).hex()}"
 
 
-def _digest(data: bytes) -> bytes:
+def _digest(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
 
 

@@ -93,17 +93,19 @@ def test_the_queue_is_the_time_from_the_last_member_to_the_batch() -> None:
 
 
 def test_a_trace_has_a_line_for_each_episode_at_one_time() -> None:
-    orders = [OrderTimes("publish", 99.0, 99.5), OrderTimes("batch", 101.0, 108.0)]
+    # Spans that touch do so in whole microseconds, too.
+    orders = [OrderTimes("publish", 99.0000006, 99.5000014), OrderTimes("batch", 101.0, 108.0)]
     row = {"step": 4.0, "training_s": 2.0, "forward_backward_s": 1.5, "loss_s": math.nan}
     groups = [group_of(103.0, 106.0), group_of(107.0, leased_s=104.0)]
     found = trace(row, groups, orders, training=(109.0, 111.0))
     # Strict JSON, as browsers read it.
     json.loads(json.dumps(found, allow_nan=False))
+    assert all(event.keys() >= {"ts", "pid", "tid"} for event in found["traceEvents"])
     spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
     trainer = {event["name"]: (event["ts"], event["dur"]) for event in spans if event["pid"] == 1}
     assert trainer == {
-        "waits for: publish": (99_000_000, 500_000),
-        "publish": (99_500_000, 1_500_000),
+        "waits for: publish": (99_000_001, 500_000),
+        "publish": (99_500_001, 1_499_999),
         "waits for: batch": (101_000_000, 7_000_000),
         "batch on its way": (108_000_000, 1_000_000),
         "training of step 4": (109_000_000, 2_000_000),

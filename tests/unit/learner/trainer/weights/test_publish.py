@@ -1,121 +1,491 @@
-"""The senders and the way of a publish, against plain torch receivers in threads."""
+"""Publishes of a trainer's ranks to real receivers; NCCL's library is a fake one."""
 
+import itertools
 import queue
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.settings.config import Config, WeightsSection
+from slipstream.core.settings.config import OffloadSection, WeightsSection
+from slipstream.core.settings.weights_section import DeltaSetting
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
+from slipstream.learner.trainer.weights.nccl_sender import NcclSender
 from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.protocol.weights.digests import bucket_digest, tensor_digest
+from slipstream.protocol.weights.deltas import on_the_wire
+from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
+from slipstream.protocol.weights.nccl_group import NcclGroup
+from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order
+from support.fakes.fake_nccl import FakeNccl, Meeting
 from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
-from torch import Tensor
+from support.references import plain_deltas
 
-BUCKET_BYTES = 4_000
-# The first sender has three buckets, the second one two.
-TENSORS = {
-    TensorSpec(f"w{n}", "float32", (size,), sender): torch.arange(size, dtype=torch.float32) + n
-    for n, (size, sender) in enumerate([(3, 0), (500_000, 0), (1, 0), (999, 1), (5, 1)])
-}
-BUCKETS = plan_buckets(list(TENSORS), BUCKET_BYTES)
-ONE_SENDER = {
-    TensorSpec(spec.name, spec.dtype, spec.shape): tensor
-    for spec, tensor in TENSORS.items()
-    if spec.sender == 0
-}
-ONE_BUCKETS = plan_buckets(list(ONE_SENDER), BUCKET_BYTES)
-PATIENT = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=30.0)
+LONG_S = 60.0
+BUCKET_BYTES = 20_000
+CPU = torch.device("cpu")
+PATIENT = WeightsSection(join_deadline_s=LONG_S, bucket_deadline_s=30.0)
 # Deadlines for receivers that never join, and for receivers that stop taking buckets.
 NO_MEETING = PATIENT.model_copy(update={"join_deadline_s": 0.5})
-NO_BUCKET = WeightsSection(join_deadline_s=60.0, bucket_deadline_s=0.5)
+NO_BUCKET = PATIENT.model_copy(update={"bucket_deadline_s": 0.5})
+NOBODY_CAME = r"joining|did not meet|did not join"
+NUM_WORKERS = 2
 
 
-def digests_of(buckets: list[Bucket]) -> list[bytes]:
-    data = {spec.name: tensor_digest(tensor.numpy().data) for spec, tensor in TENSORS.items()}
-    return [bucket_digest(data[span.tensor.name] for span in b.spans) for b in buckets]
+class HostStream:
+    """A lane is free when all that was sent is there."""
+
+    handle = 0
+
+    def __init__(self) -> None:
+        self.wait: Callable[[], None] = lambda: None
+
+    def follow(self) -> None:
+        """What the caller did is done."""
+
+    def release(self) -> Callable[[], None]:
+        return lambda: self.wait()
 
 
-class Receivers:
-    """Threads that join a communicator behind its senders and receive `buckets`."""
+class NcclMember:
+    """A receiver over the fake library."""
 
-    def __init__(
-        self, where: weights_pb2.Communicator, buckets: list[Bucket], *, delay_s: float = 0.0
-    ) -> None:
-        num_receivers = where.world_size - where.num_senders
-        self.received: list[list[Tensor]] = [[] for _ in range(num_receivers)]
-        self._where, self._buckets, self._delay_s = where, buckets, delay_s
-        self._threads = [
-            threading.Thread(target=self._receive, args=(n,)) for n in range(num_receivers)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, meetings: dict[bytes, Meeting], seat: Seat) -> None:
+        where = seat.communicator
+        self._group = NcclGroup.join(
+            FakeNccl(meetings),
+            where.unique_id,
+            rank=seat.rank,
+            world_size=where.world_size,
+            deadline_s=seat.join_deadline_s,
+        )
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        for bucket in incoming.buckets:
+            data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+            pointer, deadline_s = data.data_ptr(), incoming.bucket_deadline_s
+            self._group.broadcast(pointer, len(data), bucket.root, 0, deadline_s=deadline_s)
+            self._group.wait()
+            yield data
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+class Worker:
+    """Receives some updates on a thread, and holds the buckets that came last."""
+
+    def __init__(self, scene: "Scene", where: weights_pb2.Communicator, rank: int) -> None:
+        self.held: list[bytes] = [b""] * len(scene.buckets)
+        self.num_buckets = 0
+        self._scene, self._delay_s = scene, scene.delay_s
+        # A receiver that comes late meets no sender, and gives up after 1 s.
+        self._seat = Seat(where, rank, 1.0 if scene.delay_s else LONG_S)
+        self._thread = threading.Thread(target=self._receive)
+        self._thread.start()
+
+    def digests(self) -> list[bytes]:
+        """The digests of what it holds in the end."""
+        self._thread.join(LONG_S)
+        return digests_of(self._scene.buckets, self.held)
 
     def join(self) -> None:
-        for thread in self._threads:
-            thread.join(20)
+        self._thread.join(LONG_S)
 
-    def tensors(self, number: int) -> dict[str, Tensor]:
-        """What receiver `number` got last, by name."""
-        last = self.received[number][-len(self._buckets) :]
-        return {
-            span.tensor.name: data[span.offset_bytes :][: span.tensor.num_bytes].view(torch.float32)
-            for bucket, data in zip(self._buckets, last, strict=True)
-            for span in bucket.spans
-        }
-
-    def _receive(self, number: int) -> None:
-        where = self._where
+    def _receive(self) -> None:
+        scene, seat = self._scene, self._seat
         time.sleep(self._delay_s)
         try:
-            store = dist.TCPStore(
-                where.store_host,
-                where.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                # A receiver that comes late meets no sender, and gives up after 1 s.
-                timeout=timedelta(seconds=1 if self._delay_s else 60),
+            receiver: Any = (
+                NcclMember(scene.meetings, seat)
+                if scene.transport == "nccl"
+                else TRANSPORTS[scene.transport](seat, CPU)
             )
-            group = dist.ProcessGroupGloo(
-                dist.PrefixStore(where.communicator_id, store),
-                where.num_senders + number,
-                where.world_size,
-                timedelta(seconds=60),
-            )
-            for bucket in self._buckets:
-                data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-                group.broadcast(data, bucket.root).wait()
-                self.received[number].append(data)
-        except RuntimeError:
+            for buckets in scene.updates:
+                is_whole = buckets is scene.buckets
+                incoming = Incoming(buckets, 20.0, own_buffers=False, digested=is_whole)
+                taken = itertools.islice(receiver.receive(incoming), scene.num_taken)
+                for place, data in enumerate(taken):
+                    self._take(place, bytes(data.numpy()))
+            receiver.close()
+        except WeightSyncError:
             # The senders gave up, as some tests want it.
             return
 
+    def _take(self, place: int, data: bytes) -> None:
+        self.num_buckets += 1
+        if len(data) < self._scene.buckets[place].num_bytes:
+            data = plain_deltas.decode(self.held[place], data)
+        self.held[place] = data
 
-def announce(sender: GlooSender, num_receivers: int) -> weights_pb2.Communicator:
+
+def digests_of(buckets: Sequence[Bucket], contents: Sequence[bytes]) -> list[bytes]:
+    return [
+        bucket_digest(bucket_tensor_digests(bucket, content))
+        for bucket, content in zip(buckets, contents, strict=True)
+    ]
+
+
+class NotedMemory(HostMemory):
+    """Notes how many publishes had started whenever parameters come to the device."""
+
+    def __init__(self, scene: "Scene") -> None:
+        super().__init__(OffloadSection())
+        self._scene = scene
+
+    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+        self._scene.starts_when_resident.append(len(self._scene.controller.starts))
+        return super().resident(*parts)
+
+
+class Scene:
+    """A controller, the senders of a trainer, and the two workers of a server.
+
+    `mode`: "receives", "gives up", "is silent", "is replaced".
+    """
+
+    def __init__(self, transport: str, num_senders: int, weights: WeightsSection = PATIENT) -> None:
+        self.transport, self.num_senders, self._weights = transport, num_senders, weights
+        random = torch.Generator().manual_seed(0)
+        # One bucket takes longer than others; two are of the second sender.
+        sizes = [(3000, 0), (400_000, 0), (999, 0), (9000, 1), (7, 1), (5000, 1)]
+        self.tensors = {
+            TensorSpec(f"w{n}", "bfloat16", (size,), sender): torch.randn(
+                size, generator=random
+            ).bfloat16()
+            for n, (size, sender) in enumerate(sizes)
+            if sender < num_senders
+        }
+        self.buckets = tuple(plan_buckets(list(self.tensors), BUCKET_BYTES))
+        # The buckets of each update that a communicator's workers receive, and how many of them.
+        self.updates: list[tuple[Bucket, ...]] = [self.buckets]
+        self.num_taken: int | None = None
+        self.mode, self.delay_s = "receives", 0.0
+        self.delta: DeltaSetting = "off"
+        self.on_fill: Callable[[int, int], None] = lambda rank, place: None
+        self.workers: list[Worker] = []
+        self._all_workers: list[Worker] = []
+        self.starts_when_resident: list[int] = []
+        self.meetings: dict[bytes, Meeting] = {}
+        self.num_ids = 0
+        self.controller = FakeController([], on_start_publish=self._start)
+        address = {"address": self.controller.address}
+        config = small_config(algorithm={"groups_per_step": 1}, controller=address)
+        self.client = ControllerClient(config)
+        self.senders = [self._sender() for _ in range(num_senders)]
+        # The communicator that the trainer names after a publish.
+        self.communicator_id: str | None = None
+
+    def run(self, *, new_communicator: bool, begun: bool = False) -> trainer_pb2.PublishResult:
+        """Publishes once; returns the newest result, an empty one without any."""
+
+        def on_rank(ranks: ThreadRanks) -> None:
+            self.publish(ranks, self.stream(ranks), new_communicator, begun=begun)
+
+        run_ranks(self.num_senders, on_rank)
+        results = self.controller.results
+        return results[-1] if results else trainer_pb2.PublishResult()
+
+    def stream(self, ranks: ThreadRanks) -> WeightStream:
+        filling = PlainFilling(self.tensors, ranks, lambda place: self.on_fill(ranks.rank, place))
+        model = PlainModel(ranks)
+        model.memory = NotedMemory(self)
+        found = WeightStream(model, filling, bucket_bytes=BUCKET_BYTES, delta=self.delta)
+        self.starts_when_resident.clear()
+        return found
+
+    def publish(
+        self,
+        ranks: ThreadRanks,
+        stream: WeightStream,
+        new_communicator: bool,
+        *,
+        begun: bool = False,
+        delta: weights_pb2.Delta | None = None,
+    ) -> None:
+        """One rank's part."""
+        (directive,) = publish_order(
+            1, new_communicator=new_communicator, verify=False, begun=begun
+        )
+        order = directive.publish
+        order.communicator.transport = self.transport
+        order.bucket_deadline_s = self._weights.bucket_deadline_s
+        order.receivers[0].num_workers = NUM_WORKERS
+        if delta is not None:
+            order.delta.CopyFrom(delta)
+        senders = self.senders[ranks.rank]
+        publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=self.client)
+        publisher.run(order, None)
+        if ranks.is_main:
+            self.communicator_id = publisher.communicator_id
+
+    def set_deadlines(self, weights: WeightsSection) -> None:
+        for senders in self.senders:
+            vars(senders.for_transport(self.transport))["_weights"] = weights
+        self._weights = weights
+
+    def connected(self) -> list[str | None]:
+        return [each.for_transport(self.transport).communicator_id for each in self.senders]
+
+    def contents(self) -> list[bytes]:
+        """What all buckets hold, with zeros between the tensors."""
+        found = []
+        for bucket in self.buckets:
+            data = bytearray(bucket.num_bytes)
+            for span in bucket.spans:
+                raw = self.tensors[span.tensor].view(torch.uint8).numpy().tobytes()
+                data[span.offset_bytes : span.offset_bytes + len(raw)] = raw
+            found.append(bytes(data))
+        return found
+
+    def digests(self) -> list[bytes]:
+        return digests_of(self.buckets, self.contents())
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.abort()
+        # Threads that were left in a meeting of the fake library end.
+        for meeting in self.meetings.values():
+            with meeting.lock:
+                meeting.members |= set(range(meeting.world_size))
+                meeting.lock.notify_all()
+        self.client.close()
+        for worker in self._all_workers:
+            worker.join()
+
+    def _sender(self) -> BucketSenders:
+        largest = max(bucket.num_bytes for bucket in self.buckets)
+        senders = BucketSenders(self._weights, CPU, largest_bucket=largest)
+        if self.transport == "nccl":
+            stream, backend = HostStream(), FakeNccl(self.meetings)
+            sender = NcclSender(self._weights, backend, stream, make_unique_id=self._unique_id)
+            stream.wait = lambda: sender._group.wait()
+            vars(senders)["_made"]["nccl"] = sender
+        return senders
+
+    def _unique_id(self) -> bytes:
+        self.num_ids += 1
+        return b"id-%d" % self.num_ids
+
+    def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
+        if self.mode == "gives up":
+            return []
+        where = start.communicator
+        is_new = bool(where.store_port or where.unique_id)
+        if is_new and self.mode == "receives":
+            ranks = range(self.num_senders, where.world_size)
+            self.workers = [Worker(self, where, rank) for rank in ranks]
+            self._all_workers += self.workers
+        name = "another" if self.mode == "is replaced" else "server"
+        return [weights_pb2.Receiver(server_id=name, first_rank=1, num_workers=NUM_WORKERS)]
+
+
+@pytest.fixture(
+    params=[("gloo", 1), ("gloo", 2), ("ipc", 1), ("nccl", 2)], ids=lambda p: f"{p[0]}-{p[1]}"
+)
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    scene = Scene(*request.param)
+    with scene.controller:
+        yield scene
+        scene.close()
+
+
+def nccl(weights: WeightsSection = PATIENT) -> Scene:
+    return Scene("nccl", 2, weights)
+
+
+def test_publish_reports_the_digests_and_the_bytes(scene: Scene) -> None:
+    result = scene.run(new_communicator=True)
+    (start,) = scene.controller.starts
+    assert start.communicator.world_size == scene.num_senders + NUM_WORKERS
+    assert start.communicator.num_senders == scene.num_senders
+    assert [t.sender for t in start.layout.tensors] == [s.sender for s in scene.tensors]
+    assert result.error == ""
+    assert list(result.bucket_digests) == scene.digests()
+    assert result.bytes_sent == sum(bucket.num_bytes for bucket in scene.buckets)
+    assert 0 < result.export_s < result.send_s
+    assert 0 < result.wire_s < result.send_s
+    assert result.wire_bytes == result.bytes_sent
+    assert [worker.digests() for worker in scene.workers] == [scene.digests()] * NUM_WORKERS
+
+
+def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: Scene) -> None:
+    scene.updates = 3 * [scene.buckets]
+    scene.run(new_communicator=True)
+    assert scene.communicator_id == "members-1"
+    scene.run(new_communicator=False, begun=True)
+    assert len(scene.controller.starts) == 1
+    scene.run(new_communicator=False)
+    _, last = scene.controller.starts
+    assert not last.communicator.store_port and not last.communicator.unique_id
+    for worker in scene.workers:
+        assert worker.digests() == scene.digests()
+        assert worker.num_buckets == 3 * len(scene.buckets)
+    found = [(result.error, list(result.bucket_digests)) for result in scene.controller.results]
+    assert found == 3 * [("", scene.digests())]
+
+
+@pytest.mark.parametrize("delta", ["gpu", "host"])
+def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
+    scene: Scene, delta: DeltaSetting
+) -> None:
+    # One of a hundred elements changes.
+    counts = [sum(-(-span.tensor.shape[0] // 100) for span in b.spans) for b in scene.buckets]
+    payloads = on_the_wire(scene.buckets, counts)
+    scene.delta, scene.updates = delta, [scene.buckets, payloads]
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        stream = scene.stream(ranks)
+        scene.publish(ranks, stream, True)
+        ranks.gather_bytes(b"")
+        if ranks.is_main:
+            for data in scene.tensors.values():
+                data.view(torch.int16)[::100] ^= 1
+        ranks.gather_bytes(b"")
+        stream.run()
+        assert stream.offer is not None
+        assert list(stream.offer.changed) == counts
+        scene.publish(ranks, stream, False, begun=True, delta=stream.offer)
+
+    run_ranks(scene.num_senders, on_rank)
+    whole, changes = scene.controller.results
+    assert (whole.error, changes.error) == ("", "")
+    assert whole.bytes_sent == whole.whole_bytes == changes.whole_bytes
+    assert changes.bytes_sent == sum(bucket.num_bytes for bucket in payloads)
+    assert 15 * changes.bytes_sent < changes.whole_bytes
+    # Each rank counts all broadcasts of which it is a member.
+    assert changes.wire_bytes == changes.bytes_sent
+    assert abs(changes.changed_share - 0.01) < 0.001
+    assert list(whole.bucket_digests) != list(changes.bucket_digests) == scene.digests()
+    assert [worker.digests() for worker in scene.workers] == [scene.digests()] * NUM_WORKERS
+
+
+def test_publish_without_its_communicator_fails_or_asks_for_a_new_one(scene: Scene) -> None:
+    assert "no communicator" in scene.run(new_communicator=False, begun=True).error
+    assert scene.communicator_id == ""
+    assert "members-1 is gone" in scene.run(new_communicator=False).error
+    assert scene.controller.starts == []
+
+
+def test_publish_that_the_controller_gave_up_ends_there(scene: Scene) -> None:
+    scene.mode = "gives up"
+    scene.run(new_communicator=True)
+    assert len(scene.controller.starts) == 1
+    assert scene.controller.results == []
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 1.5], ids=["never", "late"])
+def test_a_server_that_does_not_join_in_time_is_reported_once_and_stops_no_other_publish(
+    scene: Scene, delay_s: float
+) -> None:
+    scene.mode, scene.delay_s = "receives" if delay_s else "is silent", delay_s
+    scene.set_deadlines(NO_MEETING)
+    result = scene.run(new_communicator=True)
+    assert len(scene.controller.results) == 1
+    assert re.search(NOBODY_CAME, result.error)
+    scene.mode, scene.delay_s = "receives", 0.0
+    scene.set_deadlines(PATIENT)
+    assert scene.run(new_communicator=True).error == ""
+
+
+def test_receivers_that_die_in_the_middle_are_reported_once_and_all_senders_abort(
+    scene: Scene,
+) -> None:
+    scene.num_taken = 1
+    scene.set_deadlines(NO_BUCKET)
+    filled: list[tuple[int, int]] = []
+    scene.on_fill = lambda rank, place: filled.append((rank, place))
+    result = scene.run(new_communicator=True)
+    assert len(scene.controller.results) == 1
+    assert result.error
+    assert not result.bucket_digests
+    assert scene.connected() == [None] * scene.num_senders
+    # Others may wait for the parts of a rank that cannot send any more.
+    assert len(filled) == scene.num_senders * len(scene.buckets)
+    scene.num_taken = None
+    scene.set_deadlines(PATIENT)
+    result = scene.run(new_communicator=True)
+    assert (result.error, list(result.bucket_digests)) == ("", scene.digests())
+
+
+def test_publish_does_not_wait_for_a_server_that_was_dropped(scene: Scene) -> None:
+    scene.mode = "is replaced"
+    assert scene.run(new_communicator=True).error == "server did not take part"
+
+
+def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(scene: Scene) -> None:
+    scene.mode = "is silent"
+    scene.controller.still_there = list
+    assert "before one of them was lost" in scene.run(new_communicator=True).error
+
+
+def test_parameters_are_on_the_device_before_any_member_waits_for_a_bucket(scene: Scene) -> None:
+    assert scene.run(new_communicator=True).error == ""
+    assert scene.starts_when_resident[0] == 0
+
+
+def test_problem_of_one_sender_is_known_to_all_and_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene("gloo", 2)
+    sender = scene.senders[1].for_transport("gloo")
+    finish = sender.finish
+
+    def fail_late() -> None:
+        finish()
+        raise WeightSyncError("the last bucket did not arrive")
+
+    monkeypatch.setattr(sender, "finish", fail_late)
+    with scene.controller:
+        result = scene.run(new_communicator=True)
+        assert result.error == "the last bucket did not arrive"
+        assert not result.bucket_digests
+        assert scene.connected() == [None, None]
+        scene.close()
+
+
+def test_sender_that_cannot_join_costs_no_other_one_the_deadline() -> None:
+    """NCCL wakes no member when another sender gives up."""
+    # Beyond the limit of the test itself.
+    scene = nccl(WeightsSection(join_deadline_s=3600.0))
+    scene.mode = "is silent"
+    vars(scene.senders[1].for_transport("nccl"))["_backend"] = FakeNccl({b"id-1": Meeting(2)})
+    with scene.controller:
+        result = scene.run(new_communicator=True)
+        assert result.error == "the members disagree on their number"
+        scene.close()
+
+
+def test_publishes_that_are_given_up_before_anybody_is_told_make_one_id() -> None:
+    scene = nccl()
+    with scene.controller:
+        scene.mode = "gives up"
+        for _ in range(3):
+            scene.run(new_communicator=True)
+        assert scene.num_ids == 1
+        scene.mode = "receives"
+        for _ in range(2):
+            assert scene.run(new_communicator=True).error == ""
+        assert scene.num_ids == 2
+        scene.close()
+
+
+def announce(sender: GlooSender, num_receivers: int = 1) -> weights_pb2.Communicator:
     return sender.announce("members-1", num_senders=1, world_size=1 + num_receivers)
-
-
-def send_all(sender: GlooSender) -> None:
-    for bucket, tensor in zip(ONE_BUCKETS, ONE_SENDER.values(), strict=True):
-        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        data[: tensor.nbytes] = tensor.view(torch.uint8)
-        sender.send(bucket, data)
-    wire = sender.finish()
-    assert wire.seconds > 0
-    assert wire.num_bytes == sum(bucket.num_bytes for bucket in ONE_BUCKETS)
 
 
 class Work:
@@ -126,10 +496,6 @@ class Work:
 
     def wait(self) -> None:
         self.waiting.add(threading.get_ident())
-
-    @property
-    def was_waited_for(self) -> bool:
-        return bool(self.waiting)
 
 
 class Group:
@@ -143,51 +509,24 @@ class Group:
         return self.works[-1]
 
 
-def test_a_lane_is_free_while_the_bucket_of_the_other_one_travels() -> None:
-    sender = GlooSender(WeightsSection())
-    group = Group()
-    vars(sender)["_group"] = group
-    lanes = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in ONE_BUCKETS[:2]]
-    first, second = (
-        sender.send(bucket, lane) for bucket, lane in zip(ONE_BUCKETS[:2], lanes, strict=True)
-    )
-    first()
-    assert [work.was_waited_for for work in group.works] == [True, False]
-    second()
-    assert [work.was_waited_for for work in group.works] == [True, True]
-
-
-def test_the_thread_that_fills_a_lane_waits_for_its_bucket_itself() -> None:
+def test_a_lane_is_free_while_the_other_one_travels_and_its_own_thread_waits() -> None:
     # On a GPU gloo copies a bucket back, behind which only the current stream of a thread that
     # waits goes on: after another thread's wait the copy may overwrite the lane's next bucket.
     sender, group = GlooSender(WeightsSection()), Group()
     vars(sender)["_group"] = group
-    sender.send(ONE_BUCKETS[0], torch.zeros(ONE_BUCKETS[0].num_bytes, dtype=torch.uint8))()
-    assert threading.get_ident() in group.works[0].waiting
-
-
-def test_every_receiver_gets_every_bucket_and_the_communicator_is_kept() -> None:
-    sender = GlooSender(WeightsSection())
-    where = announce(sender, 2)
-    assert sender.communicator_id is None
-    receivers = Receivers(where, 2 * ONE_BUCKETS)
-    sender.connect(where, 0)
-    assert sender.communicator_id == "members-1"
-    send_all(sender)
-    send_all(sender)
-    receivers.join()
-    for number in range(2):
-        assert len(receivers.received[number]) == 2 * len(ONE_BUCKETS)
-        for tensor, expected in zip(
-            receivers.tensors(number).values(), ONE_SENDER.values(), strict=True
-        ):
-            assert torch.equal(tensor, expected)
-    sender.abort()
+    buckets = plan_buckets([TensorSpec(name, "float32", (3,)) for name in "ab"], 12)
+    first, second = (sender.send(bucket, torch.zeros(12, dtype=torch.uint8)) for bucket in buckets)
+    own = threading.get_ident()
+    first()
+    assert [own in work.waiting for work in group.works] == [True, False]
+    assert not group.works[1].waiting
+    second()
+    assert [own in work.waiting for work in group.works] == [True, True]
 
 
 def test_store_listens_on_the_given_host_only() -> None:
     sender = GlooSender(WeightsSection(host="127.0.0.1"))
-    where = announce(sender, 1)
+    where = announce(sender)
     with socket.create_connection(("127.0.0.1", where.store_port), timeout=5):
         pass
     with pytest.raises(OSError, match="refused"):
@@ -195,34 +534,22 @@ def test_store_listens_on_the_given_host_only() -> None:
     sender.abort()
 
 
-def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
-    sender = GlooSender(WeightsSection(host="192.0.2.1"))
-    with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
-        announce(sender, 1)
-
-
 def test_transport_that_cannot_be_is_refused() -> None:
-    cpu = torch.device("cpu")
-    senders = BucketSenders(WeightsSection(), cpu, largest_bucket=1)
+    senders = BucketSenders(WeightsSection(), CPU, largest_bucket=1)
     with pytest.raises(ConfigError, match=r"weights\.transport is nccl, but the trainer has no"):
         senders.for_transport("nccl")
     with pytest.raises(ConfigError, match="must be gloo, nccl or ipc, got 'mpi'"):
         senders.for_transport("mpi")
     assert senders.for_transport("gloo") is senders.for_transport("gloo")
-
-
-def test_receiver_that_never_joins_costs_one_deadline() -> None:
-    sender = GlooSender(NO_MEETING)
-    where = announce(sender, 1)
-    with pytest.raises(WeightSyncError, match="1 others joining members-1"):
-        sender.connect(where, 0)
-    assert sender.communicator_id is None
+    elsewhere = GlooSender(WeightsSection(host="192.0.2.1"))
+    with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
+        announce(elsewhere)
 
 
 def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
     """The end of the process would come upon it in torch's code, and be an abort."""
-    sender = GlooSender(WeightsSection(join_deadline_s=60.0))
-    where = announce(sender, 1)
+    sender = GlooSender(PATIENT)
+    where = announce(sender)
     abandoned = threading.Event()
     abandoned.set()
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
@@ -235,7 +562,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     """The leader's meeting place is gone; the other senders notice without a message."""
-    leader, other = (GlooSender(WeightsSection(join_deadline_s=60.0)) for _ in range(2))
+    leader, other = GlooSender(PATIENT), GlooSender(PATIENT)
     where = leader.announce("members-1", num_senders=2, world_size=3)
     failures: queue.Queue[WeightSyncError] = queue.Queue()
 
@@ -255,244 +582,21 @@ def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     thread.join(20)
 
 
-def test_receiver_that_stops_taking_buckets_costs_one_deadline() -> None:
+def test_bucket_that_nobody_takes_is_named_with_its_limit() -> None:
     sender = GlooSender(NO_BUCKET)
-    where = announce(sender, 1)
-    receivers = Receivers(where, ONE_BUCKETS[:1])
+    where = announce(sender)
+    receivers: list[object] = []
+
+    def join() -> None:
+        receivers.append(TRANSPORTS["gloo"](Seat(where, 1, LONG_S), CPU))
+
+    joining = threading.Thread(target=join)
+    joining.start()
     sender.connect(where, 0)
+    joining.join(LONG_S)
     (large,) = plan_buckets([TensorSpec("large", "float32", (16 << 20,))], 1)
-    sender.send(ONE_BUCKETS[0], torch.zeros(ONE_BUCKETS[0].num_bytes, dtype=torch.uint8))
     sender.send(large, torch.zeros(large.num_bytes, dtype=torch.uint8))
     with pytest.raises(WeightSyncError, match="a bucket of 67108864 bytes from rank 0") as raised:
         sender.finish()
     assert "weights.bucket_deadline_s = " in str(raised.value)
     assert "/third_party/" not in str(raised.value)
-    receivers.join()
-    with pytest.raises(WeightSyncError, match="no communicator"):
-        sender.send(large, torch.zeros(large.num_bytes, dtype=torch.uint8))
-
-
-def test_new_communicator_works_after_a_failed_one() -> None:
-    sender = GlooSender(NO_MEETING)
-    where = announce(sender, 1)
-    with pytest.raises(WeightSyncError):
-        sender.connect(where, 0)
-    sender._weights = PATIENT
-    where = sender.announce("members-2", num_senders=1, world_size=2)
-    receivers = Receivers(where, ONE_BUCKETS)
-    sender.connect(where, 0)
-    send_all(sender)
-    receivers.join()
-    assert len(receivers.received[0]) == len(ONE_BUCKETS)
-    sender.abort()
-
-
-def config(address: str) -> Config:
-    return small_config(algorithm={"groups_per_step": 1}, controller={"address": address})
-
-
-class Publish:
-    """A controller whose servers behave as `mode` says, and the ranks of a trainer."""
-
-    def __init__(self, num_senders: int = 1, weights: WeightsSection = PATIENT) -> None:
-        self.mode = "receives"
-        self._weights = weights
-        self.num_senders = num_senders
-        self.tensors = TENSORS if num_senders == 2 else ONE_SENDER
-        self.buckets = BUCKETS if num_senders == 2 else ONE_BUCKETS
-        self.controller = FakeController([], on_start_publish=self._start)
-        self.client = ControllerClient(config(self.controller.address))
-        self.receivers: Receivers | None = None
-        self._all_receivers: list[Receivers] = []
-        # The communicator that the trainer names after a publish.
-        self.communicator_id: str | None = None
-        self.senders = [
-            BucketSenders(weights, torch.device("cpu"), largest_bucket=1)
-            for _ in range(num_senders)
-        ]
-        self.on_fill: Callable[[int, int], None] = lambda rank, place: None
-
-    def run(self, *, new_communicator: bool, begun: bool = False) -> None:
-        order = publish_order(1, new_communicator=new_communicator, verify=False, begun=begun)
-        order[0].publish.bucket_deadline_s = self._weights.bucket_deadline_s
-
-        def on_rank(ranks: ThreadRanks) -> None:
-            def on_fill(place: int) -> None:
-                self.on_fill(ranks.rank, place)
-
-            filling = PlainFilling(self.tensors, ranks, on_fill)
-            stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
-            senders = self.senders[ranks.rank]
-            publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=self.client)
-            publisher.run(order[0].publish, None)
-            if ranks.is_main:
-                self.communicator_id = publisher.communicator_id
-
-        run_ranks(self.num_senders, on_rank)
-
-    def set_deadlines(self, weights: WeightsSection) -> None:
-        for senders in self.senders:
-            senders.for_transport("gloo")._weights = weights
-        self._weights = weights
-
-    def close(self) -> None:
-        for sender in self.senders:
-            sender.abort()
-        self.client.close()
-        for receivers in self._all_receivers:
-            receivers.join()
-
-    def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
-        if self.mode == "gives up":
-            return []
-        name = "another" if self.mode == "is replaced" else "server"
-        if self.mode not in ("is replaced", "is silent"):
-            taken = self.buckets[:1] if self.mode == "stops" else self.buckets
-            delay_s = 1.5 if self.mode == "comes late" else 0.0
-            self.receivers = Receivers(start.communicator, taken, delay_s=delay_s)
-            self._all_receivers.append(self.receivers)
-        return [weights_pb2.Receiver(server_id=name, first_rank=1, num_workers=1)]
-
-
-@pytest.fixture(params=[1, 2], ids=["one-sender", "two-senders"])
-def publish(request: pytest.FixtureRequest) -> Iterator[Publish]:
-    publish = Publish(request.param)
-    with publish.controller:
-        yield publish
-        publish.close()
-
-
-def test_publish_reports_the_digests_and_the_bytes(publish: Publish) -> None:
-    publish.run(new_communicator=True)
-    assert publish.receivers is not None
-    publish.receivers.join()
-    (start,), (result,) = publish.controller.starts, publish.controller.results
-    assert start.communicator.world_size == publish.num_senders + 1
-    assert start.communicator.num_senders == publish.num_senders
-    assert [t.sender for t in start.layout.tensors] == [s.sender for s in publish.tensors]
-    assert result.error == ""
-    assert list(result.bucket_digests) == digests_of(publish.buckets)
-    assert result.bytes_sent == sum(bucket.num_bytes for bucket in publish.buckets)
-    assert 0 < result.export_s < result.send_s
-    assert 0 < result.wire_s < result.send_s
-    assert result.wire_bytes == result.bytes_sent
-    received = publish.receivers.tensors(0)
-    assert {spec.name for spec in publish.tensors} == set(received)
-    assert all(torch.equal(received[spec.name], t) for spec, t in publish.tensors.items())
-
-
-def test_publish_that_has_begun_is_sent_without_asking_the_controller(publish: Publish) -> None:
-    twice = publish.buckets + publish.buckets
-    publish.buckets = twice
-    publish.run(new_communicator=True)
-    assert publish.communicator_id == "members-1"
-    publish.run(new_communicator=False, begun=True)
-    assert publish.receivers is not None
-    publish.receivers.join()
-    assert len(publish.receivers.received[0]) == len(twice)
-    assert len(publish.controller.starts) == 1
-    first, second = publish.controller.results
-    assert (second.error, list(second.bucket_digests)) == ("", list(first.bucket_digests))
-
-
-def test_publish_that_has_begun_fails_when_the_communicator_is_lost(publish: Publish) -> None:
-    publish.run(new_communicator=False, begun=True)
-    assert "no communicator" in publish.controller.results[0].error
-    assert publish.communicator_id == ""
-
-
-def test_publish_that_the_controller_gave_up_ends_there(publish: Publish) -> None:
-    publish.mode = "gives up"
-    publish.run(new_communicator=True)
-    assert len(publish.controller.starts) == 1
-    assert publish.controller.results == []
-
-
-def test_publish_reports_once_a_server_that_did_not_join(publish: Publish) -> None:
-    publish.mode = "is silent"
-    publish.set_deadlines(NO_MEETING)
-    publish.run(new_communicator=True)
-    assert len(publish.controller.results) == 1
-    assert "others joining" in publish.controller.results[0].error
-    publish.mode = "receives"
-    publish.set_deadlines(PATIENT)
-    publish.run(new_communicator=True)
-    assert publish.controller.results[1].error == ""
-
-
-def test_server_that_comes_too_late_does_not_stop_the_next_publish(publish: Publish) -> None:
-    publish.mode = "comes late"
-    publish.set_deadlines(NO_MEETING)
-    publish.run(new_communicator=True)
-    assert "others joining" in publish.controller.results[0].error
-    publish.mode = "receives"
-    publish.set_deadlines(PATIENT)
-    publish.run(new_communicator=True)
-    assert publish.controller.results[1].error == ""
-
-
-def test_receiver_that_dies_in_the_middle_is_reported_once_and_all_senders_abort(
-    publish: Publish,
-) -> None:
-    publish.mode = "stops"
-    publish.set_deadlines(NO_BUCKET)
-    filled: list[tuple[int, int]] = []
-    publish.on_fill = lambda rank, place: filled.append((rank, place))
-    publish.run(new_communicator=True)
-    (result,) = publish.controller.results
-    assert result.error.startswith("bucket ")
-    assert not result.bucket_digests
-    assert [s.for_transport("gloo").communicator_id for s in publish.senders] == [
-        None
-    ] * publish.num_senders
-    # Others may wait for the parts of a rank that cannot send any more.
-    assert len(filled) == publish.num_senders * len(publish.buckets)
-    publish.mode = "receives"
-    publish.set_deadlines(PATIENT)
-    publish.run(new_communicator=True)
-    assert publish.controller.results[1].error == ""
-    assert list(publish.controller.results[1].bucket_digests) == digests_of(publish.buckets)
-
-
-def test_publish_does_not_wait_for_a_server_that_was_dropped(publish: Publish) -> None:
-    publish.mode = "is replaced"
-    publish.run(new_communicator=True)
-    assert publish.controller.results[0].error == "server did not take part"
-
-
-def test_publish_through_a_lost_communicator_asks_for_a_new_one(publish: Publish) -> None:
-    publish.run(new_communicator=False)
-    assert publish.controller.starts == []
-    assert "members-1 is gone" in publish.controller.results[0].error
-
-
-@pytest.mark.parametrize("num_senders", [1, 2])
-def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(num_senders: int) -> None:
-    publish = Publish(num_senders, weights=WeightsSection(join_deadline_s=60.0))
-    publish.mode = "is silent"
-    publish.controller.still_there = list
-    with publish.controller:
-        publish.run(new_communicator=True)
-        (result,) = publish.controller.results
-        assert "before one of them was lost" in result.error
-        publish.close()
-
-
-class LateFailure(GlooSender):
-    """Sends everything, and notices at the end that it did not arrive."""
-
-    def finish(self) -> None:
-        super().finish()
-        raise WeightSyncError("the last bucket did not arrive")
-
-
-def test_problem_of_one_sender_is_known_to_all_and_reported_once() -> None:
-    publish = Publish(2)
-    publish.senders[1]._made["gloo"] = LateFailure(PATIENT)
-    with publish.controller:
-        publish.run(new_communicator=True)
-        (result,) = publish.controller.results
-        assert result.error == "the last bucket did not arrive"
-        assert not result.bucket_digests
-        assert [s.for_transport("gloo").communicator_id for s in publish.senders] == [None, None]
-        publish.close()

@@ -1,0 +1,1 @@
+"""Runs under faults: killed, stopped and cut off processes, and what their files say afterwards."""

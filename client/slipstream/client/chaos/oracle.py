@@ -1,0 +1,240 @@
+"""What a finished run's files say of it: its journal, its batches and its summary, and no more.
+
+The oracle shares no code with the controller that wrote the journal, so one error cannot hide in
+both.
+"""
+
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.run_folder import BATCHES, CONFIG, JOURNAL, SUMMARY, journal_logs
+from slipstream.core.settings.config import Config
+from slipstream.v1 import trainer_pb2
+
+Record = dict[str, Any]
+# Ways in which a leased group ends without being trained.
+_CLOSES = ("closed", "set_aside")
+
+
+@dataclass
+class Findings:
+    """The faults that a run's files show, and the largest lag of a trained token."""
+
+    # What ought to be in the run's history and is not; what is there twice.
+    lost: list[str] = field(default_factory=list)
+    duplicated: list[str] = field(default_factory=list)
+    # Tokens that were sampled by too old a version, and books that do not agree.
+    stale: list[str] = field(default_factory=list)
+    unequal: list[str] = field(default_factory=list)
+    # Damaged lines and batches; tokens of versions that were never made.
+    torn: list[str] = field(default_factory=list)
+    max_lag: int = 0
+
+    @property
+    def all(self) -> list[str]:
+        """All faults."""
+        return [*self.lost, *self.duplicated, *self.stale, *self.unequal, *self.torn]
+
+
+def examine(folder: Path) -> Findings:
+    """Returns what the files of the finished run in `folder` show."""
+    found = Findings()
+    oracle = _Oracle(folder, load_config(folder / CONFIG), found)
+    for record in _records(journal_logs(folder / JOURNAL), found):
+        oracle.take(record)
+    oracle.conclude()
+    return found
+
+
+def _records(paths: Sequence[Path], found: Findings) -> Iterator[Record]:
+    """Yields the records of all controllers; each writes a log, behind the lines it has read."""
+    logs = [_whole_lines(path, found) for path in paths]
+    number = 0
+    for place, (path, lines) in enumerate(zip(paths, logs, strict=True)):
+        # What an earlier controller wrote after a later one had begun is no part of the run.
+        end = min((later[0]["line"] for later in logs[place + 1 :] if later), default=math.inf)
+        for record in lines:
+            if record["line"] >= end:
+                break
+            number += 1
+            if record["line"] != number:
+                found.torn.append(f"{path}: line {record['line']} stands in place {number}")
+                number = record["line"]
+            yield record
+
+
+def _whole_lines(path: Path, found: Findings) -> list[Record]:
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        checksum, _, text = line.rstrip(b"\n").partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(text):
+            records.append(json.loads(text))
+        elif line.endswith(b"\n"):
+            found.torn.append(f"{path}: line {number} of the file is damaged")
+    return records
+
+
+class _Oracle:
+    """Takes the records of a journal one by one, and compares the whole in the end."""
+
+    def __init__(self, folder: Path, config: Config, found: Findings) -> None:
+        self._folder, self._config, self._found = folder, config, found
+        # Deadline of each leased group; the open ones, and how the others ended.
+        self._deadlines: dict[str, int] = {}
+        self._open: set[str] = set()
+        self._ends: dict[str, str] = {}
+        self._gave_up: dict[str, set[int]] = {}
+        self._batches: dict[int, Record] = {}
+        self._versions: set[tuple[int, int]] = {(0, 0)}
+
+    def take(self, record: Record) -> None:
+        """Takes the next record."""
+        kind, found = record["kind"], self._found
+        if kind == "lease":
+            self._lease(record)
+        elif kind in _CLOSES:
+            self._close(record["group"], kind)
+        elif kind == "gave_up":
+            self._gave_up.setdefault(record["group"], set()).update(record["members"])
+        elif kind == "end":
+            name = record["id"]
+            if name in self._ends:
+                found.duplicated.append(f"{name} ended twice, {self._ends[name]}")
+            self._ends[name] = f"as {record.get('end', 'superseded')}"
+        elif kind == "batch":
+            if record["step"] in self._batches:
+                found.duplicated.append(f"step {record['step']} has two batches")
+            self._batches[record["step"]] = record
+            for group in record["groups"]:
+                self._close(group, f"trained in step {record['step']}")
+        elif kind == "batch_set_aside":
+            del self._batches[record["step"]]
+            self._open.update(group for group, *_ in record["put_back"])
+            self._ends.update(dict.fromkeys(record["ids"], "as set aside"))
+        elif kind == "step":
+            if record["step"] not in self._batches:
+                found.lost.append(f"step {record['step']} was trained without a batch")
+            self._versions.add(tuple(record["version"]))
+
+    def _lease(self, record: Record) -> None:
+        group = record["group"]
+        if group not in self._deadlines:
+            if int(group[1:]) != len(self._deadlines):
+                self._found.lost.append(f"group {group} came after {len(self._deadlines)} groups")
+            self._deadlines[group] = record["deadline"]
+            self._open.add(group)
+            self._open.discard(record.get("replaces", ""))
+        elif group not in self._open:
+            self._found.duplicated.append(f"{group} was leased after its end")
+
+    def _close(self, group: str, how: str) -> None:
+        if group not in self._open:
+            self._found.duplicated.append(f"{group} is {how} and was not open")
+        self._open.discard(group)
+
+    def conclude(self) -> None:
+        """Reads the batches and the summary, and compares them with the records."""
+        found, num_steps = self._found, len(self._batches)
+        if sorted(self._batches) != list(range(num_steps)):
+            found.lost.append(f"the steps of batches are {sorted(self._batches)}")
+        made = {step for _, step in self._versions}
+        found.lost += [
+            f"version {n + 1} was not made" for n in range(num_steps) if n + 1 not in made
+        ]
+        # The last batch may leave groups open, and so may groups that another batch could take.
+        found.lost += [
+            f"{group} was to be trained by step {self._deadlines[group]}"
+            for group in sorted(self._open)
+            if self._deadlines[group] < num_steps - 1
+        ]
+        lags: Counter[int] = Counter()
+        seen: dict[str, int] = {}
+        members: set[tuple[str, int]] = set()
+        for step, record in sorted(self._batches.items()):
+            batch = self._read(step, record)
+            if batch is not None:
+                self._check_batch(step, record, batch, lags, seen, members)
+        found.max_lag = max(lags, default=0)
+        self._check_summary(lags)
+
+    def _read(self, step: int, record: Record) -> trainer_pb2.RecordedBatch | None:
+        attempt = record["batch_id"].partition("-")[2]
+        name = f"step-{step:06d}{f'-{attempt}' if attempt else ''}.pb"
+        path = self._folder / JOURNAL / BATCHES / name
+        try:
+            data = path.read_bytes()
+            if zlib.crc32(data) == record["crc32"]:
+                return trainer_pb2.RecordedBatch.FromString(data)
+        except FileNotFoundError:
+            self._found.lost.append(f"{path} is not there")
+            return None
+        except DecodeError:
+            pass
+        self._found.torn.append(f"{path} is not what the journal says")
+        return None
+
+    def _check_batch(
+        self,
+        step: int,
+        record: Record,
+        batch: trainer_pb2.RecordedBatch,
+        lags: Counter[int],
+        seen: dict[str, int],
+        members: set[tuple[str, int]],
+    ) -> None:
+        found, sizes, tokens = self._found, Counter[str](), 0
+        for each in batch.trajectories:
+            name = f"{each.group_id}.{each.member}.{each.attempt}.{each.server_epoch:x}"
+            place = (each.group_id, each.member)
+            if name in self._ends:
+                found.duplicated.append(f"{name} is in step {step} and ended {self._ends[name]}")
+            if name in seen or place in members:
+                found.duplicated.append(f"{name} is in step {step} and was trained before")
+            seen[name] = step
+            members.add(place)
+            sizes[each.group_id] += 1
+            sampled = sum(each.run_lengths[1::2])
+            tokens += sampled
+            if sampled != sum(span.length for span in each.version_spans):
+                found.unequal.append(f"{name}: tokens and versions differ in length")
+            for span in each.version_spans:
+                lags[step - span.version.step] += span.length
+                if not 0 <= step - span.version.step <= self._config.algorithm.max_staleness:
+                    found.stale.append(f"{name}: version {span.version.step} in step {step}")
+                if (span.version.incarnation, span.version.step) not in self._versions:
+                    found.torn.append(f"{name}: no step made its version")
+        if set(sizes) != set(record["groups"]) or batch.header.step != step:
+            found.unequal.append(f"the batch of step {step} has other groups than its record")
+        for group, size in sizes.items():
+            whole = self._config.algorithm.group_size - len(self._gave_up.get(group, ()))
+            if size != whole:
+                found.lost.append(f"{group} has {size} of {whole} members in step {step}")
+        if tokens != sum(count for *_, count in record["tokens"]):
+            found.unequal.append(f"the tokens of step {step} differ from its record")
+
+    def _check_summary(self, lags: Counter[int]) -> None:
+        try:
+            summary = json.loads((self._folder / SUMMARY).read_text())
+        except (OSError, ValueError):
+            self._found.lost.append("there is no summary")
+            return
+        ledger = dict(summary["ledger"])
+        generated, difference = ledger.pop("generated"), ledger.pop("difference")
+        told = {int(lag): count for lag, count in summary["tokens_by_lag"].items()}
+        for what, one, other in (
+            ("the ledger's difference", difference, 0),
+            ("the ledger's tokens", generated, sum(ledger.values())),
+            ("the trained tokens", summary["trained_tokens"], sum(lags.values())),
+            ("the tokens by lag", told, dict(lags)),
+            ("the steps", summary["steps"], len(self._batches)),
+        ):
+            if one != other:
+                self._found.unequal.append(f"{what}: {one} and {other}")

@@ -1,0 +1,289 @@
+"""`slipstream chaos`: a run whose processes are killed, stopped and cut off.
+
+It starts `slipstream run` as a user does, and again when that command itself ends, since the same
+command resumes a run. After the last fault it stops the run in order. Then it reads the run's files
+and prints one line of JSON.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.client.chaos import faults
+from slipstream.client.chaos.faults import Process, Proxy, process_table
+from slipstream.client.chaos.oracle import examine
+from slipstream.client.terminal import say
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.machine.process import become_reaper, below_this
+from slipstream.core.run_folder import JOURNAL, LOGS, journal_logs
+from slipstream.core.settings.config import Config, address_parts
+
+CLI = (sys.executable, "-m", "slipstream.client.cli")
+# Moments of a fault: any one, or behind a record of the journal.
+POINTS = ("any", "any", "any", "start", "lease", "end", "batch", "step", "checkpoint")
+# How often a process is stopped, not killed, and the rollout server behind the proxy cut off.
+STOPPED, CUT = 0.2, 0.15
+# How often the next fault does not wait until the run has got over the one before.
+AT_ONCE = 0.2
+MAX_STOP_S = 12.0
+# Seconds without a step after which the run hangs.
+HANGS_S = 600.0
+# Seconds for which a record that is a fault's moment is awaited, and before a command comes again.
+POINT_S, AGAIN_S = 20.0, 1.0
+_LOOK_S = 0.01
+
+
+@dataclass
+class Tally:
+    """What was done to a run, and what became of it meanwhile."""
+
+    fired: Counter[str] = field(default_factory=Counter)
+    commands: int = 0
+    # Seconds from a fault to the next step, by role; times of all steps.
+    recovery_s: dict[str, list[float]] = field(default_factory=dict)
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def effective_time(self) -> float:
+        """Share of the time between first and last step that steps of the usual length take."""
+        pauses = [after - before for before, after in itertools.pairwise(self.steps_s)]
+        return round(statistics.median(pauses) * len(pauses) / sum(pauses), 3) if pauses else 0.0
+
+
+async def run_chaos(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    kills: int,
+    seed: int,
+    every_s: float,
+    roles: str,
+    partitions: bool,
+    command: Sequence[str] = CLI,
+) -> int:
+    """Runs the settings in `path` under `kills` faults; returns 0 if all fired and nothing is lost.
+
+    `command` has the commands `run`, `rollout-server` and `replay`.
+    """
+    chosen = roles.split(",") if roles else list(faults.ROLES)
+    if kills < 0 or every_s < 0 or not set(chosen) <= set(faults.ROLES):
+        raise ConfigError(
+            f"--kills {kills}, --every-s {every_s:g} and --roles {roles}: no number below 0, and "
+            f"roles of {','.join(faults.ROLES)}"
+        )
+    config = load_config(path, overrides)
+    if journal_logs(config.run_dir / JOURNAL):
+        raise ConfigError(f"{config.run_dir} holds a run already; choose another run.name")
+    # What a killed command leaves falls to this process.
+    become_reaper()
+    began_s = time.monotonic()
+    chaos = Chaos(config, command, [str(path), *overrides], random.Random(seed))
+    code = await chaos.run(kills, every_s, chosen, partitions=partitions)
+    found = await asyncio.to_thread(examine, config.run_dir)
+    replay = await chaos.start("replay", str(config.run_dir))
+    is_equal = await replay.wait() == 0
+    tally = chaos.tally
+    recovery = {
+        role: {"median": round(statistics.median(all_s), 1), "max": round(max(all_s), 1)}
+        for role, all_s in sorted(tally.recovery_s.items())
+    }
+    answer = {
+        "kills": kills,
+        "fired": tally.fired.total(),
+        "lost": len(found.lost),
+        "duplicated": len(found.duplicated),
+        "stale": len(found.stale),
+        "max_lag": found.max_lag,
+        "torn": len(found.torn),
+        "unequal": len(found.unequal),
+        "replay_equal": is_equal,
+        "exit_code": code,
+        "commands": tally.commands,
+        "seed": seed,
+        "wall_s": round(time.monotonic() - began_s, 1),
+        "steps": len(tally.steps_s),
+        "effective_time": tally.effective_time,
+        "recovery_s": recovery,
+        "by_fault": dict(sorted(tally.fired.items())),
+        "found": found.all[:10],
+    }
+    say(json.dumps(answer))
+    return int(code != 0 or bool(found.all) or not is_equal or tally.fired.total() < kills)
+
+
+class Chaos:
+    """A run's command, started until the run is over, and the faults of its processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        command: Sequence[str],
+        settings: Sequence[str],
+        rng: random.Random,
+    ) -> None:
+        self._config, self._command, self._settings = config, command, settings
+        self._random = rng
+        self._log = config.run_dir / LOGS / "chaos.log"
+        self._logs = JournalTail(config.run_dir / JOURNAL)
+        # The command's process, and whether it was told to stop.
+        self._root, self._is_over = 0, False
+        self.tally = Tally()
+
+    async def run(
+        self, kills: int, every_s: float, roles: Sequence[str], *, partitions: bool
+    ) -> int:
+        """Does the faults while the run goes on; returns the exit code of its last command."""
+        address = address_parts(self._config.controller.address)
+        async with contextlib.AsyncExitStack() as stack:
+            proxy = await stack.enter_async_context(Proxy(address)) if partitions else None
+            running = asyncio.ensure_future(self._keep_run())
+            harming = asyncio.ensure_future(self._harm(kills, every_s, roles, proxy))
+            tasks: list[asyncio.Task[Any]] = [running, harming]
+            if proxy is not None:
+                tasks.append(asyncio.ensure_future(self._keep_server(proxy)))
+            try:
+                await asyncio.wait((running, harming), return_when="FIRST_COMPLETED")
+                if harming.done():
+                    await harming
+                code = await running
+                return 0 if code == 128 + signal.SIGINT else code
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        """Starts a command, which ends with this one; its output goes to the log of the chaos."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(*below_this(), *self._command, *arguments),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    async def _keep_run(self) -> int:
+        while True:
+            process = await self.start("run", *self._settings)
+            self._root = process.pid
+            self.tally.commands += 1
+            try:
+                code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+            if code in (0, 2) or self._is_over:
+                return code
+            await asyncio.sleep(AGAIN_S)
+
+    async def _keep_server(self, proxy: Proxy) -> None:
+        """Keeps one more rollout server, which knows the controller by the proxy only."""
+        while True:
+            name = ("--server-id", "cut-off", "--controller", proxy.address)
+            process = await self.start("rollout-server", *self._settings, *name)
+            try:
+                await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+            await asyncio.sleep(AGAIN_S)
+
+    async def _harm(
+        self, kills: int, every_s: float, roles: Sequence[str], proxy: Proxy | None
+    ) -> None:
+        """Does the faults one by one, most of them when the run has got over the one before."""
+        role, at_s = "", 0.0
+        while True:
+            is_last = self.tally.fired.total() == kills
+            if is_last or not self.tally.steps_s or self._random.random() >= AT_ONCE:
+                await self._until("step", HANGS_S, must=True)
+                if role:
+                    took_s = time.monotonic() - at_s
+                    self.tally.recovery_s.setdefault(role, []).append(took_s)
+                role = ""
+            if is_last:
+                break
+            await asyncio.sleep(self._random.uniform(0.0, 2 * every_s))
+            point = self._random.choice(POINTS)
+            if point != "any":
+                await self._until(point, POINT_S)
+            at_s = time.monotonic()
+            fault = await self._fault(roles, proxy)
+            if fault:
+                role = fault.partition(" ")[2]
+                self.tally.fired[fault] += 1
+                with self._log.open("a") as log:
+                    log.write(f"{time.time():.3f} {fault}, at: {point}\n")
+        self._is_over = True
+        os.kill(self._root, signal.SIGINT)
+
+    async def _fault(self, roles: Sequence[str], proxy: Proxy | None) -> str:
+        """Does one fault and returns its name, or "" if its effect was not seen."""
+        rng = self._random
+        if proxy is not None and rng.random() < CUT:
+            how = rng.choice(("cut", "half_open", "delay"))
+            for_s = rng.uniform(0.5, 1.5 * self._config.controller.heartbeat_timeout_s)
+            return f"{how} server" if await getattr(proxy, how)(for_s) else ""
+        by_role: dict[str, list[Process]] = {}
+        for process in process_table(self._root):
+            by_role.setdefault(process.role, []).append(process)
+        present = [role for role in roles if role in by_role]
+        if not present:
+            return ""
+        role = rng.choice(present)
+        victim = rng.choice(by_role[role])
+        if rng.random() < STOPPED and role != "command":
+            for_s = rng.uniform(0.5, MAX_STOP_S)
+            return f"stop {role}" if await faults.stop(victim, for_s) else ""
+        return f"kill {role}" if await faults.kill(victim) else ""
+
+    async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
+        """Waits for a new record of this kind; RunFailed if it `must` come and does not."""
+        until_s = time.monotonic() + limit_s
+        self._note(self._logs.new_records())
+        while time.monotonic() < until_s:
+            kinds = self._logs.new_records()
+            self._note(kinds)
+            if kind in kinds:
+                return
+            await asyncio.sleep(_LOOK_S)
+        if must:
+            raise RunFailed(f"no step within {limit_s:g} s; the log is {self._log}")
+
+    def _note(self, kinds: Sequence[str]) -> None:
+        self.tally.steps_s += [time.monotonic()] * kinds.count("step")
+
+
+class JournalTail:
+    """Tells which records a journal has got since the last look."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+
+    def new_records(self) -> list[str]:
+        """The kinds of the records that are new."""
+        kinds = []
+        for path in journal_logs(self._folder)[-2:]:
+            with path.open("rb") as log:
+                log.seek(self._read.get(path, 0))
+                data = log.read()
+            whole = data.rpartition(b"\n")[0]
+            if whole:
+                self._read[path] = self._read.get(path, 0) + len(whole) + 1
+                kinds += [json.loads(line[9:])["kind"] for line in whole.split(b"\n")]
+        return kinds

@@ -1,0 +1,178 @@
+"""`slipstream run` with stand-ins for an engine and a step, and all else as a user has it.
+
+`python -m support.fakes.quick_run run CONFIG.toml` starts the command; its ranks and servers are
+this module too, with the words `rank` and `server`. `replay RUN` computes the recorded steps again.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import importlib.util
+import json
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+from slipstream.client import cli
+from slipstream.client.launch import roles, run_processes, trainer_ranks
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.types import PolicyVersion
+from slipstream.protocol.codec import trajectory_from_pb, version_from_pb, version_to_pb
+from slipstream.v1 import trainer_pb2
+
+from support.fakes.fake_engine import FakeEngine
+from support.fakes.fake_server import LAYOUT
+from support.fakes.fake_trainer import PROBE, START, trained
+
+MODULES = {"rank": "support.fakes.quick_rank", "server": "support.fakes.quick_server"}
+STATE = "state.json"
+STEP_S, TOKEN_S = 0.05, 0.002
+CHECKPOINT_STEPS = 5
+
+
+def digests_of(version: PolicyVersion) -> list[bytes]:
+    """What a trainer sends and an engine loads: other bytes for each version."""
+    return [hashlib.blake2b(str(version).encode(), digest_size=16).digest()]
+
+
+class QuickEngine(FakeEngine):
+    """Samples a token in some milliseconds; each token says which version it is of."""
+
+    max_model_len = 4096
+
+    @classmethod
+    async def start(cls, config, *, seed: int) -> "QuickEngine":
+        del config, seed
+        engine = cls()
+        engine.probe = np.full(3, -2.0, np.float32)
+        return engine
+
+    async def prepare_weights(self, order, layout, first_rank: int) -> None:
+        self.digests = tuple(digests_of(version_from_pb(order.version)))
+        await super().prepare_weights(order, layout, first_rank)
+
+    async def generate(self, *args, **kwargs):
+        await asyncio.sleep(TOKEN_S)
+        return await super().generate(*args, **kwargs)
+
+
+def serve() -> None:
+    """The rollout server's own program, with another engine."""
+    engine = types.ModuleType("slipstream.rollout_server.vllm.engine")
+    engine.VllmEngine = QuickEngine
+    sys.modules[engine.__name__] = engine
+    # Tokenizers need no torch, whose import takes three seconds.
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
+    from slipstream.rollout_server import process
+    from slipstream.rollout_server.__main__ import main
+
+    process.leave(main())
+
+
+def train() -> None:
+    """A rank with the trainer's own calls to the controller."""
+    from slipstream.learner.trainer.controller_client import ControllerClient
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    config = load_config(parser.parse_args().config)
+    client, path = ControllerClient(config), config.run_dir / STATE
+    version, digest = START
+    if path.exists():
+        kept = json.loads(path.read_text())
+        version, digest = PolicyVersion(*kept["version"]), bytes.fromhex(kept["digest"])
+    hello = trainer_pb2.TrainerHello(
+        world_size=1,
+        layout_description="on 1 rank",
+        version=version_to_pb(version),
+        weight_digest=digest,
+    )
+    version, communicator = version_from_pb(client.register(hello).version), ""
+    while True:
+        first, *rest = client.next(
+            version, communicator_id=communicator, bucket_digests=digests_of(version)
+        )
+        match first.WhichOneof("directive"):
+            case "batch":
+                batch = [trajectory_from_pb(t) for d in rest for t in d.chunk.trajectories]
+                check_tokens(batch)
+                time.sleep(STEP_S)
+                step, digest = first.batch.step, trained(digest, batch)
+                report = trainer_pb2.StepReport(
+                    step=step,
+                    batch_id=first.batch.batch_id,
+                    version=version_to_pb(PolicyVersion(version.incarnation, step + 1)),
+                    weight_digest=digest,
+                    metrics={"trained_tokens": sum(t.num_sampled_tokens for t in batch)},
+                    wall_s=STEP_S,
+                )
+                version = client.report_step(report)
+                if version.step % CHECKPOINT_STEPS == 0:
+                    partial = path.with_suffix(".partial")
+                    partial.write_text(json.dumps({"version": version, "digest": digest.hex()}))
+                    partial.rename(path)
+            case "publish":
+                communicator = publish(client, first.publish, communicator)
+            case "stop":
+                client.finish(trainer_pb2.TrainerGoodbye(weight_digest=digest, export_path="none"))
+                client.close()
+                return
+
+
+def publish(client, order, communicator: str) -> str:
+    if not order.begun:
+        start = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
+        )
+        if not client.start_publish(start, join_deadline_s=5.0).receivers:
+            return communicator
+    receipt = client.finish_publish(
+        trainer_pb2.PublishResult(
+            publish_id=order.publish_id,
+            bucket_digests=digests_of(version_from_pb(order.version)),
+            probe=PROBE if order.verify else None,
+        )
+    )
+    return "" if receipt.discard_communicator else order.communicator.communicator_id
+
+
+def check_tokens(batch) -> None:
+    """Every sampled token is of the version that its span names."""
+    for trajectory in batch:
+        steps = [s.version.step for s in trajectory.version_spans for _ in range(s.length)]
+        sampled = trajectory.token_ids[-len(steps) :].tolist()
+        # The last one may be the end of the text.
+        told = [token - 4 for token in sampled[:-1]]
+        assert told == [step % 20 for step in steps[: len(told)]], trajectory.trajectory_id
+
+
+def replay(folder: Path) -> int:
+    """Returns 0 if the recorded batches give the recorded digests."""
+    from slipstream.learner.controller.records.history import read_history
+    from slipstream.learner.controller.records.journal import read_batch, read_records
+
+    history, (_, digest) = read_history(read_records(folder / "journal")), START
+    for step, record in sorted(history.batches.items()):
+        message = read_batch(folder / "journal", step, record.crc32, record.attempt)
+        digest = trained(digest, [trajectory_from_pb(t) for t in message.trajectories])
+        made = history.steps.get(step)
+        if made is not None and made.digest != digest.hex():
+            print(f"step {step} made {made.digest}, not {digest.hex()}")
+            return 1
+    return 0
+
+
+def main() -> int:
+    if sys.argv[1] == "replay":
+        return replay(Path(sys.argv[2]))
+    trainer_ranks.TRAINER = roles.TRAINER.model_copy(update={"module": MODULES["rank"]})
+    server = roles.SERVER.model_copy(update={"module": MODULES["server"]})
+    roles.SERVER = run_processes.SERVER = server
+    return cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
