@@ -32,14 +32,9 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
-<<<<<<< HEAD
-from slipstream.core.run_folder import BATCHES, JOURNAL_LOG
+from slipstream.core.run_folder import BATCHES, JOURNAL_LOG, journal_logs, log_number
 from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
-=======
-from slipstream.core.run_folder import BATCHES, JOURNAL_LOG, journal_logs, log_number
-from slipstream.learner.controller.records.history import REMEDY, attempt_of
->>>>>>> main
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trainer_pb2, trajectory_pb2
