@@ -22,7 +22,6 @@ from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs import run_processes
 from support.rigs.controller_runs import make_config, play
-from support.rigs.run_processes import tiny_model  # noqa: F401
 
 STEPS = 6
 Records = list[dict]
@@ -208,7 +207,7 @@ async def test_a_run_under_faults_loses_and_doubles_nothing(
     tmp_path: Path,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
-    queue: str,  # noqa: F811
+    queue: str,
 ) -> None:
     quick = {"support.fakes.quick_rank": "rank", "support.fakes.quick_server": "server"}
     monkeypatch.setattr(faults, "_PARTS", faults._PARTS | quick)

@@ -173,7 +173,7 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
             for server in message.servers
         ),
         environments=tuple(map(environment_from_pb, message.environments)),
-        ledger=_from_pb(Ledger, message.ledger),
+        ledger=_from_pb(Ledger, message.ledger, gaps=tuple(message.ledger.gaps)),
     )
 
 

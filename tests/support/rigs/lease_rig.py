@@ -57,10 +57,11 @@ def ledger_of(epochs: ServerEpochs, *held: int) -> TokenLedger:
         def settled(self) -> Amount:
             return ledger._settled
 
-    trajectories = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
-    groups: Any = {"g": SimpleNamespace(finished=dict(enumerate(trajectories)))}
+    there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()
-    ledger = TokenLedger(epochs, groups, journal, AccountedReceiver(MemoryQueue(1).receiver()))
+    ledger = TokenLedger(
+        epochs, lambda: there, journal, AccountedReceiver(MemoryQueue(1).receiver())
+    )
     return ledger
 
 

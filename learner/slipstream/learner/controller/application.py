@@ -180,7 +180,7 @@ class Controller:
                 await open_receiver(stack, server, journal, history, self._run)
             )
             async with RunTasks(self._progress.fail) as tasks:
-                self._ledger = TokenLedger(self._fleet.epochs, self._book.groups, journal, receiver)
+                self._ledger = TokenLedger(self._fleet.epochs, self._book.held, journal, receiver)
                 books = Books(
                     self._book, self._environments, self._fleet, journal, self._ledger, receiver
                 )

@@ -7,12 +7,11 @@ both are of the same trajectories: then any difference is a trajectory that is l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 
 import grpc.aio
-from slipstream.core.types import GroupId, Trajectory, TrajectoryId
-from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
+from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.seen_ids import SeenIds
@@ -47,12 +46,12 @@ class TokenLedger:
     def __init__(
         self,
         epochs: ServerEpochs,
-        groups: Mapping[GroupId, Group],
+        held: Callable[[], list[Trajectory]],
         journal: Journal,
         queue: AccountedReceiver,
     ) -> None:
-        """`epochs` counts for the servers; the others have what came and has not ended."""
-        self._epochs, self._groups = epochs, groups
+        """`epochs` counts for the servers; `held` returns what came and is in no batch yet."""
+        self._epochs, self._held = epochs, held
         self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
         self._seen = SeenIds()
@@ -103,15 +102,11 @@ class TokenLedger:
 
     def settle(self, trajectories: Sequence[Trajectory]) -> None:
         """Notes the trajectories of a batch, which go to the journal."""
-        self._settled = Amount(
-            self._settled.trajectories + len(trajectories),
-            self._settled.tokens + sampled_tokens(trajectories),
-        )
+        self._settled = self._settled.less(_amount(trajectories, sign=-1))
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
         """Notes those of a batch that was set aside that wait for another batch."""
-        amount = Amount(len(trajectories), sampled_tokens(trajectories))
-        self._settled = self._settled.less(amount)
+        self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:
         """Ends a server epoch: tokens that it generated and did not deliver are lost."""
@@ -137,8 +132,7 @@ class TokenLedger:
                 in_flight += count.in_flight
                 travelling += count.ended - count.received
                 travelling -= count.unsent.tokens + count.missing.tokens
-        held = [t for group in self._groups.values() for t in group.finished.values()]
-        held_tokens, journaled = sampled_tokens(held), self._journal.settled
+        held, journaled = _amount(self._held()), self._journal.settled
         if self.is_writing:
             journaled = self._settled
         gaps = [
@@ -147,7 +141,7 @@ class TokenLedger:
         ]
         came = Amount(self._num_received, received)
         gaps += [
-            ("intake to batch", came.less(Amount(len(held), held_tokens), self._settled)),
+            ("intake to batch", came.less(held, self._settled)),
             ("batch to journal", self._settled.less(journaled)),
             ("journal to restart", self._unread),
         ]
@@ -165,12 +159,17 @@ class TokenLedger:
             evaluated=self._ends[TrajectoryEnd.EVALUATED],
             set_aside=self._ends[TrajectoryEnd.SET_ASIDE],
             judged=judged,
-            queued=max(travelling + held_tokens + journaled.tokens - ended, 0),
+            queued=max(travelling + held.tokens + journaled.tokens - ended, 0),
             in_flight=in_flight,
             lost=lost - self._unread.tokens,
             difference=difference,
             gaps=[_line(place, gap) for place, gap in gaps if any(gap)],
         )
+
+
+def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Amount:
+    tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+    return Amount(sign * len(trajectories), sign * tokens)
 
 
 def _line(place: str, gap: Amount) -> str:
