@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.run_folder import FETCHED
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.types import ServerId
+from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
@@ -49,6 +50,8 @@ from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
+# The bound of the message; whatever comes after these may be sampled again.
+MAX_UNDELIVERED = 16384
 _WELCOME_LIMIT_S = 20.0
 # Status codes with which a controller refuses a server: another attempt would not help.
 _REFUSALS = {
@@ -167,11 +170,17 @@ class RolloutServer:
             finally:
                 following.call.cancel()
             waiting = [each for each in (*waiting, session) if not each.is_idle]
-            following = await self._join(channel, stop) if end is End.LOST else None
+            held = services.sender.undelivered
+            following = await self._join(channel, stop, held) if end is End.LOST else None
         for session in waiting:
             session.abandon()
 
-    async def _join(self, channel: grpc.aio.Channel, stop: asyncio.Event) -> _Joined | None:
+    async def _join(
+        self,
+        channel: grpc.aio.Channel,
+        stop: asyncio.Event,
+        undelivered: Sequence[TrajectoryId] = (),
+    ) -> _Joined | None:
         """Returns a stream that was welcomed, in a new epoch; None when `stop` is set meanwhile."""
         deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
         cause = told = ""
@@ -183,6 +192,7 @@ class RolloutServer:
             greeting = hello(
                 self._server_id, epoch, self._config, self._engine, process=self._process
             )
+            greeting.undelivered.extend(undelivered[:MAX_UNDELIVERED])
             self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
                 self._outbox.messages(), metadata=call_metadata(self._credentials)

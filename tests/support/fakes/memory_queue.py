@@ -7,7 +7,7 @@ Waits for: free bytes. Unblocked by: `acknowledge`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
@@ -77,6 +77,11 @@ class MemorySender(AsyncClosing):
     def queued_bytes(self) -> int:
         """Bytes in the queue, of all senders."""
         return self._queue.queued_bytes
+
+    @property
+    def undelivered(self) -> Sequence[TrajectoryId]:
+        """See `TrajectorySender.undelivered`."""
+        return ()
 
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0

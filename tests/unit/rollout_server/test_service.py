@@ -796,6 +796,26 @@ async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> N
     assert {t.status for t in trajectories} == {Status.COMPLETED}
 
 
+async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_delivered(
+    start_server, config
+) -> None:
+    room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 3})
+    small = config.model_copy(update={"queue": room})
+    waits = SessionWaits(cancel_s=0.1, flush_s=0.1, goodbye_s=0.1)
+    async with start_server(config=small, waits=waits) as server:
+        server.fleet.acknowledging = False
+        connection = await server.join()
+        assert not connection.hello.undelivered
+        for number in range(8):
+            connection.lease(f"g{number}")
+        await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 8)
+        connection.hang_up()
+        again = await server.fleet.joined()
+    # Those for which there is no room are among them.
+    held = {name.rsplit(".", 2)[0] for name in again.hello.undelivered}
+    assert held == {f"g{number}.{member}" for number in range(8) for member in range(4)}
+
+
 async def test_the_death_of_the_engine_ends_the_server_with_its_cause(server) -> None:
     await server.join()
     server.engine.died.set()

@@ -138,8 +138,8 @@ class Chaos:
         self._random = rng
         self._log = config.run_dir / LOGS / "chaos.log"
         self._logs = JournalTail(config.run_dir / JOURNAL)
-        # The command's process, and whether it was told to stop.
-        self._root, self._is_over = 0, False
+        # The command's process, whether it had a fault, and whether it was told to stop.
+        self._root, self._is_harmed, self._is_over = 0, False, False
         self.tally = Tally()
 
     async def run(
@@ -179,14 +179,16 @@ class Chaos:
     async def _keep_run(self) -> int:
         while True:
             process = await self.start("run", *self._settings)
-            self._root = process.pid
+            self._root, self._is_harmed = process.pid, False
             self.tally.commands += 1
             try:
                 code = await process.wait()
             finally:
                 if process.returncode is None:
                     process.kill()
-            if code in (0, 2) or self._is_over:
+            # A fault among the checks before the start looks like a setting that cannot work.
+            is_refused = code == 2 and not self._is_harmed
+            if code == 0 or is_refused or self._is_over:
                 return code
             await asyncio.sleep(AGAIN_S)
 
@@ -222,6 +224,7 @@ class Chaos:
             if point != "any":
                 await self._until(point, POINT_S)
             at_s = time.monotonic()
+            self._is_harmed = True
             fault = await self._fault(roles, proxy)
             if fault:
                 role = fault.partition(" ")[2]

@@ -334,6 +334,7 @@ class Controller:
         self._health = ServiceHealth(server, modules)
 
     def _server_joined(self, session: ServerSession) -> None:
+        self._book.awaited.joined(session.name, session.hello.undelivered)
         self._environment_servicer.server_joined(session)
         self._turns.joined(session)
 

@@ -36,6 +36,8 @@ LATE_S = 2 * WATCH_S
 LOOK_S = 2.0
 # Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0
+# Seconds in which a server joins again that has lost its controller, beside its heartbeat's limit.
+REJOIN_S = 10.0
 
 
 class RunWatch:
@@ -69,6 +71,8 @@ class RunWatch:
             clock.look(time.monotonic(), math.inf)
 
     def _look_at_leases(self) -> None:
+        patience_s = self._config.controller.heartbeat_timeout_s + REJOIN_S
+        self._book.awaited.look(self._run.clock.now_s(), patience_s)
         overdue = self._leases.overdue(list(self._book.groups.values()), self._fleet.served_s())
         limit_s = self._config.controller.lease_timeout_s
         for group in overdue.groups:

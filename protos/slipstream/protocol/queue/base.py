@@ -5,7 +5,7 @@ controller, each at least once. A sender waits while the queue holds too many un
 An acknowledgement, which the controller sends after it has written its journal, unblocks it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -86,6 +86,10 @@ class TrajectorySender(Protocol):
 
     # The trajectories of each `put` that returned.
     taken: EpochAmounts
+
+    @property
+    def undelivered(self) -> Sequence[TrajectoryId]:
+        """Trajectories that this process holds and the receiver may not have; the oldest first."""
 
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
@@ -62,6 +62,8 @@ class GrpcSender:
         self._budget = ByteBudget(max_bytes)
         self._unacknowledged: dict[TrajectoryId, pb.DeliverRequest] = {}
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
+        # Those whose `put` waits for room.
+        self._without_room: set[TrajectoryId] = set()
         self._to_send: deque[TrajectoryId] = deque()
         self._put = asyncio.Event()
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -83,6 +85,11 @@ class GrpcSender:
         """Bytes that were put into this sender and are not acknowledged."""
         return self._budget.used_bytes
 
+    @property
+    def undelivered(self) -> Sequence[TrajectoryId]:
+        """See `TrajectorySender.undelivered`."""
+        return [*self._unacknowledged, *self._without_room]
+
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
@@ -90,7 +97,11 @@ class GrpcSender:
         if self._running is None or self._closed:
             raise QueueError("the sender is closed")
         if trajectory_id not in self._unacknowledged:
-            await self._budget.acquire(len(data), timeout_s=timeout_s)
+            self._without_room.add(trajectory_id)
+            try:
+                await self._budget.acquire(len(data), timeout_s=timeout_s)
+            finally:
+                self._without_room.discard(trajectory_id)
             if trajectory_id in self._unacknowledged:
                 # Another call put the same id while both waited.
                 self._budget.release(len(data))
@@ -101,10 +112,7 @@ class GrpcSender:
     def _store(self, trajectory_id: TrajectoryId, data: bytes, tokens: int) -> None:
         sent = self._sent.add(trajectory_id, tokens).to_pb()
         self._unacknowledged[trajectory_id] = pb.DeliverRequest(
-            trajectory=data,
-            trajectory_id=trajectory_id,
-            tokens=tokens,
-            sent=sent,
+            trajectory=data, trajectory_id=trajectory_id, tokens=tokens, sent=sent
         )
         self._to_send.append(trajectory_id)
         self._put.set()

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,6 +110,11 @@ class RedisSender:
     def queued_bytes(self) -> int:
         """Bytes of all senders that wait in Redis; at most half a second old."""
         return self._connection.counters.used_bytes
+
+    @property
+    def undelivered(self) -> Sequence[TrajectoryId]:
+        """See `TrajectorySender.undelivered`."""
+        return [place.trajectory_id for place in self._waiting]
 
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0

@@ -36,6 +36,8 @@ class Group:
     allowed: dict[int, range] = field(default_factory=dict)
     # Number of times that the group was leased to a server.
     num_leases: int = 1
+    # The server of an earlier controller that may still deliver members; empty if there is none.
+    awaits: str = ""
     # Members that are missing and that the holder will not run again.
     ended: set[int] = field(default_factory=set)
     # Whether the holder has closed the lease; trajectories of it may still arrive.
@@ -163,6 +165,7 @@ def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
         failed=record.failed.intersection(range(size)),
         attempts=dict(record.attempts),
         allowed=dict.fromkeys(record.epochs, allowed),
+        awaits=record.server,
     )
 
 

@@ -66,6 +66,56 @@ class ClosingLeases:
         self.leases = {g: lease for g, lease in self.leases.items() if lease.holder != holder}
 
 
+class Awaited:
+    """Episodes that an earlier controller leased and that may still come, from live servers.
+
+    A server is awaited until it has joined again; then the trajectories that it holds are, until
+    they have come. Nobody else gets their groups meanwhile: they would be sampled twice.
+    """
+
+    def __init__(self) -> None:
+        self._servers: set[str] = set()
+        self._held: set[str] = set()
+        # Number of trajectories in `_held` by group.
+        self._groups: Counter[str] = Counter()
+        self._arrived: set[str] = set()
+        self._since_s: float | None = None
+
+    def expect(self, servers: Iterable[str]) -> None:
+        """Awaits `servers`."""
+        self._servers.update(servers)
+
+    def has(self, group: Group) -> bool:
+        """Whether members of a group may still come."""
+        return group.awaits in self._servers or group.group_id in self._groups
+
+    def joined(self, server: str, undelivered: Iterable[str]) -> None:
+        """Notes that a server has joined again, and which trajectories it holds."""
+        if server in self._servers:
+            self._servers.discard(server)
+            held = set(undelivered) - self._arrived - self._held
+            self._held |= held
+            self._groups.update(name.partition(".")[0] for name in held)
+
+    def arrived(self, trajectory_id: str) -> None:
+        """Notes a delivery."""
+        if trajectory_id in self._held:
+            self._held.discard(trajectory_id)
+            group_id = trajectory_id.partition(".")[0]
+            self._groups[group_id] -= 1
+            if not self._groups[group_id]:
+                del self._groups[group_id]
+        elif self._servers:
+            self._arrived.add(trajectory_id)
+
+    def look(self, now_s: float, limit_s: float) -> None:
+        """Awaits nothing any more when `limit_s` has passed since the first look."""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s > self._since_s + limit_s:
+            for each in (self._servers, self._held, self._groups, self._arrived):
+                each.clear()
+
+
 class LeaseBook:
     """All groups that are leased and not trained yet, in the order of their leases.
 
@@ -94,6 +144,7 @@ class LeaseBook:
         # Number of the groups to train on by their deadlines.
         self._deadlines: Counter[int] = Counter()
         self.closing = ClosingLeases()
+        self.awaited = Awaited()
         self._ids = GroupIds()
 
     def restore(self, history: RunHistory) -> None:
@@ -102,6 +153,7 @@ class LeaseBook:
         self._ids = GroupIds(history.next_group, history.starts)
         for open_group in history.open_groups.values():
             self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
+        self.awaited.expect(filter(None, (g.server for g in history.open_groups.values())))
 
     def training_groups(self) -> list[Group]:
         """The groups that count for the staleness invariant."""
@@ -117,7 +169,11 @@ class LeaseBook:
 
     def orphans(self) -> list[Group]:
         """Groups to train on that lost their server before all members were back."""
-        return [g for g in self.training_groups() if g.holder is None and not g.is_complete]
+        return [
+            group
+            for group in self.training_groups()
+            if group.holder is None and not group.is_complete and not self.awaited.has(group)
+        ]
 
     def episodes_by_holder(self) -> Counter[ServerKey]:
         """Number of members that each server still runs or will run, closing leases included."""

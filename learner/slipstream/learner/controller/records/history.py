@@ -145,8 +145,9 @@ class OpenGroup:
     attempts: dict[int, int] = field(default_factory=dict)
     # Members that had their last attempt.
     failed: set[int] = field(default_factory=set)
-    # Epochs of the servers that the group was leased to.
+    # Epochs of the servers that the group was leased to, and the last server.
     epochs: set[int] = field(default_factory=set)
+    server: str = ""
     num_leases: int = 1
 
 
@@ -309,6 +310,7 @@ class RunHistory:
             # New groups get rising numbers: this lease gives an old group to another server.
             if (group := self.open_groups.get(group_id)) is not None:
                 group.epochs.add(record["epoch"])
+                group.server = record["server"]
                 group.num_leases += 1
             return
         # The task was leased before, as a group that was abandoned.
@@ -319,7 +321,13 @@ class RunHistory:
         history.next_number = max(history.next_number, record["number"] + 1)
         task, deadline = record["task"], record["deadline"]
         self.open_groups[group_id] = OpenGroup(
-            group_id, name, task, record["seed"], deadline, epochs={record["epoch"]}
+            group_id,
+            name,
+            task,
+            record["seed"],
+            deadline,
+            epochs={record["epoch"]},
+            server=record["server"],
         )
 
     def _end(self, record: Mapping[str, Any]) -> None:

@@ -88,6 +88,7 @@ class Intake:
         A delivery on which the controller itself fails is quarantined with that error.
         """
         trajectory = None
+        self._book.awaited.arrived(delivery.trajectory_id)
         try:
             trajectory = self.inspector.take(delivery, decoded)
             if trajectory is not None:

@@ -118,6 +118,48 @@ async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_d
     assert "leased afresh" in list(rig.run.events.kept())[-1].text
 
 
+async def restarted(rig: Rig, folder: Path) -> tuple[Rig, list[str]]:
+    """Leases two groups to server "a"; then another controller, and the ids of these groups."""
+    session = rig.serving("a", 0)
+    await rig.lease()
+    leased = [order.group_id for order in rig.orders(session)]
+    again = Rig(folder, Journal(folder / "again"))
+    again.book.restore(read_history(read_records(rig.folder)))
+    return again, leased
+
+
+async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finished_them(
+    rig: Rig, tmp_path: Path
+) -> None:
+    rig, (first, second) = await restarted(rig, tmp_path)
+    other = rig.serving("b", 0)
+    await rig.lease()
+    assert rig.orders(other) == []
+    rig.book.awaited.arrived(f"{first}.0.0.5")
+    rig.book.awaited.joined("a", [f"{first}.0.0.5", f"{second}.0.0.5", f"{second}.1.0.5"])
+    # What the server holds of the first group came before its hello.
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == [first]
+    for member, leased in enumerate(([], [second])):
+        rig.book.awaited.arrived(f"{second}.{member}.0.5")
+        await rig.lease()
+        assert [order.group_id for order in rig.orders(other)] == leased
+
+
+async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_for_ever(
+    rig: Rig, tmp_path: Path
+) -> None:
+    rig, leased = await restarted(rig, tmp_path)
+    other = rig.serving("b", 0)
+    rig.book.awaited.look(1000.0, 15.0)
+    rig.book.awaited.look(1015.0, 15.0)
+    await rig.lease()
+    assert rig.orders(other) == []
+    rig.book.awaited.look(1015.1, 15.0)
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == leased
+
+
 async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Rig) -> None:
     lost = rig.serving("a", 0)
     await rig.lease()
