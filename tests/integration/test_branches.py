@@ -71,8 +71,7 @@ async def test_a_tree_beyond_the_limits_of_the_run_is_quarantined_with_the_rule(
     address = config.controller.address
     strange, honest = FakeServer(address, "strange"), FakeServer(address, "honest")
     strange.spoil = as_tree
-    trainer = FakeTrainer(address)
-    summary = await play(config, strange, honest, trainer=trainer)
+    summary = await play(config, strange, honest)
     assert summary["steps"] == 2
     assert summary["ledger"]["quarantined"] > 0
     assert summary["ledger"]["difference"] == 0
@@ -96,6 +95,6 @@ async def test_a_lease_reserves_room_for_all_branches_together(tmp_path) -> None
         return deliver(trajectory)
 
     server.spoil = counted
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert summary["steps"] == 2
     assert 0 < most <= 8

@@ -45,31 +45,24 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
     assert summary["ledger"]["trained"] == 12 * 16 * 5
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 12
+    # The journal holds every batch before its step.
+    folder = config.run_dir / "journal"
+    records = [r for r in read_records(folder) if r["kind"] in ("batch", "step")]
+    kinds = [(record["kind"], record["step"]) for record in records]
+    assert kinds == [(kind, step) for step in range(12) for kind in ("batch", "step")]
+    for record, trained in zip(records[::2], trainer.batches, strict=True):
+        recorded = read_batch(folder, record["step"], record["crc32"])
+        assert [t.group_id for t in recorded.trajectories] == [t.group_id for t in trained]
 
 
 async def test_without_staleness_every_token_is_sampled_by_the_version_that_is_trained(tmp_path):
     config = make_config(tmp_path, algorithm__max_staleness=0)
     trainer = FakeTrainer(config.controller.address)
-    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    summary = await play(config, trainer=trainer)
     assert set(trainer.lags) == {0}
     assert summary["max_lag_seen"] == 0
     ids = [t.group_id for batch in trainer.batches for t in batch]
     assert ids == sorted(ids)
-
-
-async def test_the_journal_holds_every_batch_before_its_step(tmp_path):
-    config = make_config(tmp_path)
-    trainer = FakeTrainer(config.controller.address)
-    await play(config, FakeServer(config.controller.address), trainer=trainer)
-    folder = config.run_dir / "journal"
-    records = list(read_records(folder))
-    batches = [r for r in records if r["kind"] == "batch"]
-    assert [r["step"] for r in batches] == list(range(12))
-    kinds = [(r["kind"], r["step"]) for r in records if r["kind"] in ("batch", "step")]
-    assert kinds == [(kind, step) for step in range(12) for kind in ("batch", "step")]
-    for record, trained in zip(batches, trainer.batches, strict=True):
-        recorded = read_batch(folder, record["step"], record["crc32"])
-        assert [t.group_id for t in recorded.trajectories] == [t.group_id for t in trained]
 
 
 async def test_a_killed_server_that_comes_back_goes_on_with_what_it_left(tmp_path):
@@ -96,24 +89,17 @@ async def test_a_killed_server_that_comes_back_goes_on_with_what_it_left(tmp_pat
     assert max(trainer.lags) <= 2
 
 
-async def test_wrong_digests_make_a_server_stale_until_a_good_publish(tmp_path):
+@pytest.mark.parametrize("wrong", ["wrong_digests", "wrong_probes"])
+async def test_wrong_weights_make_a_server_stale_until_a_good_publish(tmp_path, wrong):
     config = make_config(tmp_path, run__steps=3)
-    server = FakeServer(config.controller.address, wrong_digests=1)
+    server = FakeServer(config.controller.address, **{wrong: 1})
     trainer = FakeTrainer(config.controller.address)
     summary = await play(config, server, trainer=trainer)
-    assert summary["steps"] == 3
+    assert (summary["steps"], summary["ledger"]["difference"]) == (3, 0)
     assert trainer.published[:2] == [PolicyVersion(0, 0)] * 2
-    assert server.loaded_versions.count(PolicyVersion(0, 0)) == 1
-
-
-async def test_a_failed_probe_makes_a_server_stale_until_a_good_publish(tmp_path):
-    config = make_config(tmp_path, run__steps=3)
-    server = FakeServer(config.controller.address, wrong_probes=1)
-    trainer = FakeTrainer(config.controller.address)
-    summary = await play(config, server, trainer=trainer)
-    assert summary["steps"] == 3
-    assert trainer.published[:2] == [PolicyVersion(0, 0)] * 2
-    assert summary["ledger"]["difference"] == 0
+    assert server.loaded_versions.count(PolicyVersion(0, 0)) == (
+        2 if wrong == "wrong_probes" else 1
+    )
 
 
 async def test_groups_that_a_server_cancelled_for_bad_weights_are_leased_again(tmp_path):
@@ -145,7 +131,6 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
     address = config.controller.address
     first, second = FakeServer(address, "s"), FakeServer(address, "s")
     first.gate.clear()
-    texts = []
 
     async def kill(controller, tasks):
         # (1 + max_staleness) * groups_per_step
@@ -154,11 +139,8 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
         tasks[0].cancel()
         await asyncio.gather(tasks[0], return_exceptions=True)
         tasks.append(asyncio.ensure_future(second.run()))
-        await until(lambda: trainer.version.step >= 1)
-        texts.extend(event.text for event in controller._run.events.kept())
 
-    trainer = FakeTrainer(address)
-    summary = await play(config, first, trainer=trainer, during=kill)
+    summary = await play(config, first, during=kill)
     assert summary["steps"] == 4
     lost = {lease.group_id for lease in first.leases}
     assert lost.isdisjoint({lease.group_id for lease in second.leases})
@@ -166,7 +148,7 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
     causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
     assert causes == dict.fromkeys(lost, "its rollout server was lost, 1 times")
     group_id = first.leases[0].group_id
-    assert sum(f"of {group_id} had its last attempt" in text for text in texts) == 1
+    assert sum(f"of {group_id} had its last attempt" in text for text in summary["told"]) == 1
 
 
 async def test_failed_episodes_run_again_and_are_counted(tmp_path):
@@ -174,9 +156,8 @@ async def test_failed_episodes_run_again_and_are_counted(tmp_path):
         return environment_failure(lease, member, attempt) if attempt == 0 else float(member)
 
     config = make_config(tmp_path, run__steps=3)
-    trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, judge=flaky)
-    summary = await play(config, server, trainer=trainer)
+    summary = await play(config, server)
     assert summary["ledger"]["failed"] == summary["ledger"]["trained"]
     assert summary["ledger"]["difference"] == 0
 
@@ -188,21 +169,14 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
         return Failure(FailureKind.BYSTANDER, "worker exited with code 1; 4 episodes shared it")
 
     config = make_config(tmp_path, run__steps=3)
-    trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, judge=lost)
-    logs = []
-
-    async def keep(controller, tasks):
-        logs.append(controller._run.events)
-
-    await play(config, server, trainer=trainer, during=keep)
-    texts = [event.text for event in logs[0].kept()]
-    ends = [text for text in texts if text.startswith("episodes of ")]
+    summary = await play(config, server)
+    ends = [text for text in summary["told"] if text.startswith("episodes of ")]
     assert ends == [
         "episodes of e lost their worker and run again: worker exited with code 1; 4 episodes "
         "shared it"
     ]
-    assert not any(text.startswith("an episode of ") for text in texts)
+    assert not any(text.startswith("an episode of ") for text in summary["told"])
 
 
 async def test_what_agents_ask_for_in_vain_is_told_once_and_counted(tmp_path):
@@ -210,14 +184,8 @@ async def test_what_agents_ask_for_in_vain_is_told_once_and_counted(tmp_path):
     server = FakeServer(config.controller.address)
     asked = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
     server.spoil = lambda t: replace(t, metrics=asked)
-    logs = []
-
-    async def keep(controller, tasks):
-        logs.append(controller._run.events)
-
-    trainer = FakeTrainer(config.controller.address)
-    await play(config, server, trainer=trainer, during=keep)
-    told = [event.text for event in logs[0].kept() if "ask for" in event.text]
+    summary = await play(config, server)
+    told = [text for text in summary["told"] if "ask for" in text]
     assert told == [
         "agents of e ask for conversation, temperature, which changes nothing: "
         "docs/guides/agents.md says what holds"
@@ -230,13 +198,8 @@ async def test_that_rewards_of_turns_are_added_up_is_told_once(tmp_path):
     config = make_config(tmp_path, run__steps=3)
     server = FakeServer(config.controller.address)
     server.spoil = lambda t: replace(t, metrics={"rewarded_turns": 2.0})
-    logs = []
-
-    async def keep(controller, tasks):
-        logs.append(controller._run.events)
-
-    await play(config, server, trainer=FakeTrainer(config.controller.address), during=keep)
-    told = [event.text for event in logs[0].kept() if "rewards of" in event.text]
+    summary = await play(config, server)
+    told = [text for text in summary["told"] if "rewards of" in text]
     assert told == [
         "rewards of several turns of e are added up: all turns of an episode learn from the sum"
     ]
@@ -295,31 +258,27 @@ async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_and_replaced(t
 
 async def test_a_task_whose_prompt_is_too_long_fails_the_run_where_that_is_refused(tmp_path):
     config = make_config(tmp_path, sampling__long_prompts="refuse")
-    trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, judge=too_long)
-    summary = await play(config, server, trainer=trainer)
+    summary = await play(config, server)
     assert summary["code"] == 1
     assert summary["cause"].startswith("environment e, task ")
     assert summary["cause"].endswith(": a prompt of 99 tokens is longer than 64")
 
 
-async def test_an_environment_of_which_no_task_fits_is_suspended(tmp_path):
-    config = make_config(tmp_path)
-    trainer = FakeTrainer(config.controller.address)
-    server = FakeServer(config.controller.address, judge=too_long)
-    summary = await play(config, server, trainer=trainer)
-    assert summary["code"] == 1
-    assert "no environment is left: e: a prompt of 99 tokens is longer than 64" in summary["cause"]
-
-
-async def test_a_run_whose_only_environment_always_fails_says_why(tmp_path):
+@pytest.mark.parametrize(
+    ("server", "cause"),
+    [
+        ({"judge": too_long}, "no environment is left: e: a prompt of 99 tokens is longer than 64"),
+        ({"judge": environment_failure}, "ValueError: broken"),
+        ({"environments_fail": True}, "no module named nowhere"),
+    ],
+    ids=["no task fits", "always fails", "cannot be loaded"],
+)
+async def test_a_run_without_an_environment_that_works_says_why(tmp_path, server, cause):
     config = make_config(tmp_path, controller__max_failed_groups=3)
-    trainer = FakeTrainer(config.controller.address)
-    server = FakeServer(config.controller.address, judge=environment_failure)
-    summary = await play(config, server, trainer=trainer)
+    summary = await play(config, FakeServer(config.controller.address, **server))
     assert summary["code"] == 1
-    assert "ValueError: broken" in summary["cause"]
-    assert "e" in summary["cause"]
+    assert cause in summary["cause"]
 
 
 @pytest.mark.parametrize(
@@ -341,8 +300,7 @@ async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
 
     monkeypatch.setattr(Scheduler, "lease_forever", lease_forever)
     config = make_config(tmp_path)
-    address = config.controller.address
-    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    summary = await play(config, wait_for_trainer=False)
     assert (summary["code"], summary["state"]) == (1, "failed")
     assert summary["cause"] == f"task scheduler of the controller ended: {cause}"
 
@@ -355,29 +313,16 @@ async def test_the_error_of_a_publish_fails_the_run_with_the_name_of_its_task(
 
     monkeypatch.setattr(Deliveries, "_follow", _follow)
     config = make_config(tmp_path)
-    address = config.controller.address
-    summary = await play(
-        config, FakeServer(address), trainer=FakeTrainer(address), wait_for_trainer=False
-    )
+    summary = await play(config, wait_for_trainer=False)
     assert summary["state"] == "failed"
     assert re.fullmatch(
         "task .*_follow of the controller ended: KeyError: 'no such publish'", summary["cause"]
     )
 
 
-async def test_an_environment_that_no_server_can_load_fails_the_run(tmp_path):
-    config = make_config(tmp_path)
-    trainer = FakeTrainer(config.controller.address)
-    server = FakeServer(config.controller.address, environments_fail=True)
-    summary = await play(config, server, trainer=trainer)
-    assert summary["code"] == 1
-    assert "no module named nowhere" in summary["cause"]
-
-
 async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog):
     config = make_config(tmp_path, run__steps=1, algorithm__weight="none")
-    address = config.controller.address
-    await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    await play(config)
     (warning,) = [r for r in caplog.records if "without a correction" in r.getMessage()]
     assert warning.levelname == "WARNING"
 
@@ -388,7 +333,7 @@ async def test_evaluations_run_before_between_and_after(tmp_path):
         {"name": "held", "num_episodes": 10, "every_steps": 3},
     )
     trainer = FakeTrainer(config.controller.address, step_s=0.02)
-    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    summary = await play(config, trainer=trainer)
     steps = [row["evaluation_step"] for row in evaluation_rows(config)]
     assert steps[0] == 0
     assert steps[-1] == 6
@@ -445,7 +390,7 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
     config = with_evaluations(config, evaluation)
     address = config.controller.address
     server = FakeServer(address, queue_bytes=one_batch)
-    summary = await play(config, server, trainer=FakeTrainer(address))
+    summary = await play(config, server)
     assert summary["steps"] == 6
     assert summary["ledger"]["evaluated"] == 3 * 40 * 5
     assert summary["ledger"]["difference"] == 0
@@ -467,7 +412,7 @@ async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
             refused.append(group.details())
         trainer.gate.set()
 
-    await play(config, FakeServer(address), trainer=trainer, during=join)
+    await play(config, trainer=trainer, during=join)
     (said,) = refused
     assert said.startswith("server small: a queue of 268435455 bytes, queue.max_bytes of the")
 
@@ -506,7 +451,6 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
                 await asyncio.sleep(0)
         seen["departed"] = states["leaving"]
         seen["published"] = len(leaving.loaded_versions) - published
-        seen["events"] = [event.text for event in controller._run.events.kept()]
         trainer.gate.set()
 
     summary = await play(config, leaving, staying, trainer=trainer, during=drain)
@@ -527,7 +471,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
     # A drain costs no attempt: with one attempt a lost server would have set the groups aside.
     kinds = {r["kind"] for r in read_records(config.run_dir / "journal")}
     assert "set_aside" not in kinds
-    assert "rollout server leaving has left" in seen["events"]
+    assert "rollout server leaving has left" in summary["told"]
 
 
 async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
@@ -543,7 +487,7 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
                 await client.drain("x", "test")
         trainer.gate.set()
 
-    summary = await play(config, FakeServer(address), trainer=trainer, during=ask)
+    summary = await play(config, trainer=trainer, during=ask)
     assert summary["steps"] == 2
 
 
@@ -570,7 +514,7 @@ async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path
     config = make_config(tmp_path, controller__stall_timeout_s=1.0)
     server = FakeServer(config.controller.address)
     server.gate.clear()
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert summary["code"] == 1
     assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for 16 ")
 
@@ -583,41 +527,36 @@ async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp
     limits = {"controller__stall_timeout_s": 1.0, "controller__max_attempts": 1000}
     config = make_config(tmp_path, **limits)
     server = FakeServer(config.controller.address, delay_s=0.05, judge=unreachable)
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert summary["code"] == 1
     assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for ")
     assert summary["cause"].endswith("; the last failure in e: the reference model failed")
     assert summary["suspended_environments"] == {}
 
 
-async def test_a_lease_without_progress_is_taken_back_and_goes_on(tmp_path):
-    config = make_config(tmp_path, run__steps=4, controller__lease_timeout_s=2.5)
-    server = FakeServer(config.controller.address)
-    the_one = ("g000001", 2, 0)
-    server.hangs = lambda lease, member, attempt: (lease.group_id, member, attempt) == the_one
-    trainer = FakeTrainer(config.controller.address)
-    summary = await play(config, server, trainer=trainer)
-    assert summary["steps"] == 4
-    again = [lease for lease in server.leases if lease.first_attempt]
-    assert [(lease.group_id, list(lease.members)) for lease in again] == [("g000001", [2])]
-    trained = {t.trajectory_id.rsplit(".", 1)[0] for batch in trainer.batches for t in batch}
-    assert "g000001.2.1" in trained
-    assert summary["ledger"]["difference"] == 0
-
-
-async def test_a_task_that_never_makes_progress_is_set_aside(tmp_path):
+async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_ever_comes(tmp_path):
     config = make_config(
         tmp_path, run__steps=4, controller__lease_timeout_s=1.5, controller__max_attempts=2
     )
     server = FakeServer(config.controller.address)
-    server.hangs = lambda lease, member, attempt: lease.group_id == "g000001" and member > 0
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
-    assert summary["steps"] == 4
+
+    def hangs(lease, member, attempt):
+        once = (lease.group_id, member, attempt) == ("g000001", 2, 0)
+        return once or (lease.group_id == "g000002" and member > 0)
+
+    server.hangs = hangs
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer)
+    assert (summary["steps"], summary["ledger"]["difference"]) == (4, 0)
+    again = [lease for lease in server.leases if lease.first_attempt]
+    members = {lease.group_id: list(lease.members) for lease in again}
+    assert members == {"g000001": [2], "g000002": [1, 2, 3]}
+    trained = {t.trajectory_id.rsplit(".", 1)[0] for batch in trainer.batches for t in batch}
+    assert "g000001.2.1" in trained
     records = read_records(config.run_dir / "journal")
     causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
     limit = "no episode ended in 1.5 s of serving (controller.lease_timeout_s)"
-    assert causes == {"g000001": limit}
-    assert summary["ledger"]["difference"] == 0
+    assert causes == {"g000002": limit}
 
 
 class RepeatingTrainer(FakeTrainer):
@@ -645,7 +584,7 @@ async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(t
     config = make_config(tmp_path, run__steps=2)
     address = config.controller.address
     trainer = RepeatingTrainer(address)
-    summary = await play(config, FakeServer(address), trainer=trainer)
+    summary = await play(config, trainer=trainer)
     assert summary["code"] == 0
     assert summary["ledger"]["difference"] == 0
     steps = [r["step"] for r in read_records(config.run_dir / "journal") if r["kind"] == "step"]
@@ -716,7 +655,7 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
                     seen.append((error.code(), error.details(), info))
         trainer.gate.set()
 
-    await play(config, FakeServer(address), trainer=trainer, during=ask)
+    await play(config, trainer=trainer, during=ask)
     (code, text, info), (_, wrong_adapter, _) = seen
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text == "the run has an environment e already; choose another name"
@@ -743,9 +682,8 @@ async def test_an_evaluation_that_cannot_be_loaded_does_not_hold_up_the_run(tmp_
     config = with_evaluations(
         make_config(tmp_path, run__steps=3), {"name": "held", "num_episodes": 4}
     )
-    trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, failing_environment="held")
-    summary = await play(config, server, trainer=trainer)
+    summary = await play(config, server)
     assert summary["code"] == 0
     assert summary["steps"] == 3
     assert summary["reward_heldout"] is None
@@ -770,7 +708,7 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
                 seen["services"] = {s.name for s in message.list_services_response.service}
         trainer.gate.set()
 
-    await play(config, FakeServer(address), trainer=trainer, during=ask)
+    await play(config, trainer=trainer, during=ask)
     assert seen["health"] == health_pb2.HealthCheckResponse.SERVING
     names = ("Environment", "Fleet", "Status", "Trainer", "Trajectory")
     assert {f"slipstream.v1.{name}Service" for name in names} <= seen["services"]

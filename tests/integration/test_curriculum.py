@@ -10,7 +10,6 @@ from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_server import FakeServer
-from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
 
 
@@ -47,7 +46,7 @@ async def test_solved_tasks_are_seldom_drawn_and_every_choice_follows_from_the_j
     changes = {"run__steps": 12, "algorithm__filter": "unequal_rewards"}
     config = with_curriculum(make_config(tmp_path, **changes), window=1, floor=0.01)
     server = FakeServer(config.controller.address, judge=by_task)
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert summary["steps"] == 12
     assert summary["ledger"]["difference"] == 0
     records = list(read_records(config.run_dir / "journal"))

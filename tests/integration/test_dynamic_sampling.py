@@ -45,14 +45,14 @@ async def test_an_environment_may_keep_its_groups_of_equal_rewards(tmp_path):
     )
     config = config.model_copy(update={"environments": (environment,)})
     server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert (summary["steps"], summary["filtered_groups"]) == (2, 0)
 
 
 async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
     config = make_config(tmp_path, run__steps=3, **FILTER)
     server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert (summary["code"], summary["solved"]) == (1, False)
     limit = 2 * config.algorithm.groups_per_step
     assert summary["cause"].startswith(
@@ -66,7 +66,7 @@ async def test_a_run_whose_groups_teach_nothing_says_so_once(tmp_path, caplog):
     config = make_config(tmp_path)
     server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
     with caplog.at_level("WARNING"):
-        summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+        summary = await play(config, server)
     assert summary["steps"] == 12
     rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
     assert {row["e/equal_rewards_fraction"] for row in rows} == {1.0}
@@ -167,5 +167,5 @@ async def test_a_solved_run_goes_on_without_the_filter(tmp_path):
     config = parse_config(table, source="test")
     assert check_run_folder(config)
     again = FakeTrainer(config.controller.address, checkpoint=(first.version, first.digest))
-    summary = await play(config, FakeServer(config.controller.address), trainer=again)
+    summary = await play(config, trainer=again)
     assert (summary["code"], summary["solved"], summary["steps"]) == (0, False, 4)

@@ -35,6 +35,13 @@ async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
     tasks = [Counter((lease.task_index, lease.seed) for lease in leases) for leases in rounds]
     assert tasks[0] == {(0, 0): 2, (1, 1): 2, (2, 2): 2}
     assert tasks[1] == tasks[2] == tasks[0]
+    # The journal knows each episode and each round.
+    records = list(read_records(config.run_dir / "journal"))
+    leased = {r["group"]: r["version"] for r in records if r["kind"] == "evaluation_lease"}
+    ended = [r["id"].split(".")[0] for r in records if r.get("end") == "evaluated"]
+    assert sorted(leased) == sorted(set(ended))
+    rounds = [(r["version"], r["episodes"]) for r in records if r["kind"] == "evaluation"]
+    assert rounds == [(version, 6) for version in sorted(set(leased.values()))]
 
 
 async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tmp_path, caplog):
@@ -48,7 +55,7 @@ async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tm
     )
     server = FakeServer(config.controller.address, judge=first_task_passes)
     with caplog.at_level("WARNING"):
-        await play(config, server, trainer=FakeTrainer(config.controller.address))
+        await play(config, server)
     first_round = Counter(lease.task_index for lease in evaluation_leases(server)[:20])
     assert first_round == dict.fromkeys(range(10), 2)
     for row in evaluation_rows(config):
@@ -81,7 +88,7 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
         {"name": "sampled", "num_episodes": 4, "top_p": 0.5, "temperature": 0.7},
     )
     server = FakeServer(config.controller.address)
-    await play(config, server, trainer=FakeTrainer(config.controller.address))
+    await play(config, server)
     greedy, sampled = (evaluation_leases(server, name) for name in ("greedy", "sampled"))
     assert len(greedy) == 2 * 2
     assert {(x.sampling.temperature, x.sampling.max_reply_tokens) for x in greedy} == {(0.0, 3)}
@@ -115,9 +122,8 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         {"name": "held", "num_episodes": 8, "samples_per_task": 2, "pass_at": [1, 2]},
     )
     server = FakeServer(config.controller.address, judge=by_task)
-    trainer = FakeTrainer(config.controller.address)
     with caplog.at_level("INFO"):
-        summary = await play(config, server, trainer=trainer)
+        summary = await play(config, server)
     rows = evaluation_rows(config)
     assert [row["evaluation_step"] for row in rows] == [0, 1]
     for row in rows:
@@ -187,21 +193,6 @@ async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_
     await play(config, FakeServer(address, judge=hold), trainer=resumed, during=look_again)
     assert found[1].step == rows[-1]["evaluation_step"] >= 2
     assert found[1].numbers["reward_mean"] == rows[-1]["held/reward_mean"] == 1.0
-
-
-async def test_the_journal_knows_each_evaluation_episode_and_each_round(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=2), {"name": "held", "num_episodes": 3}
-    )
-    server = FakeServer(config.controller.address)
-    await play(config, server, trainer=FakeTrainer(config.controller.address))
-    records = list(read_records(config.run_dir / "journal"))
-    leased = {r["group"]: r["version"] for r in records if r["kind"] == "evaluation_lease"}
-    ended = [r["id"].split(".")[0] for r in records if r.get("end") == "evaluated"]
-    assert sorted(leased) == sorted(ended)
-    assert sorted(leased.values()) == [0, 0, 0, 2, 2, 2]
-    rounds = [(r["version"], r["episodes"]) for r in records if r["kind"] == "evaluation"]
-    assert rounds == [(0, 3), (2, 3)]
 
 
 async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_version(tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from slipstream.learner.controller.events import MAX_EVENTS
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_records
@@ -103,6 +104,7 @@ def main(folder: Path) -> None:
     assert again.lost == summary["lost"] + summary["queued"]
 
 
+@pytest.mark.slow
 def test_epochs_that_have_ended_take_no_room(tmp_path: Path) -> None:
     # In a process of its own: objects of other tests, and of the test runner, do not count.
     done = subprocess.run(

@@ -105,7 +105,7 @@ async def test_a_share_of_one_trains_whole_groups_alone(tmp_path):
     config = make_config(tmp_path, controller__min_group_share=1.0)
     address = config.controller.address
     server = FakeServer(address, judge=a_fifth_fails)
-    summary = await play(config, server, trainer=FakeTrainer(address))
+    summary = await play(config, server)
     assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
     assert {len(members) for members in trained(config).values()} == {MEMBERS}
     assert records_of(config, "gave_up") == []
@@ -193,7 +193,7 @@ async def test_failed_episodes_of_an_evaluation_leave_the_others_measured(tmp_pa
     )
     address = config.controller.address
     server = FakeServer(address, judge=a_fifth_fails)
-    summary = await play(config, server, trainer=FakeTrainer(address))
+    summary = await play(config, server)
     rows, failed = evaluation_rows(config), Counter()
     for record in records_of(config, "evaluation_lease"):
         failed[record["version"]] += fails(record["group"], 0)

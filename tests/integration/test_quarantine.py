@@ -68,7 +68,7 @@ async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(
     config = make_config(tmp_path)
     server = FakeServer(config.controller.address)
     server.spoil = above_zero
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert summary["code"] == 1
     assert summary["cause"] == (
         "rollout server fake produces nothing but trajectories that cannot be trained, the last "
@@ -112,7 +112,7 @@ async def test_an_evaluated_episode_that_is_quarantined_is_measured_again(tmp_pa
         return trajectory
 
     server.spoil = once
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    summary = await play(config, server)
     assert summary["evaluations"]["held"]["num_episodes"] == 6
     assert summary["ledger"]["evaluated"] == 2 * 6 * 5
     assert summary["ledger"]["quarantined"] == 5

@@ -178,7 +178,7 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
         controller.stop("its disk is as a crash left it")
         trainer.gate.set()
 
-    await play(config, FakeServer(address), trainer=trainer, during=crash_behind_a_checkpoint)
+    await play(config, trainer=trainer, during=crash_behind_a_checkpoint)
     again, (checkpoint,) = moved(config, folder), left
     known = [r["step"] for r in read_records(again.run_dir / "journal") if r["kind"] == "step"]
     assert known[-1] >= checkpoint[0].step == 3
@@ -291,9 +291,7 @@ async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(t
         await until(lambda: trainer.version.step >= 3)
         controller.stop("enough for today")
 
-    await play(
-        config, FakeServer(config.controller.address), trainer=trainer, during=submit_and_stop
-    )
+    await play(config, trainer=trainer, during=submit_and_stop)
     again = moved(config, tmp_path, steps=STEPS)
     summary, _, fleet = await resume(again, trainer.newest_checkpoint)
     check_run(again, summary)

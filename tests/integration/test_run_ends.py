@@ -53,7 +53,6 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
 
     summary = await play(
         config,
-        FakeServer(config.controller.address),
         trainer=trainer,
         during=look,
         goodbye_limit_s=GRACE_S,
@@ -68,7 +67,6 @@ async def test_a_run_without_its_model_has_failed(tmp_path):
     trainer.export_s = 600.0
     summary = await play(
         config,
-        FakeServer(config.controller.address),
         trainer=trainer,
         wait_for_trainer=False,
         goodbye_limit_s=GRACE_S,
@@ -81,7 +79,7 @@ async def test_a_trainer_that_leaves_without_the_model_fails_the_run(tmp_path):
     config = make_config(tmp_path, **SETTINGS)
     trainer = FakeTrainer(config.controller.address)
     trainer.export_path = ""
-    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    summary = await play(config, trainer=trainer)
     assert (summary["code"], summary["state"]) == (1, "failed")
     assert summary["cause"].startswith("the trainer left without exporting the model")
 
@@ -97,7 +95,6 @@ async def test_a_trainer_that_fails_while_it_exports_is_not_waited_for(tmp_path)
 
     summary = await play(
         config,
-        FakeServer(config.controller.address),
         trainer=trainer,
         during=fail,
         wait_for_trainer=False,
@@ -118,9 +115,7 @@ async def test_a_trainer_that_dies_while_it_exports_may_come_again(tmp_path):
         # The second trainer makes both versions again, and leaves with the same weights.
         await second.run()
 
-    summary = await play(
-        config, FakeServer(address), trainer=first, during=die, wait_for_trainer=False
-    )
+    summary = await play(config, trainer=first, during=die, wait_for_trainer=False)
     assert (summary["code"], summary["state"]) == (0, "finished")
     assert second.version == first.version
     assert summary["weight_digest"] == first.digest.hex()
@@ -140,8 +135,6 @@ async def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path):
 
     summary = await play(
         config,
-        FakeServer(config.controller.address),
-        trainer=FakeTrainer(config.controller.address),
         during=stop,
     )
     assert states == ["stopped"]
@@ -172,7 +165,6 @@ async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trai
     trainer.slow_step_s, trainer.sign_s = (4.0, 0.2) if works else (600.0, None)
     summary = await play(
         config,
-        FakeServer(config.controller.address),
         trainer=trainer,
         wait_for_trainer=works,
     )
@@ -204,33 +196,31 @@ async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_pa
 @pytest.mark.parametrize(
     "limits",
     [
-        {"controller__heartbeat_s": 0.01, "controller__heartbeat_timeout_s": 1.0},
-        {"controller__heartbeat_s": 3e8, "controller__heartbeat_timeout_s": 1e9},
-        {"controller__lease_timeout_s": 1.0},
-        {"controller__stall_timeout_s": 1.0, "controller__fleet_timeout_s": 1.0},
         {
-            "controller__lease_timeout_s": 1e9,
-            "controller__stall_timeout_s": 1e9,
-            "controller__fleet_timeout_s": 1e9,
-            "rollout_server__start_timeout_s": 1e9,
-        },
-        {
+            "controller__heartbeat_s": 0.01,
+            "controller__heartbeat_timeout_s": 1.0,
+            "controller__stall_timeout_s": 1.0,
+            "controller__fleet_timeout_s": 1.0,
+            "controller__lease_timeout_s": 1.0,
+            "learner__timeout_s": 2.2,
             "weights__bucket_deadline_s": 0.1,
             "weights__join_deadline_s": 1.0,
-            "learner__timeout_s": 2.2,
         },
         {
+            "controller__heartbeat_s": 3e8,
+            "controller__heartbeat_timeout_s": 1e9,
+            "controller__stall_timeout_s": 1e9,
+            "controller__fleet_timeout_s": 1e9,
+            "controller__lease_timeout_s": 1e9,
+            "learner__timeout_s": 1e9,
             "weights__bucket_deadline_s": 1e8,
             "weights__join_deadline_s": 1e8,
-            "learner__timeout_s": 1e9,
+            "rollout_server__start_timeout_s": 1e9,
         },
     ],
-    ids=lambda limits: ", ".join(
-        f"{name.split('__')[1]} {value:g}" for name, value in limits.items()
-    ),
+    ids=["shortest", "longest"],
 )
 async def test_a_run_gets_on_with_its_limits_at_their_ends(tmp_path, limits):
     config = make_config(tmp_path, **{"run__steps": 2} | limits)
-    address = config.controller.address
-    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    summary = await play(config)
     assert (summary["code"], summary["steps"]) == (0, 2)

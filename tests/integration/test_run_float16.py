@@ -59,6 +59,7 @@ def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(
     check_replay(run)
 
 
+@pytest.mark.slow
 def test_adapters_travel_and_serve_in_float16(tmp_path: Path, tiny_model: Path) -> None:
     lora = ("lora.rank=4", "lora.alpha=8", "lora.publish=adapters")
     summary, _ = run_smallest(tmp_path, tiny_model, *FLOAT16, *lora)

@@ -81,6 +81,7 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
     assert replay.returncode == 0, replay.stdout + replay.stderr
 
 
+@pytest.mark.slow
 async def test_a_fifth_of_the_episodes_fails_in_every_way_and_the_run_reaches_its_last_step(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nothing_survive
 BFLOAT16 = ("run.steps=4", "model.dtype=bfloat16", "weights.verify_every=1")
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_no_token_of_the_same_weights_has_other_bits(
     tmp_path: Path, tiny_model: Path, max_staleness: int
 ) -> None:
@@ -30,6 +30,7 @@ def test_no_token_of_the_same_weights_has_other_bits(
     assert summary["probe_gap_max"] == 0
 
 
+@pytest.mark.slow
 def test_without_it_nearly_all_tokens_have_other_bits(tmp_path: Path, tiny_model: Path) -> None:
     _, rows = run_smallest(tmp_path, tiny_model, *BFLOAT16, "algorithm.max_staleness=0")
     differ = sum(row["logprob_unequal_tokens"] for row in rows)

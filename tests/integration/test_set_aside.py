@@ -24,6 +24,7 @@ from support.rigs.run_processes import run_command
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
 
 Poisoned = Callable[[list[Trajectory]], list[str] | None]
+Failed = tuple[Config, FakeTrainer]
 
 
 def group_of(number: int, *, named: bool = True) -> Poisoned:
@@ -145,12 +146,21 @@ async def test_too_many_batches_in_a_row_fail_the_run_with_one_line(tmp_path: Pa
     assert summary["ledger"]["set_aside"] == 3 * GROUPS * MEMBERS * TOKENS
 
 
-async def failed_run(tmp_path: Path) -> tuple[Config, FakeTrainer]:
+@pytest.fixture(scope="module")
+def failure(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FakeTrainer]:
     """A run that failed at a batch which is the last one in its journal, as earlier ones did."""
-    config = make_config(tmp_path, controller__max_set_aside_batches=0)
-    summary, trainer = await run(config, group_of(17))
+    folder = tmp_path_factory.mktemp("failure")
+    config = make_config(folder, controller__max_set_aside_batches=0)
+    summary, trainer = asyncio.run(run(config, group_of(17)))
     assert summary["state"] == "failed"
-    return config, trainer
+    return folder, trainer
+
+
+@pytest.fixture
+def failed_run(failure: tuple[Path, FakeTrainer], tmp_path: Path) -> Failed:
+    folder, trainer = failure
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return make_config(tmp_path, controller__max_set_aside_batches=0), trainer
 
 
 def anew(config: Config, **changes) -> Config:
@@ -159,8 +169,10 @@ def anew(config: Config, **changes) -> Config:
     return fresh.model_copy(update={"controller": fresh.controller.model_copy(update=changes)})
 
 
-async def test_a_run_that_failed_at_a_batch_goes_on_without_it(tmp_path: Path) -> None:
-    config, before = await failed_run(tmp_path)
+async def test_a_run_that_failed_at_a_batch_goes_on_without_it(
+    failed_run: tuple[Config, FakeTrainer],
+) -> None:
+    config, before = failed_run
     (at,) = before.refused
     again = anew(config)
     summary, trainer = await run(again, group_of(17), before.newest_checkpoint)
@@ -170,9 +182,9 @@ async def test_a_run_that_failed_at_a_batch_goes_on_without_it(tmp_path: Path) -
 
 @pytest.mark.parametrize("groups", [[], ["g000017"]])
 async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(
-    tmp_path: Path, groups: list[str]
+    failed_run: tuple[Config, FakeTrainer], groups: list[str]
 ) -> None:
-    config, before = await failed_run(tmp_path)
+    config, before = failed_run
     step = int(before.refused[0].removeprefix("b")) + 1
     found = set_batch_aside(config.run_dir, step, groups)
     assert found.describe().startswith(f"batch {before.refused[0]} of step {step} is set aside")
@@ -185,8 +197,10 @@ async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(
     check_put_back(again, record)
 
 
-async def test_what_cannot_be_set_aside_is_refused_with_one_line(tmp_path: Path) -> None:
-    config, before = await failed_run(tmp_path)
+async def test_what_cannot_be_set_aside_is_refused_with_one_line(
+    failed_run: tuple[Config, FakeTrainer], tmp_path: Path
+) -> None:
+    config, before = failed_run
     run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
     records = list(read_records(run_dir / "journal"))
     covered = before.newest_checkpoint[0].step
@@ -228,7 +242,7 @@ async def test_any_failure_at_a_new_batch_names_the_way_past_it(tmp_path: Path) 
             return await super().report(report)
 
     trainer = Failing(config.controller.address)
-    summary = await play(config, FakeServer(config.controller.address), trainer=trainer)
+    summary = await play(config, trainer=trainer)
     assert summary["cause"] == (
         "trainer rank 0: IndexError: no; batch b000004 of step 5 is trained first when the run "
         f"goes on, unless `slipstream set-aside {config.run_dir} 5` takes it out"
@@ -251,8 +265,10 @@ async def test_a_batch_that_was_trained_before_is_not_set_aside(tmp_path: Path) 
     assert records_of(again, "batch_set_aside") == []
 
 
-async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(tmp_path: Path) -> None:
-    config, before = await failed_run(tmp_path)
+async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(
+    failed_run: tuple[Config, FakeTrainer],
+) -> None:
+    config, before = failed_run
     run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
     write_config(config, run_dir)
     with hold_folder(run_dir, refusal="held"):

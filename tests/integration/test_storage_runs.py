@@ -34,7 +34,6 @@ async def test_near_servers_train_on_while_a_far_one_fetches(tmp_path: Path) -> 
     far = FakeServer(config.controller.address, "far", from_storage=True)
     far.gate.clear()
     trainer = FakeTrainer(config.controller.address)
-    said: list[str] = []
 
     async def during(controller: object, _: object) -> None:
         # The far server serves a first version, then its link stands still.
@@ -42,7 +41,6 @@ async def test_near_servers_train_on_while_a_far_one_fetches(tmp_path: Path) -> 
         far.link.clear()
         far.gate.set()
         await until(lambda: trainer.version.step >= 12)
-        said.extend(event.text for event in controller._run.events.kept())
 
     summary = await play(config, near, far, trainer=trainer, during=during)
     assert summary["code"] == 0
@@ -53,7 +51,7 @@ async def test_near_servers_train_on_while_a_far_one_fetches(tmp_path: Path) -> 
     bound = far.version.step + config.algorithm.max_staleness
     assert max(lease.deadline_step for lease in far.leases) <= bound
     assert near.loaded_versions[-1].step >= 11
-    (late,) = [text for text in said if "gets no groups" in text]
+    (late,) = [text for text in summary["told"] if "gets no groups" in text]
     assert f"its version {far.version.step} is too old" in late
 
 
@@ -73,7 +71,6 @@ async def test_a_slow_link_makes_a_server_older_and_no_step_longer(tmp_path: Pat
     assert steps == sorted(set(steps))
     # It fetched the newest version there was each time, not each version.
     assert len(steps) < 40
-    print(f"{len(by_far)} trajectories of the far server, which loaded {steps}")
 
 
 async def test_a_far_server_that_was_away_takes_part_again(tmp_path: Path) -> None:

@@ -105,8 +105,7 @@ async def test_a_trace_of_each_group_joins_what_controller_and_server_say(tmp_pa
 async def test_a_collector_that_is_not_there_costs_the_run_nothing(tmp_path, caplog):
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}/v1/traces"
     config = make_config(tmp_path, run__steps=3, tracking__traces_url=url)
-    address = config.controller.address
-    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    summary = await play(config)
     assert summary["state"] == "finished"
     assert "Failed to export" in caplog.text or "Connection refused" in caplog.text
 

@@ -4,8 +4,6 @@ import importlib.util
 import json
 
 import pytest
-from support.fakes.fake_server import FakeServer
-from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play, with_evaluations
 from support.rigs.run_processes import empty_model, run_command, write_config
 
@@ -18,9 +16,8 @@ without_wandb = pytest.mark.skipif(
 async def test_a_tracker_that_cannot_be_opened_is_an_event_and_the_run_goes_on(tmp_path, caplog):
     trackers = ["wandb", "tensorboard"]
     config = make_config(tmp_path, run__steps=3, tracking__trackers=trackers)
-    address = config.controller.address
     with caplog.at_level("INFO"):
-        summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+        summary = await play(config)
     assert summary["code"] == 0
     assert summary["steps"] == 3
     told = [text for text in caplog.messages if "gets no more numbers" in text]
@@ -57,8 +54,7 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
         controller__sample_every_steps=1,
     )
     config = with_evaluations(config, {"name": "held", "num_episodes": 4})
-    address = config.controller.address
-    summary = await play(config, FakeServer(address), trainer=FakeTrainer(address))
+    summary = await play(config)
     assert summary["code"] == 0
     run_ids = json.loads((config.run_dir / "tracking.json").read_text())
     assert set(run_ids) == {"wandb", "mlflow"}

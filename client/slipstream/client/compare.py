@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from pydantic import JsonValue
 from slipstream.client.dashboard.page import whole_page, write_page
-from slipstream.client.dashboard.server import RunFolders, UnknownRun, thinned
+from slipstream.client.dashboard.server import MOST_POINTS, RunFolders, UnknownRun
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core.configuration.config_file import load_config
@@ -155,6 +155,12 @@ def as_page(names: Sequence[str], tables: dict[str, list[Row]], runs: Sequence[C
         '<h2>Curves</h2><div id="plots"></div></main>'
     )
     return whole_page(title, body, {"names": names, "curves": curves}, _SCRIPT)
+
+
+def thinned(points: Points) -> Points:
+    """Returns at most `MOST_POINTS` + 1 of the points, evenly spaced, with the last."""
+    stride = -(-len(points) // MOST_POINTS)
+    return [*points[: -1 : max(1, stride)], *points[-1:]]
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> str:

@@ -40,17 +40,20 @@ def make_config(tmp_path, **changes) -> Config:
 async def play(
     config: Config,
     *servers: FakeServer,
-    trainer: FakeTrainer,
+    trainer: FakeTrainer | None = None,
     during=None,
     wait_for_trainer: bool = True,
     is_planted: bool = False,
     **limits: float,
 ) -> dict:
-    """Runs a whole run with fakes; returns its summary. `limits` are the controller's.
+    """Runs a whole run with fakes; returns its summary, with the texts of its events.
 
-    Its ledger must close at every hand-over, unless a fault `is_planted` there.
+    Without a server or a trainer there is a plain one. `limits` are the controller's. The ledger
+    must close at every hand-over, unless a fault `is_planted` there.
     """
     controller = Controller(config, OPEN, **limits)
+    servers = servers or (FakeServer(config.controller.address),)
+    trainer = trainer or FakeTrainer(config.controller.address)
     async with asyncio.timeout(200):
         tasks = [asyncio.ensure_future(s.run()) for s in servers]
         training = asyncio.ensure_future(trainer.run())
@@ -66,9 +69,9 @@ async def play(
                 task.cancel()
             await asyncio.gather(*tasks, training, running, return_exceptions=True)
     summary = json.loads((config.run_dir / "summary.json").read_text())
-    summary["code"] = code
     assert is_planted or summary["ledger"]["gaps"] == []
-    return summary
+    told = [event.text for event in controller._run.events.kept()]
+    return summary | {"code": code, "told": told}
 
 
 def with_evaluations(config: Config, *evaluations: dict) -> Config:

@@ -117,6 +117,7 @@ class Rig:
         session = joined(self.fleet, name, max_episodes=max_episodes)
         session.state = fleet_pb2.SERVER_STATE_SERVING
         session.version = PolicyVersion(0, version)
+        session.changed()
         for environment in environments:
             self.environments.loaded(environment, session.key, 5)
         return session

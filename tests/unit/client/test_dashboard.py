@@ -264,8 +264,8 @@ def test_a_page_of_many_steps_shows_some_of_them_and_the_newest(tmp_path: Path) 
     answers = saved(run, tmp_path / "page.html")
     shown = answers["/api/runs/long/metrics?from=0"]
     steps = [row["step"] for row in shown["rows"] if "step" in row]
-    assert steps == [*range(0, 4991, 8), *range(4991, 5001)]
-    # Those are rare, and every second row may be none.
+    assert steps == [*range(0, 4991, 6), *range(4991, 5001)]
+    # Those are rare, and every sixth row may be none.
     evaluations = [row["evaluation_step"] for row in shown["rows"] if "step" not in row]
     assert evaluations == [*range(0, 5001, 25)]
     assert shown["end"] == (run / "metrics.jsonl").stat().st_size

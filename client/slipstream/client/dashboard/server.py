@@ -13,14 +13,14 @@ import json
 import math
 import re
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from slipstream.core.errors import ConfigError
@@ -49,7 +49,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|groups|about|trace)")
-T = TypeVar("T")
+_EVALUATION = b'"evaluation_step"'
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
@@ -182,38 +182,6 @@ class FileRows:
     is_all: bool
 
 
-class Thinned(Generic[T]):
-    """Keeps `MOST_POINTS` of the points that are added, evenly spaced, and the `NEWEST` ones."""
-
-    def __init__(self) -> None:
-        self._kept: list[T] = []
-        self._newest: deque[T] = deque(maxlen=NEWEST)
-        self._count, self._stride = 0, 1
-
-    def add(self, point: T) -> None:
-        """Adds the next point."""
-        if self._count % self._stride == 0:
-            self._kept.append(point)
-        self._newest.append(point)
-        self._count += 1
-        if len(self._kept) > MOST_POINTS:
-            self._kept = self._kept[::2]
-            self._stride *= 2
-
-    def points(self) -> list[T]:
-        """Returns those that were kept, in their order."""
-        older = self._count - len(self._newest)
-        return [*self._kept[: -(-older // self._stride)], *self._newest]
-
-
-def thinned(points: Iterable[T]) -> list[T]:
-    """Returns what `Thinned` keeps of the points."""
-    thin = Thinned[T]()
-    for point in points:
-        thin.add(point)
-    return thin.points()
-
-
 class RunFolders:
     """The runs below a folder, or the one run that the folder is."""
 
@@ -243,19 +211,9 @@ class RunFolders:
         return lines
 
     def metrics(self, name: str, begin: int) -> FileRows:
-        """Returns rows of metrics.jsonl from byte `begin` on; raises UnknownRun.
-
-        From 0 on they are `Thinned`, evaluations and steps each, so that a browser opens any run.
-        """
+        """Returns rows of metrics.jsonl from byte `begin` on, from 0 on some; raises UnknownRun."""
         path = self._of(name) / METRICS
-        if begin:
-            return _lines(path, begin)
-        evaluations, steps, end = Thinned[dict[str, Any]](), Thinned[dict[str, Any]](), 0
-        for part in self._parts(path):
-            end = part.end
-            for row in part.rows:
-                (steps if "step" in row else evaluations).add(row)
-        return FileRows([*evaluations.points(), *steps.points()], end, is_all=True)
+        return _lines(path, begin) if begin else _thinned_lines(path)
 
     def all_metrics(self, name: str) -> Iterator[dict[str, Any]]:
         """Returns all rows of metrics.jsonl; raises UnknownRun."""
@@ -362,6 +320,31 @@ def _lines(path: Path, begin: int) -> FileRows:
         if isinstance(row, dict):
             rows.append(row)
     return FileRows(rows, begin + len(complete), is_all)
+
+
+def _thinned_lines(path: Path) -> FileRows:
+    """Reads a whole file of metrics: of steps and of evaluations `MOST_POINTS`, evenly spaced.
+
+    The `NEWEST` are there, too. A browser opens what is left of any run.
+    """
+    counts, seen, end = Counter[bool](), Counter[bool](), 0
+    rows = []
+    try:
+        with path.open("rb") as file:
+            counts.update(_EVALUATION in line for line in file)
+            file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                kind = _EVALUATION in line
+                place, stride = seen[kind], -(-counts[kind] // MOST_POINTS)
+                seen[kind] += 1
+                if place % stride == 0 or place >= counts[kind] - NEWEST:
+                    rows.append(_parsed(line))
+    except OSError:
+        return FileRows([], 0, is_all=True)
+    return FileRows([row for row in rows if isinstance(row, dict)], end, is_all=True)
 
 
 def _table(path: Path) -> dict[str, Any]:

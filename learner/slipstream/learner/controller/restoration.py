@@ -114,11 +114,14 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the generated tokens, and those of judges, of all servers or of the `lost` one.
+    """Journals the generated tokens, and those of judges, of the `lost` server.
 
+    With None those of all servers for which they changed since the record before.
     After a crash a controller cannot ask the engines for these counts.
     """
-    counted = ledger.counted(lost)
+    counted = ledger.to_journal(lost)
+    if not counted:
+        return
     others: dict[str, JsonValue] = {} if lost is None else {"departed": True}
     judged: list[JsonValue] = [[*key, tokens] for key, _, tokens in counted if tokens]
     if judged:

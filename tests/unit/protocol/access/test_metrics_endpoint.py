@@ -150,31 +150,12 @@ async def test_an_unfit_token_is_refused(tmp_path, token):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pair")
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=m",
-            "-addext",
-            "subjectAltName=DNS:localhost,IP:127.0.0.1",
-            "-keyout",
-            "key.pem",
-            "-out",
-            "cert.pem",
-        ],
-        cwd=folder,
-        check=True,
-        capture_output=True,
+    make = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=m"
     )
+    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    command = [*make.split(), *names, "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
 
 

@@ -130,6 +130,11 @@ class Scheduler:
 
     def _lease_new(self, limit: int) -> list[Grant]:
         """Leases at most `limit` new groups; notes what the next lease waits for."""
+        versions = self._fleet.versions
+        if versions and not self._book.may_lease(max(version.step for version in versions)):
+            # Most changes are of this kind: no server is looked at.
+            self._note(LeaseWait.STALENESS)
+            return []
         by_room = rooms(self._fleet.serving(), self._book, self.reserved)
         leases = NewLeases(
             self._book,

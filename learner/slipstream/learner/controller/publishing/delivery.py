@@ -8,11 +8,17 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.types import PolicyVersion, ServerId
-from slipstream.learner.controller.publishing.phases import LOADED, SERVING, PhaseReports
+from slipstream.learner.controller.publishing.phases import (
+    FAILED,
+    LOADED,
+    SERVING,
+    PhaseReports,
+    Wait,
+)
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals, check_probe
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -209,60 +215,82 @@ class Deliveries:
         order = weights_pb2.PublishOrder()
         order.CopyFrom(publish.order)
         order.ClearField("receivers")
-        common = fleet_pb2.ControllerMessage()
-        if layout is not None:
-            common.receive.layout.CopyFrom(layout)
-        shared = common.SerializeToString()
+        common = fleet_pb2.ReceiveWeights(order=order, layout=layout)
+        shared = fleet_pb2.ControllerMessage(receive=common).SerializeToString()
         publish.is_announced, publish.told_s = True, time.monotonic()
         for session in publish.receivers:
             # A server may have loaded before the trainer reports its result.
             self.reports.expect(publish.publish_id, session.key, LOADED)
             session.on(ServerEvent.RECEIVE)
-            own = fleet_pb2.ReceiveWeights(order=order, first_rank=ranks[session.key.server_id])
+            own = fleet_pb2.ReceiveWeights(first_rank=ranks[session.key.server_id])
             session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
-            if publish.digests:
-                self.commit(publish, session, publish.digests, None)
+        if publish.digests:
+            self.commit(publish, publish.digests, None)
 
     def commit(
-        self,
-        publish: Publish,
-        session: ServerSession,
-        digests: Sequence[bytes],
-        probe: weights_pb2.Probe | None,
+        self, publish: Publish, digests: Sequence[bytes], probe: weights_pb2.Probe | None
     ) -> None:
-        """Lets a server resume once it has loaded the buckets with these digests."""
-        self.reports.expect(publish.publish_id, session.key, SERVING)
-        session.send(
-            fleet_pb2.ControllerMessage(
-                commit=fleet_pb2.CommitPublish(
-                    publish_id=publish.publish_id,
-                    version=version_to_pb(publish.version),
-                    probe=probe if publish.verify else None,
-                    bucket_digests=digests,
-                )
-            )
+        """Lets the receivers resume once they have loaded the buckets with these digests."""
+        commit = fleet_pb2.CommitPublish(
+            publish_id=publish.publish_id,
+            version=version_to_pb(publish.version),
+            probe=probe if publish.verify else None,
+            bucket_digests=digests,
         )
+        shared = fleet_pb2.ControllerMessage(commit=commit).SerializeToString()
+        own = fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish())
+        order = JoinedOrder(own, shared)
         # The limit covers buckets on their way, each with its deadline, loading and resuming.
         settings = self._settings
         bucket_deadline_s = publish.order.bucket_deadline_s
         limit_s = 2 * settings.join_deadline_s + len(digests) * bucket_deadline_s
-        self._tasks.create_task(self._follow(publish, session, probe, limit_s))
+        waits = {}
+        for session in publish.receivers:
+            wait = self.reports.expect(publish.publish_id, session.key, SERVING)
+            waits[session.key] = wait
+            session.send(order)
+            self._tasks.create_task(self._follow(publish, session, digests, probe, wait))
+        self._tasks.create_task(self._expire(publish.publish_id, waits, limit_s))
+
+    async def _expire(
+        self, publish_id: str, waits: Mapping[ServerKey, Wait], limit_s: float
+    ) -> None:
+        """Ends waits as failed after `limit_s`: one timer for all receivers of a publish."""
+        await self._run.clock.wait(waits.values(), limit_s)
+        for key in [key for key, wait in waits.items() if not wait.done()]:
+            self.reports.abandon(publish_id, key, f"no answer within {limit_s:g} s")
+
+    def loaded(
+        self,
+        publish: Publish,
+        session: ServerSession,
+        digests: Sequence[bytes],
+        report: fleet_pb2.PublishReport,
+    ) -> None:
+        """Fails a receiver that has not loaded buckets with these digests."""
+        if report.phase == FAILED:
+            self.fail(publish, session, report.message or "it failed")
+        elif list(report.bucket_digests) != list(digests):
+            problem = "the digests of the loaded buckets are not those that were sent"
+            self.fail(publish, session, problem)
 
     async def _follow(
         self,
         publish: Publish,
         session: ServerSession,
+        digests: Sequence[bytes],
         probe: weights_pb2.Probe | None,
-        limit_s: float,
+        wait: Wait,
     ) -> None:
-        if session.key in publish.failed:
-            # The receiver failed before this task began, and no report will come.
-            return
-        report = await self.reports.wait(publish.publish_id, session.key, SERVING, limit_s)
-        if session.key in publish.failed:
-            return
+        report = await wait
+        self.reports.forget(publish.publish_id, session.key, SERVING)
+        load = self.reports.reported(publish.publish_id, session.key, LOADED)
         if report.phase != SERVING:
             self.fail(publish, session, report.message or "it failed")
+        elif load is not None:
+            # The trainer's call may look at it later.
+            self.loaded(publish, session, digests, load)
+        if session.key in publish.failed:
             return
         now_s = time.monotonic()
         self.totals.served(

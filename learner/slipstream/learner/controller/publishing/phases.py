@@ -11,8 +11,9 @@ from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.v1 import fleet_pb2
 
+Wait: TypeAlias = asyncio.Future[fleet_pb2.PublishReport]
 # The reports of one server, by publish and phase.
-Expectations: TypeAlias = dict[tuple[str, int], asyncio.Future[fleet_pb2.PublishReport]]
+Expectations: TypeAlias = dict[tuple[str, int], Wait]
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -30,12 +31,9 @@ class PhaseReports:
         self._clock = clock
         self._open: dict[ServerKey, Expectations] = {}
 
-    def expect(
-        self, publish_id: str, server: ServerKey, phase: int
-    ) -> asyncio.Future[fleet_pb2.PublishReport]:
+    def expect(self, publish_id: str, server: ServerKey, phase: int) -> Wait:
         """Returns the future of a report; a report that comes before `wait` is kept there."""
-        future: asyncio.Future[fleet_pb2.PublishReport]
-        future = asyncio.get_running_loop().create_future()
+        future: Wait = asyncio.get_running_loop().create_future()
         return self._open.setdefault(server, {}).setdefault((publish_id, phase), future)
 
     def forget(self, publish_id: str, server: ServerKey, phase: int) -> None:
@@ -45,10 +43,12 @@ class PhaseReports:
         if not expected:
             self._open.pop(server, None)
 
-    def has_failed(self, publish_id: str, server: ServerKey, phase: int) -> bool:
-        """Whether the expected report is a failure."""
+    def reported(
+        self, publish_id: str, server: ServerKey, phase: int
+    ) -> fleet_pb2.PublishReport | None:
+        """The expected report. None if it has not come, or is not expected."""
         future = self._open.get(server, {}).get((publish_id, phase))
-        return future is not None and future.done() and future.result().phase == FAILED
+        return future.result() if future is not None and future.done() else None
 
     async def wait(
         self, publish_id: str, server: ServerKey, phase: int, limit_s: float

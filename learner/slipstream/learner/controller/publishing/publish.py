@@ -169,6 +169,8 @@ class Publisher:
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
         """Returns the servers that should be sent `version` now, or if None the newest version."""
         newest = version or self._progress.version
+        if self._fleet.versions[newest] == len(self._fleet.sessions):
+            return []
         return [each for each in self._fleet.fed_by_trainer() if self._is_due(each, newest)]
 
     def _is_due(self, session: ServerSession, version: PolicyVersion) -> bool:
@@ -280,7 +282,7 @@ class Publisher:
                 session.key.server_id
                 for session in publish.receivers
                 if self._fleet.find(session.key) is session
-                and not self._reports.has_failed(publish.publish_id, session.key, LOADED)
+                and not self._has_failed(publish, session)
             }
             return [r for r in publish.order.receivers if r.server_id in there]
         publish.receivers = [s for s in publish.receivers if self._fleet.find(s.key) is s]
@@ -295,6 +297,10 @@ class Publisher:
         self._tell_receivers(publish, start.layout)
         self._await_end(publish, num_tensors(start.layout))
         return list(known.values())
+
+    def _has_failed(self, publish: Publish, session: ServerSession) -> bool:
+        report = self._reports.reported(publish.publish_id, session.key, LOADED)
+        return report is not None and report.phase == FAILED
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
         """Takes the trainer's result: commits servers whose digests agree, aborts on the others.
@@ -320,8 +326,7 @@ class Publisher:
             return trainer_pb2.PublishReceipt(discard_communicator=True)
         digests = list(result.bucket_digests)
         if not publish.digests:
-            for session in publish.receivers:
-                self.deliveries.commit(publish, session, digests, result.probe)
+            self.deliveries.commit(publish, digests, result.probe)
         try:
             receipt = await self._settle(publish, digests)
         except asyncio.CancelledError:
@@ -345,26 +350,29 @@ class Publisher:
         self, publish: Publish, digests: Sequence[bytes]
     ) -> trainer_pb2.PublishReceipt:
         """Waits for the loads of buckets with these digests; returns the trainer's receipt."""
-        loads = [
-            self._tasks.create_task(self._follow_load(publish, session, digests))
+        loads = {
+            session.key: self._reports.expect(publish.publish_id, session.key, LOADED)
             for session in publish.receivers
-        ]
-        await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
-        return self._receipt(publish, [load.done() for load in loads])
+            if session.key not in publish.failed
+        }
+        await self._run.clock.wait(loads.values(), self._settings.bucket_deadline_s)
+        late = {key for key, load in loads.items() if not load.done()}
+        for session in publish.receivers:
+            if session.key in late:
+                self._tasks.create_task(self._follow_load(publish, session, digests))
+            elif session.key in loads:
+                self._reports.forget(publish.publish_id, session.key, LOADED)
+                report = loads[session.key].result()
+                self.deliveries.loaded(publish, session, digests, report)
+        return self._receipt(publish, [session.key not in late for session in publish.receivers])
 
     async def _follow_load(
         self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
     ) -> None:
-        if session.key in publish.failed:
-            return
         report = await self._reports.wait(
             publish.publish_id, session.key, LOADED, self._settings.join_deadline_s
         )
-        if report.phase == FAILED:
-            self.deliveries.fail(publish, session, report.message or "it failed")
-        elif list(report.bucket_digests) != list(digests):
-            problem = "the digests of the loaded buckets are not those that were sent"
-            self.deliveries.fail(publish, session, problem)
+        self.deliveries.loaded(publish, session, digests, report)
 
     def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
         """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""

@@ -107,6 +107,8 @@ class StoredPublisher:
         self._too_old.pop(session.key, None)
 
     def _readers(self) -> list[ServerSession]:
+        if self._settings.storage_url is None:
+            return []
         return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:
@@ -182,7 +184,7 @@ class StoredPublisher:
         publish.is_announced, publish.told_s = True, time.monotonic()
         session.on(ServerEvent.RECEIVE)
         session.send(fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights(order=order)))
-        self._deliveries.commit(publish, session, digests, report.probe)
+        self._deliveries.commit(publish, digests, report.probe)
 
     def _warn_if_too_old(self, session: ServerSession) -> None:
         version, step = session.version, self._run.progress.version.step

@@ -6,7 +6,7 @@ be trained twice: every leased group is either open, or in exactly one batch, or
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,7 +132,7 @@ class TrajectoryEnd(Enum):
     SET_ASIDE = "set_aside"
 
 
-@dataclass
+@dataclass(slots=True)
 class OpenGroup:
     """A group that was leased and has not ended: the controller leases it again."""
 
@@ -201,7 +201,9 @@ class RunHistory:
     batches: dict[int, RecordedBatch] = field(default_factory=dict)
     # The newest record of each step.
     steps: dict[int, JournaledStep] = field(default_factory=dict)
-    environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
+    environments: defaultdict[str, EnvironmentHistory] = field(
+        default_factory=lambda: defaultdict(EnvironmentHistory)
+    )
     # Specification of each submitted environment, as JSON.
     submitted: dict[str, str] = field(default_factory=dict)
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
@@ -264,7 +266,7 @@ class RunHistory:
             case "evaluation_lease":
                 self.servers.join(ServerKey(record["server"], record["epoch"]))
             case "result":
-                results = self._environment(record["environment"]).results
+                results = self.environments[record["environment"]].results
                 results.note(GroupId(record["group"]), record["task"], record["reward"])
             case "end":
                 self._end(record)
@@ -317,7 +319,7 @@ class RunHistory:
         self.open_groups.pop(GroupId(record.get("replaces", "")), None)
         name = record["environment"]
         self.next_group = number + 1
-        history = self._environment(name)
+        history = self.environments[name]
         history.next_number = max(history.next_number, record["number"] + 1)
         task, deadline = record["task"], record["deadline"]
         self.open_groups[group_id] = OpenGroup(
@@ -352,7 +354,7 @@ class RunHistory:
         group = self.open_groups.pop(GroupId(record["group"]), None)
         if group is None:
             return
-        history = self._environment(group.environment)
+        history = self.environments[group.environment]
         if record["kind"] == "set_aside":
             history.failed += 1
         elif record["how"] == "filtered":
@@ -380,7 +382,7 @@ class RunHistory:
                 raise ProtocolError(f"the batch of step {step + 1} holds {name}, which is not open")
             self.trained_in.add(group_id, step)
             self.put_back.pop(group_id, None)
-            self._environment(group.environment).accepted += 1
+            self.environments[group.environment].accepted += 1
         for name, epoch, tokens in record["tokens"]:
             self.servers.count(ServerKey(name, epoch)).received += tokens
         self.batch_tokens[step] = sum(tokens for *_, tokens in record["tokens"])
@@ -399,11 +401,11 @@ class RunHistory:
         self.set_aside_in_a_row = 0 if record["by"] == "user" else self.set_aside_in_a_row + 1
         for group_id, environment, *_ in record["groups"]:
             self.trained_in.discard(GroupId(group_id))
-            history = self._environment(environment)
+            history = self.environments[environment]
             history.accepted, history.failed = history.accepted - 1, history.failed + 1
         for group_id, environment, task, seed in record["put_back"]:
             self.trained_in.discard(GroupId(group_id))
-            self._environment(environment).accepted -= 1
+            self.environments[environment].accepted -= 1
             self.put_back[GroupId(group_id)] = batch
             self.open_groups[GroupId(group_id)] = OpenGroup(
                 GroupId(group_id), environment, task, seed, deadline_step=step
@@ -425,9 +427,6 @@ class RunHistory:
             self.with_several_versions += record["several"]
         self.steps[step] = JournaledStep(PolicyVersion(*record["version"]), record["digest"])
         self.set_aside_in_a_row = 0
-
-    def _environment(self, name: str) -> EnvironmentHistory:
-        return self.environments.setdefault(name, EnvironmentHistory())
 
     def _servers(self, record: Mapping[str, Any]) -> None:
         if "settled" in record:

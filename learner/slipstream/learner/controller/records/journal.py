@@ -31,6 +31,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
+from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.core.run_folder import BATCHES, JOURNAL_LOG, journal_logs, log_number
 from slipstream.core.types import Trajectory
@@ -288,12 +289,13 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
 
 
 def _parse(text: bytes) -> dict[str, JsonValue] | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
-    return record if is_record else None
+    # The first takes half the time, and refuses text with half a surrogate pair.
+    for parse in (from_json, json.loads):
+        with contextlib.suppress(ValueError, RecursionError):
+            record = parse(text)
+            is_record = isinstance(record, dict) and isinstance(record.get("kind"), str)
+            return record if is_record else None
+    return None
 
 
 def _whole_record(line: bytes) -> bytes | None:

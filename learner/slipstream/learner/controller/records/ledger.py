@@ -71,11 +71,19 @@ class TokenLedger:
         self._num_received, self._settled = history.settled.trajectories, history.settled
         self._unread = history.unread
 
-    def counted(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
-        """Returns (server, generated tokens, those of judges) of `key` or all connected ones."""
-        keys = self._epochs.connected if key is None else [key]
-        counts = ((each, self._epochs.count(each)) for each in keys)
-        return [(each, count.reported, count.judged) for each, count in counts]
+    def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
+        """Returns (server, generated tokens, those of judges) of `key`.
+
+        With None those of all connected servers whose counts changed since the call before.
+        """
+        counts = self._epochs.connected if key is None else {key: self._epochs.count(key)}
+        found = []
+        for each, count in counts.items():
+            newest = count.reported, count.judged
+            if key is not None or newest != count.journaled:
+                count.journaled = newest
+                found.append((each, *newest))
+        return found
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""

@@ -4,10 +4,12 @@ Consumes: the servers' messages. Produces: orders to them.
 Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit of its wait.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from slipstream.core.types import ServerId
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import DRAINING, ServerEvent, ServerKey
@@ -16,6 +18,8 @@ from slipstream.v1 import fleet_pb2, status_pb2
 
 # Largest number of departed servers whose last state the status shows; each answer copies them.
 MAX_DEPARTED = 100
+# Heartbeats of the whole fleet per second, above which a server that joins sends fewer.
+MAX_HEARTBEATS_PER_S = 128
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Fleet:
         self._run, self._progress = run, run.progress
         self.clock = run.clock
         self.sessions: dict[ServerId, ServerSession] = {}
+        # The version of each server that serves, and the number of these servers by version.
+        self._serving: dict[ServerKey, PolicyVersion] = {}
+        self.versions: Counter[PolicyVersion] = Counter()
         self.epochs = ServerEpochs()
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
@@ -53,6 +60,13 @@ class Fleet:
         self.empty_since_s = run.clock.now_s()
         # Times that a server was lost before it had drained.
         self.num_lost = 0
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between the heartbeats of a server that joins now; more in a large fleet."""
+        settings = self._run.config.controller
+        shared_s = len(self.sessions) / MAX_HEARTBEATS_PER_S
+        return min(max(settings.heartbeat_s, shared_s), settings.heartbeat_timeout_s / 3)
 
     def serving(self) -> list[ServerSession]:
         """The servers that may be leased groups."""
@@ -104,7 +118,7 @@ class Fleet:
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
         self.epochs.join(session.key)
-        session.changed = self._note_serving
+        session.changed = partial(self._note_serving, session)
         self._run.events.add(f"rollout server {session.name} joined")
         assert self.handlers is not None
         self.handlers.joined(session)
@@ -117,7 +131,6 @@ class Fleet:
         del self.sessions[session.key.server_id]
         has_left = session.drained.is_set()
         session.on(ServerEvent.LEFT if has_left else ServerEvent.LOST)
-        self._note_serving()
         if not has_left:
             self.num_lost += 1
             session.cause = cause
@@ -152,8 +165,8 @@ class Fleet:
 
     def warn_without(self, session: ServerSession) -> str:
         """The warning that `session` is the last server and leaves; empty where others stay."""
-        others = [other for other in self.sessions.values() if not other.is_leaving]
-        if others or self._progress.is_over:
+        stay = (not other.is_leaving for other in self.sessions.values())
+        if self._progress.is_over or any(stay):
             return ""
         limit_s = self._run.config.controller.fleet_timeout_s
         return (
@@ -168,10 +181,15 @@ class Fleet:
         session.send(fleet_pb2.ControllerMessage(drain=order))
         self.drains(session, reason)
 
-    def _note_serving(self) -> None:
+    def _note_serving(self, session: ServerSession) -> None:
+        before = self._serving.pop(session.key, None)
+        if before is not None:
+            self.versions -= Counter([before])
+        if session.is_serving and session.version is not None:
+            self._serving[session.key] = session.version
+            self.versions[session.version] += 1
         # The idle time counts only while a server serves: without one there is no progress.
-        serves = any(session.is_serving for session in self.sessions.values())
-        self._progress.note_serving(serves)
+        self._progress.note_serving(bool(self._serving))
 
     def served_s(self) -> dict[ServerKey, float]:
         """Seconds that each server has served."""

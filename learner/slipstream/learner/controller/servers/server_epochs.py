@@ -37,6 +37,8 @@ class EpochCount:
     unrecorded: int = 0
     unsent: Amount = Amount()
     missing: Amount = Amount()
+    # `reported` and `judged` as the journal has them.
+    journaled: tuple[int, int] = (0, 0)
     # Whether the server was lost: its undelivered tokens will hardly come.
     dead: bool = False
     # Whether an earlier start of the controller has received some of the trajectories.

@@ -87,7 +87,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             yield fleet_pb2.ControllerMessage(
                 welcome=fleet_pb2.Welcome(
                     run_id=self._progress.run_id,
-                    heartbeat_s=settings.heartbeat_s,
+                    heartbeat_s=self._fleet.heartbeat_s,
                     heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     delivery_key=server_key(self._progress.run_key, session.key.epoch),
                 )

@@ -70,19 +70,25 @@ class PlainScheduler(Scheduler):
                 self._again.append(group)
         return granted
 
+    def _may_lease(self, session: ServerSession) -> bool:
+        book = self._book
+        deadlines = [group.deadline_step for group in book.training_groups()]
+        deadline = staleness.deadline(session.version.step, book.max_staleness, book.num_steps)
+        return staleness.may_lease(deadlines, book.step, book.groups_per_step, deadline)
+
     def _next(self) -> Grant | LeaseWait:
         sessions, book, environments = self._by_room(), self._book, self._environments
         if not sessions:
             return LeaseWait.SERVER
         wait, size = LeaseWait.SLOTS, book.group_size
         episodes = book.episodes_by_environment()
+        if not any(self._may_lease(session) for session in sessions):
+            return LeaseWait.STALENESS
         for session in sessions:
             step = session.version.step
             if self._room_of(session) < size:
                 continue
-            deadlines = [group.deadline_step for group in book.training_groups()]
-            deadline = staleness.deadline(step, book.max_staleness, book.num_steps)
-            if not staleness.may_lease(deadlines, book.step, book.groups_per_step, deadline):
+            if not self._may_lease(session):
                 wait = max(wait, LeaseWait.STALENESS)
                 continue
             old = next(
@@ -203,6 +209,7 @@ class Both:
                             rig.lose(each)
                 case "version" if session is not None:
                     session.version = PolicyVersion(0, version)
+                    session.changed()
                 case "reserve" if session is not None:
                     rig.scheduler.reserved[session.key] = room % 4
                 case "finish" if group is not None and group.holder is not None:

@@ -65,10 +65,17 @@ def test_what_a_server_that_left_in_order_has_sent_is_queued_until_it_is_long_go
     assert ledger.snapshot().difference == 0
 
 
-def test_only_connected_servers_are_journaled_at_a_step():
+def test_only_connected_servers_whose_counts_changed_are_journaled_at_a_step():
     epochs = departed(10, drained=True)
     epochs.join(key_of(11)).reported = 5
-    assert ledger_of(epochs).counted() == [(ServerKey(ServerId("a"), 11), 5, 0)]
+    epochs.join(key_of(12)).reported = 7
+    ledger = ledger_of(epochs)
+    assert ledger.to_journal() == [(key_of(11), 5, 0), (key_of(12), 7, 0)]
+    epochs.join(key_of(12)).judged = 2
+    assert ledger.to_journal() == [(key_of(12), 7, 2)]
+    assert ledger.to_journal() == []
+    # Its last record says all of a server that is lost.
+    assert ledger.to_journal(key_of(11)) == [(key_of(11), 5, 0)]
 
 
 class ListJournal:
