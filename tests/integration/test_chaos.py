@@ -2,26 +2,26 @@
 
 import asyncio
 import contextlib
-import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.chaos import faults
 from slipstream.client.chaos.faults import Proxy
 from slipstream.client.chaos.oracle import examine
-from slipstream.client.chaos.run_chaos import run_chaos
 from slipstream.client.run_folder import write_config
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
-from support.rigs import run_processes
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import ROOT
+from support.rigs.run_processes import write_config as write_run
 
 STEPS = 6
 Records = list[dict]
@@ -201,26 +201,19 @@ async def test_a_proxy_delays_hangs_and_breaks_connections() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queue", ["grpc", "redis"])
-async def test_a_run_under_faults_loses_and_doubles_nothing(
-    tmp_path: Path,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    queue: str,
+def test_a_run_under_faults_loses_and_doubles_nothing(
+    tmp_path: Path, tiny_model: Path, queue: str
 ) -> None:
-    quick = {"support.fakes.quick_rank": "rank", "support.fakes.quick_server": "server"}
-    monkeypatch.setattr(faults, "_PARTS", faults._PARTS | quick)
-    monkeypatch.setenv("PYTHONPATH", str(run_processes.ROOT / "tests"))
-    path = run_processes.write_config(
-        tmp_path, tiny_model, run__steps=100_000, evaluations=[], queue__kind=queue
+    path = write_run(tmp_path, tiny_model, run__steps=100_000, evaluations=[], queue__kind=queue)
+    command = [sys.executable, "-m", "support.fakes.quick_run", "chaos", str(path)]
+    chaos = subprocess.run(
+        [*command, "--kills=12", "--seed=3", "--every-s=0.5", "--partitions"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        stdout=subprocess.PIPE,
+        check=False,
     )
-    command = (sys.executable, "-m", "support.fakes.quick_run")
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = await run_chaos(
-            path, [], kills=12, seed=3, every_s=0.5, roles="", partitions=True, command=command
-        )
-    told = json.loads(out.getvalue())
-    assert code == 0, told
+    told = json.loads(chaos.stdout)
+    assert chaos.returncode == 0, told
     assert (told["fired"], told["found"], told["replay_equal"]) == (12, [], True)

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 vllm = pytest.importorskip("vllm")
 
 from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
 from slipstream.core.errors import ConfigError  # noqa: E402
 from slipstream.core.models.model_sizes import decoder_table  # noqa: E402
 from slipstream.core.models.vision.processors import load_processor  # noqa: E402
@@ -24,6 +23,7 @@ from slipstream.core.settings.engine_table import OWNED  # noqa: E402
 from slipstream.core.settings.sampling_section import SamplingSection  # noqa: E402
 from slipstream.rollout_server.vllm.engine_arguments import tower_values  # noqa: E402
 from support.fakes.parity_models import make_mixture  # noqa: E402
+from support.fakes.small_configs import small_config  # noqa: E402
 from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
 from vllm import AsyncEngineArgs  # noqa: E402
 
@@ -40,16 +40,13 @@ def config_with(
     *,
     settings: dict[str, object] | None = None,
 ) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(model), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
-        "rollout_server": {"max_episodes": 16, "enforce_eager": True, "engine": engine}
-        | (settings or {}),
-        "lora": lora or {},
-    }
-    return parse_config(table, source="test")
+    server = {"max_episodes": 16, "enforce_eager": True, "engine": engine} | (settings or {})
+    return small_config(
+        model={"path": str(model), "dtype": "float32"},
+        sampling={"max_reply_tokens": 8, "max_episode_tokens": 64},
+        rollout_server=server,
+        lora=lora or {},
+    )
 
 
 def test_settings_reach_vllm_by_name(model: Path) -> None:

@@ -1,7 +1,8 @@
 """`slipstream run` with stand-ins for an engine and a step, and all else as a user has it.
 
 `python -m support.fakes.quick_run run CONFIG.toml` starts the command; its ranks and servers are
-this module too, with the words `rank` and `server`. `replay RUN` computes the recorded steps again.
+`quick_rank` and `quick_server`. `replay RUN` computes the recorded steps again. `chaos CONFIG.toml
+--kills 60` is `slipstream chaos` of such a run, with `tests` on PYTHONPATH.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.client import cli
+from slipstream.client.chaos import faults
+from slipstream.client.chaos.run_chaos import run_chaos
 from slipstream.client.launch import roles, run_processes, trainer_ranks
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
@@ -165,7 +168,27 @@ def replay(folder: Path) -> int:
     return 0
 
 
+def harm() -> int:
+    """`slipstream chaos` of runs of this module."""
+    faults._PARTS |= {module: role for role, module in MODULES.items()}
+    given = cli.parse(sys.argv[1:])
+    return asyncio.run(
+        run_chaos(
+            given.config,
+            given.overrides,
+            kills=given.kills,
+            seed=given.seed,
+            every_s=given.every_s,
+            roles=given.roles,
+            partitions=given.partitions,
+            command=(sys.executable, "-m", "support.fakes.quick_run"),
+        )
+    )
+
+
 def main() -> int:
+    if sys.argv[1] == "chaos":
+        return harm()
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
     trainer_ranks.TRAINER = roles.TRAINER.model_copy(update={"module": MODULES["rank"]})

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.learner.trainer.tiny_model import make_tokenizer
@@ -17,6 +16,7 @@ from slipstream.rollout_server.session import SESSION_WAITS, SessionWaits
 from slipstream.v1 import environment_pb2 as env_pb
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_fleet import Connection, FakeFleet
+from support.fakes.small_configs import small_config
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +33,13 @@ def renderer(tokenizer_folder: Path) -> Renderer:
 
 @pytest.fixture
 def config(tokenizer_folder: Path, tmp_path: Path) -> Config:
-    table = {
-        "run": {"name": "test", "steps": 1, "dir": str(tmp_path)},
-        "model": {"path": str(tokenizer_folder), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 32, "max_turns": 4},
-        "rollout_server": {"max_episodes": 8, "drain_timeout_s": 0.2},
-    }
-    return parse_config(table, source="test")
+    return small_config(
+        run={"dir": str(tmp_path)},
+        model={"path": str(tokenizer_folder), "dtype": "float32"},
+        algorithm={"group_size": 4, "groups_per_step": 1},
+        sampling={"max_episode_tokens": 32, "max_turns": 4},
+        rollout_server={"max_episodes": 8, "drain_timeout_s": 0.2},
+    )
 
 
 @dataclass

@@ -76,30 +76,6 @@ async def test_a_server_fetches_and_serves_one_version_after_the_other(
         assert len(layout.tensors) == 4
 
 
-async def test_an_engine_that_takes_changes_is_given_them_unless_its_probe_failed(
-    start_server, config: Config, tmp_path: Path
-) -> None:
-    versions, content = StoredVersions(str(tmp_path / "storage")), first_content()
-    async with start_server(config) as server:
-        connection = await server.join(step=None)
-        server.engine.takes_deltas = True
-        for step in range(4):
-            if step:
-                content = changed_content(content, share=0.01, seed=step)
-            digests = digests_of(content)
-            server.engine.digests = tuple(digests)
-            await serve_stored(
-                connection, step, versions.write(step, content, whole=not step), digests
-            )
-            if step == 2:
-                verdict = fleet_pb2.ProbeVerdict(publish_id="s2", passed=False, message="wrong")
-                connection.send(probe_verdict=verdict)
-        orders = [order for order, _ in server.engine.orders]
-        assert [order.HasField("delta") for order in orders] == [False, True, True, False]
-        files = [Path(order.communicator.path).name for order in orders]
-        assert files == ["weights", "changes", "changes", "weights"]
-
-
 async def test_a_server_serves_its_groups_while_it_fetches(
     start_server, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

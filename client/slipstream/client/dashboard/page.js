@@ -7,6 +7,7 @@ const CHARTS = [
   ["Lag of trained tokens, versions", ["lag_mean", "lag_max"]],
   ["Tokens per second", ["generated_tokens_per_s", "trained_tokens_per_s"]],
   ["Seconds of a step", ["step_s", "training_s", "pause_s"]],
+  ["Loss", ["loss"]],
   ["Entropy", ["entropy"]],
   ["Learner against server, KL", ["kl"]],
   ["Gap of log-probabilities at lag 0", ["logprob_gap_mean", "logprob_gap_max"]],
@@ -211,7 +212,7 @@ async function showReplies() {
   byId("groups").replaceChildren(...[...groups].map(([key, members], place) => {
     const mean = members.reduce((sum, one) => sum + one.reward, 0) / members.length;
     const box = element("details", place === 0 ? { open: "" } : {});
-    box.append(element("summary", {}, `${key}: mean reward ${number(mean)}, ${members.length} replies`));
+    box.append(element("summary", {}, `${key}: mean reward ${number(mean)}, ${members.length} repl${members.length === 1 ? "y" : "ies"}`));
     box.append(element("pre", { class: "context" }, members[0].prompt));
     for (const one of members) {
       const item = element("article"), side = element("div");

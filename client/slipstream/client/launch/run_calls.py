@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 import grpc.aio
 from slipstream.client.launch.children import Child
@@ -93,13 +92,14 @@ async def end_in_order(
     grace_s: float,
     look_s: float = LOOK_S,
 ) -> None:
-    """Stops the run, and gives the ranks of this node `grace_s`, and more while it is stopping.
+    """Stops the run, and gives the ranks of this node `grace_s` after it was last seen stopping.
 
     A cluster stops all nodes at once or this one alone: rank 0 lets all ranks save and export.
     """
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
-    until_s = time.monotonic() + grace_s
-    while not ends.done() and (time.monotonic() < until_s or await calls.is_stopping()):
+    looks = 0
+    while not ends.done() and looks < grace_s / look_s:
+        looks = 0 if await calls.is_stopping() else looks + 1
         await asyncio.wait((ends,), timeout=look_s)
     stop.cancel()
     await asyncio.gather(stop, return_exceptions=True)

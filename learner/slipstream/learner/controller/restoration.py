@@ -103,10 +103,10 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
     parts.recorder.restore(history)
     parts.evaluator.restore(history)
     parts.environments.restore(history)
-    leased_again = sum(not group.is_complete for group in parts.books.leases.groups.values())
+    open_groups = sum(not group.is_complete for group in parts.books.leases.groups.values())
     run.events.add(
         f"the run resumes at version {history.version}; the journal has the batches of "
-        f"{history.next_step} steps, and {leased_again} open groups are leased again"
+        f"{history.next_step} steps, and {open_groups} open groups go on"
     )
     newest = history.batches.get(history.version.step)
     if newest is not None:

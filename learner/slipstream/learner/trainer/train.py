@@ -228,7 +228,10 @@ class Trainer:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
         layout = self._ranks.describe(has_experts=has_experts)
         version = self._version
-        places = [weights_pb2.Place.FromString(p) for p in self._ranks.gather_bytes(self._place())]
+        nccl = agreed_settings(os.environ)
+        place = weights_pb2.Place(host_id=host_id(), gpus=self._gpus, nccl=nccl)
+        told = self._ranks.gather_bytes(place.SerializeToString())
+        places = [weights_pb2.Place.FromString(data) for data in told]
         if self._ranks.is_main:
             logger.info("%s", layout)
             welcome = self._client.register(
@@ -246,11 +249,6 @@ class Trainer:
             version = version_from_pb(welcome.version)
             logger.info("registered for run %s with version %s", welcome.run_id, version)
         self._adopt(version)
-
-    def _place(self) -> bytes:
-        """The host and GPUs of this rank, with its NCCL settings, as bytes."""
-        nccl = agreed_settings(os.environ)
-        return weights_pb2.Place(host_id=host_id(), gpus=self._gpus, nccl=nccl).SerializeToString()
 
     @functools.cached_property
     def _gpus(self) -> list[str]:

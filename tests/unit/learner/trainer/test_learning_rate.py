@@ -1,29 +1,17 @@
 import pytest
 from pydantic import JsonValue
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.step import learning_rate
+from support.fakes.small_configs import small_config
 
 
 def config_with(
     warmup_steps: int, decay: dict[str, JsonValue] | None = None, **tables: JsonValue
 ) -> Config:
-    algorithm: dict[str, JsonValue] = {
-        **(decay or {}),
-        "group_size": 2,
-        "groups_per_step": 1,
-        "learning_rate": 0.4,
-        "warmup_steps": warmup_steps,
-        "advantage": "gae" if tables else "grpo",
-    }
-    table: dict[str, JsonValue] = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "algorithm": algorithm,
-        "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
-    }
-    return parse_config(table | tables, source="test")
+    algorithm = {"learning_rate": 0.4, "warmup_steps": warmup_steps, **(decay or {})}
+    algorithm["advantage"] = "gae" if tables else "grpo"
+    return small_config(algorithm=algorithm, **tables)
 
 
 def test_learning_rate_is_constant_without_warmup() -> None:

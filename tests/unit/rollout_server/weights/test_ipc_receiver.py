@@ -1,11 +1,9 @@
-"""Weights from the learner's shared buffers, with the learner in a process of its own."""
+"""Weights from the learner's shared buffers; both ends are in this process."""
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,67 +20,42 @@ from support.fakes import fake_cupy
 from support.ranks import ipc_learner
 
 BUCKETS = ipc_learner.BUCKETS
+LARGEST = max(bucket.num_bytes for bucket in BUCKETS)
+CPU = torch.device("cpu")
 LONG_S = 30.0
 
 
-class Learner:
-    """The sender's process: one line in, one line out."""
+class Ends:
+    """A sender whose calls run on a thread, and a receiver that has joined it."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, ipc_learner.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        weights = WeightsSection(join_deadline_s=LONG_S, bucket_deadline_s=LONG_S)
+        self.sender, self._pool = IpcSender(weights, CPU, num_bytes=LARGEST), pool
+        where = self.sender.announce("members-1", num_senders=1, world_size=2)
+        connecting = pool.submit(self.sender.connect, where, 0)
+        self.receiver = IpcReceiver(Seat(where, 1, LONG_S), CPU)
+        connecting.result(LONG_S)
 
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+    def send(self, seed: int) -> Future[object]:
+        """Begins to send all buckets, out of one lane that is filled again at once."""
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        def send() -> None:
+            lane = torch.zeros(LARGEST, dtype=torch.uint8)
+            for place, bucket in enumerate(BUCKETS):
+                data = lane[: bucket.num_bytes].copy_(ipc_learner.content(seed, place))
+                self.sender.send(bucket, data)()
+            self.sender.finish()
 
-    def ask(self, line: str) -> str:
-        self.tell(line)
-        return self.line()
-
-    def announce(self, name: str, workers: int = 1) -> weights_pb2.Communicator:
-        values = json.loads(self.ask(f"announce {name} {workers}"))
-        return weights_pb2.Communicator(transport="ipc", **values)
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Learner]:
-    learner = Learner()
-    yield learner
-    learner.process.kill()
-    learner.process.communicate(timeout=20)
+        return self._pool.submit(send)
 
 
 @pytest.fixture
-def learner(process: Learner) -> Learner:
-    return process
-
-
-def joined(learner: Learner, name: str, workers: int = 1) -> list[IpcReceiver]:
-    """Every worker's end of a new communicator."""
-    where = learner.announce(name, workers)
-    learner.tell("connect")
-    found: dict[int, IpcReceiver] = {}
-
-    def join(rank: int) -> None:
-        found[rank] = IpcReceiver(Seat(where, rank, LONG_S), torch.device("cpu"))
-
-    threads = [threading.Thread(target=join, args=(1 + n,)) for n in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert learner.line() == "connected"
-    return [found[rank] for rank in sorted(found)]
+def ends() -> Iterator[Ends]:
+    with ThreadPoolExecutor() as pool:
+        found = Ends(pool)
+        yield found
+        found.receiver.close()
+        found.sender.abort()
 
 
 def incoming(*, own_buffers: bool = False, deadline_s: float = LONG_S) -> Incoming:
@@ -100,80 +73,26 @@ def digests_of(tensors: list[torch.Tensor]) -> list[bytes]:
     return [bucket_digest(each) for each in digests.read()]
 
 
-@pytest.mark.process
-def test_every_bucket_is_read_where_the_learner_put_it(learner: Learner) -> None:
-    (transport,) = joined(learner, "one")
-    memory = transport.prepare(incoming())
+def test_every_bucket_is_read_where_the_learner_put_it(ends: Ends) -> None:
+    memory = ends.receiver.prepare(incoming())
     for seed in (1, 2, 3):
-        learner.tell(f"send {seed}")
-        got = []
-        for place, data in enumerate(transport.receive(incoming())):
+        sending, got = ends.send(seed), []
+        for place, data in enumerate(ends.receiver.receive(incoming())):
             assert data.data_ptr() == memory[place].data_ptr()
             got.append(data.clone())
-        assert learner.line() == "sent"
+        sending.result(LONG_S)
         assert all(torch.equal(a, b) for a, b in zip(got, expected(seed), strict=True))
-        assert transport.digests() == digests_of(expected(seed))
-    transport.close()
+        assert ends.receiver.digests() == digests_of(expected(seed))
 
 
-@pytest.mark.process
-def test_own_buffers_stay_when_the_learner_goes_on(learner: Learner) -> None:
-    (transport,) = joined(learner, "own")
-    learner.tell("send 4")
-    got = list(transport.receive(incoming(own_buffers=True)))
-    assert learner.line() == "sent"
-    learner.tell("send 5")
-    later = list(transport.receive(incoming(own_buffers=True)))
-    assert learner.line() == "sent"
-    assert all(torch.equal(a, b) for a, b in zip(got, expected(4), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(later, expected(5), strict=True))
-    transport.close()
-
-
-@pytest.mark.process
-def test_all_workers_have_read_a_bucket_before_its_buffer_is_filled_again(learner: Learner) -> None:
-    quick, late = joined(learner, "two", workers=2)
-    learner.tell("send 6")
-    late_buckets = late.receive(incoming())
-    got = [next(late_buckets).clone()]
-    third = threading.Event()
-    quick_got = []
-
-    def hurry() -> None:
-        for data in quick.receive(incoming()):
-            quick_got.append(data.clone())
-            if len(quick_got) == 3:
-                third.set()
-
-    thread = threading.Thread(target=hurry)
-    thread.start()
-    # The third bucket needs the first buffer, which the late receiver still reads.
-    assert not third.wait(0.3)
-    got += [data.clone() for data in late_buckets]
-    thread.join(LONG_S)
-    assert learner.line() == "sent"
-    for each in (got, quick_got):
-        assert all(torch.equal(a, b) for a, b in zip(each, expected(6), strict=True))
-    quick.close()
-    late.close()
-
-
-@pytest.mark.process
-def test_a_worker_that_leaves_breaks_the_communicator_and_a_new_one_works(learner: Learner) -> None:
-    stays, leaves = joined(learner, "broken", workers=2)
-    leaves.close()
-    learner.tell("send 7")
-    buckets = stays.receive(incoming())
-    with pytest.raises(WeightSyncError, match="the sender of broken is gone"):
-        list(buckets)
-    assert "receiver 2 is gone" in learner.line()
-    assert "there is no communicator" in learner.ask("send 7")
-    stays.close()
-    (transport,) = joined(learner, "whole")
-    learner.tell("send 8")
-    assert len(list(transport.receive(incoming()))) == len(BUCKETS)
-    assert learner.line() == "sent"
-    transport.close()
+def test_own_buffers_stay_when_the_learner_goes_on(ends: Ends) -> None:
+    received = []
+    for seed in (4, 5):
+        sending = ends.send(seed)
+        received.append(list(ends.receiver.receive(incoming(own_buffers=True))))
+        sending.result(LONG_S)
+    for seed, got in zip((4, 5), received, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected(seed), strict=True))
 
 
 def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
@@ -212,32 +131,15 @@ def test_several_senders_are_refused() -> None:
         sender.announce("two", num_senders=2, world_size=3)
 
 
-@pytest.mark.process
-def test_a_late_learner_costs_one_deadline(learner: Learner) -> None:
-    (transport,) = joined(learner, "late")
+def test_a_late_learner_costs_one_deadline(ends: Ends) -> None:
     with pytest.raises(WeightSyncError, match=r"was not done within 0\.1 s"):
-        next(transport.receive(incoming(deadline_s=0.1)))
-    transport.close()
+        next(ends.receiver.receive(incoming(deadline_s=0.1)))
 
 
-@pytest.mark.process
-def test_a_layout_larger_than_the_buffers_is_refused(learner: Learner) -> None:
-    (transport,) = joined(learner, "small")
+def test_a_layout_larger_than_the_buffers_is_refused(ends: Ends) -> None:
     large = (ipc_learner.bucket("large", 1 << 20),)
     with pytest.raises(WeightSyncError, match="does not fit the shared buffers"):
-        transport.prepare(Incoming(large, LONG_S, own_buffers=False))
-    transport.close()
-
-
-@pytest.mark.process
-def test_a_learner_that_dies_is_noticed_at_once() -> None:
-    learner = Learner()
-    (transport,) = joined(learner, "dies")
-    learner.process.kill()
-    learner.process.communicate(timeout=20)
-    with pytest.raises(WeightSyncError, match="the sender of dies is gone"):
-        next(transport.receive(incoming()))
-    transport.close()
+        ends.receiver.prepare(Incoming(large, LONG_S, own_buffers=False))
 
 
 def test_memory_of_a_learner_is_closed_again_when_joining_fails(
@@ -284,32 +186,23 @@ class SlowDigests:
         return []
 
 
-@pytest.mark.process
-def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(learner: Learner) -> None:
-    (transport,) = joined(learner, "staged")
-    transport.prepare(incoming(own_buffers=True))
-    digests = SlowDigests()
-    transport._digests = digests
-    failures: list[WeightSyncError] = []
-
-    def stage() -> None:
-        try:
-            list(transport.receive(incoming(own_buffers=True)))
-        except WeightSyncError as error:
-            failures.append(error)
-
-    staging = threading.Thread(target=stage)
-    staging.start()
-    learner.tell("send 9")
-    assert digests.came.wait(LONG_S)
-    closing = threading.Thread(target=transport.close)
-    closing.start()
-    closing.join(0.2)
-    assert transport._buffers.arrays
-    digests.go_on.set()
-    for thread in (staging, closing):
-        thread.join(LONG_S)
-        assert not thread.is_alive()
-    assert not transport._buffers.arrays
-    assert len(failures) == 1
-    assert "is gone" in learner.line()
+def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, digests = ends.receiver, SlowDigests()
+    monkeypatch.setattr(receiver, "_open_digests", lambda _: digests)
+    vars(receiver)["_digests"] = digests
+    with ThreadPoolExecutor() as pool:
+        staging = pool.submit(lambda: list(receiver.receive(incoming(own_buffers=True))))
+        sending = ends.send(9)
+        assert digests.came.wait(LONG_S)
+        closing = pool.submit(receiver.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.2)
+        assert receiver._buffers.arrays
+        digests.go_on.set()
+        closing.result(LONG_S)
+        assert not receiver._buffers.arrays
+        for failed in (staging, sending):
+            with pytest.raises(WeightSyncError, match="is gone|was left"):
+                failed.result(LONG_S)

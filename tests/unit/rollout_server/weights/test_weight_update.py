@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.types import PolicyVersion
-from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.protocol.weights.digests import bucket_digest
@@ -185,16 +183,6 @@ async def test_the_first_update_needs_a_layout() -> None:
         await Engine().take(layout=NO_LAYOUT)
 
 
-async def test_copies_begin_while_the_engine_pauses_and_loading_when_it_stands_still() -> None:
-    engine = Engine(READY, BY_LOADER, *RIGHT)
-    first = await engine.take()
-    assert engine.started == ["prepare", *LOADED]
-    second = await engine.take()
-    # The device copies while the engine hands out outputs and preempts requests.
-    assert engine.started == ["prepare", *COPIED]
-    assert min(first.pause_s, second.pause_s) >= 0.01
-
-
 async def test_long_results_come_through_vllm() -> None:
     tensors = [TensorSpec(f"layer {number}", "bfloat16", (512,)) for number in range(257)]
     # vLLM's calls reach the engine's own thread, which must not wait there while it pauses.
@@ -230,22 +218,6 @@ async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still
         await engine.take(order(publish_id), layout)
         assert engine.started == ["prepare", *LOADED]
     assert engine.staged() == [False, False]
-
-
-async def test_only_an_update_that_is_copied_needs_no_pause_of_an_idle_engine() -> None:
-    engine = Engine(READY, BY_LOADER, *RIGHT)
-
-    async def resume_idle(version: PolicyVersion, _: float) -> None:
-        engine.started.append(f"turn over to {version}")
-
-    for step in (1, 2):
-        version = version_to_pb(PolicyVersion(3, step))
-        loaded = await engine.take(order(f"p{step}", version=version), LAYOUT, resume_idle)
-        assert loaded.already_resumed is (step == 2)
-        if step == 1:
-            assert engine.started == ["prepare", *LOADED]
-    turned = f"turn over to {PolicyVersion(3, 2)}"
-    assert engine.started == ["prepare", "begin", turned, "finish"]
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.reference_logprobs import ReferenceLogprobs
@@ -16,9 +18,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, Trajectory
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
 from slipstream.learner.algorithms.functions import token_advantages
-from slipstream.learner.algorithms.groups import shaped_rewards
+from slipstream.learner.algorithms.groups import shaped_rewards, side_of
 from slipstream.learner.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.algorithms.sides import Side, joined, sides_of
 from slipstream.learner.trainer.batches.batch import Batch, token_lags, untrainable
 from slipstream.learner.trainer.batches.token_fields import NumpyArray, TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -189,7 +190,7 @@ def _advantages(
         lags = token_lags([trajectory], batch.step)
         said = known[index].values
         values = None if said is None else said.astype(np.float64)
-        for side in sides_of(trajectory):
+        for side in _sides_of(trajectory):
             owners.append((index, side))
             episodes.append(side.episode(trajectory, by_side[side.name], costs, values, lags))
     found: dict[int, list[tuple[Side, TokenAdvantages]]] = {}
@@ -202,7 +203,7 @@ def _advantages(
     for name, value in (item for each in reported for item in each.items()):
         reports.setdefault(name, []).append(float(value))
     return {
-        index: joined(sides, batch.trajectories[index].num_sampled_tokens)
+        index: _joined(sides, batch.trajectories[index].num_sampled_tokens)
         for index, sides in found.items()
     }
 
@@ -264,3 +265,63 @@ def _estimates(
         top_ids=None if top is None else top.top_ids,
         top_logprobs=None if top is None else top.top_logprobs,
     )
+
+
+@dataclass(frozen=True)
+class Side:
+    """The branches of one side of an episode, which is an episode for the estimators.
+
+    A side has a reward of its own, and is compared with the same side of its group's episodes. An
+    episode has one side, unless its agent gave a named branch a reward of its own.
+    """
+
+    name: str
+    # Places of its tokens among the episode's sampled tokens.
+    places: npt.NDArray[np.int64]
+    # The tokens of each branch among `places`.
+    branches: tuple[slice, ...]
+
+    def episode(
+        self,
+        trajectory: Trajectory,
+        reward: float,
+        costs: FloatArray,
+        values: FloatArray | None,
+        lags: npt.NDArray[np.int32],
+    ) -> ScoredEpisode:
+        """Returns the side as an episode; arrays are the whole episode's."""
+        group_id = trajectory.group_id
+        return ScoredEpisode(
+            # A group's id has no space.
+            f"{group_id} {self.name}" if self.name else group_id,
+            reward,
+            costs[self.places],
+            None if values is None else values[self.places],
+            self.branches,
+            trajectory.metrics,
+            lags[self.places],
+        )
+
+
+def _sides_of(trajectory: Trajectory) -> list[Side]:
+    """Returns the sides of an episode, in the order of their first branches."""
+    places: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for part in trajectory.sequences():
+        own = np.arange(part.sampled.start, part.sampled.stop)
+        places.setdefault(side_of(part.branch), []).append(own)
+    found = []
+    for name, parts in places.items():
+        ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
+        found.append(Side(name, np.concatenate(parts), tuple(itertools.starmap(slice, ends))))
+    return found
+
+
+def _joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> TokenAdvantages:
+    """Returns the advantages of an episode's sampled tokens from those of its sides."""
+    advantages = np.zeros(num_tokens)
+    returns = None if sides[0][1].returns is None else np.zeros(num_tokens)
+    for side, found in sides:
+        advantages[side.places] = found.advantages
+        if returns is not None and found.returns is not None:
+            returns[side.places] = found.returns
+    return TokenAdvantages(advantages, returns)

@@ -6,13 +6,11 @@ log-probabilities and lags are stored at the position of the prediction.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.types import TokenArray, Trajectory
 from slipstream.learner.trainer.batches.images import SequenceImage, images_of
@@ -77,8 +75,10 @@ class TrainingSequence(TokenFields[NumpyArray]):
                 whole = np.zeros((len(sampled), *values.shape[1:]), dtype=column.dtype)
                 whole[sampled] = values
             if column.at_prediction:
-                whole = _predicted(whole, ends)
-            fields[name] = _parts_of(whole, ends)
+                # The value of token i + 1 stands at i, and 0 at the last position of a sequence.
+                whole = np.roll(whole, -1, axis=0)
+                whole[ends - 1] = 0
+            fields[name] = np.split(whole, ends[:-1])
         if with_experts:
             fields["expert_ids"] = [
                 None if t.routed_experts is None else t.routed_experts.expert_ids[tokens]
@@ -104,19 +104,3 @@ class TrainingSequence(TokenFields[NumpyArray]):
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-
-def _predicted(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> npt.NDArray[Item]:
-    """Moves the value of token i + 1 to position i; the last position of each sequence gets 0.
-
-    `ends` has the end of each of the joined sequences.
-    """
-    moved = np.roll(values, -1, axis=0)
-    moved[ends - 1] = 0
-    return moved
-
-
-def _parts_of(values: npt.NDArray[Item], ends: npt.NDArray[np.int64]) -> list[npt.NDArray[Item]]:
-    """Returns views of the array, cut at `ends`; the last end is the array's length."""
-    bounds = [0, *ends.tolist()]
-    return [values[start:end] for start, end in itertools.pairwise(bounds)]

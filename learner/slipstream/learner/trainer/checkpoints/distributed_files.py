@@ -471,7 +471,11 @@ def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -
     else:
         # float32 weights are their own copy. Megatron reads no tensor twice in one pass.
         state = _read_by_key(wanted, lambda key: None if _DISTRIBUTED_COPY in key else key, load)
-        state = _read_by_key(state, _weight_of_copy, load)
+        state = _read_by_key(
+            state,
+            lambda key: key.replace(_DISTRIBUTED_COPY, "") if _DISTRIBUTED_COPY in key else None,
+            load,
+        )
     steps = max((int(part.get("step", 0)) for part in _dicts(saved)), default=0)
     scale = next((part[_SCALER] for part in _dicts(saved) if part.get(_SCALER)), None)
     for part in _dicts(state):
@@ -481,10 +485,6 @@ def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -
             # All parts share the scale of the loss.
             part[_SCALER] = scale
     return state
-
-
-def _weight_of_copy(key: str) -> str | None:
-    return key.replace(_DISTRIBUTED_COPY, "") if _DISTRIBUTED_COPY in key else None
 
 
 def _dicts(tree: Tree) -> Iterator[dict[str, Tree]]:

@@ -62,7 +62,9 @@ def install() -> Megatron:
     if has_transformer_engine():
         auto_bridge: Megatron = importlib.import_module("megatron.bridge").AutoBridge
     else:
-        _cure_moe_utils()
+        # Megatron reads a name that is bound only if TransformerEngine is installed.
+        moe_utils: Megatron = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        moe_utils.te_general_gemm = None
         _install_adam()
         auto_bridge = _import_bridge()
         _cure_names()
@@ -76,12 +78,6 @@ def install() -> Megatron:
     _cure_padded_vocabulary()
     _cure_tied_embeddings()
     return auto_bridge
-
-
-def _cure_moe_utils() -> None:
-    # Megatron reads a name that is bound only if TransformerEngine is installed.
-    moe_utils: Megatron = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    moe_utils.te_general_gemm = None
 
 
 def _install_adam() -> None:

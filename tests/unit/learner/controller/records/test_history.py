@@ -402,7 +402,7 @@ def test_members_that_were_given_up_are_not_leased_again() -> None:
         attempts_per_lease=7, groups_per_step=1, group_size=4, max_staleness=1, num_steps=9
     )
     book.restore(history)
-    (group,) = book.orphans()
+    (group,) = book.groups.values()
     assert (group.missing, group.num_missing) == ([0, 2], 2)
 
 

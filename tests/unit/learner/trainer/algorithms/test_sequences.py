@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
@@ -19,6 +18,7 @@ from slipstream.learner.trainer.algorithms.sequences import (
 )
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_batch
+from support.fakes.small_configs import small_config
 
 OTHER = "other"
 
@@ -34,18 +34,13 @@ def config(
     debug: dict[str, JsonValue] | None = None,
     **algorithm: JsonValue,
 ) -> Config:
-    table: dict[str, JsonValue] = {
-        "run": {"name": "test", "steps": 10},
-        "model": {"path": "models/tiny"},
-        "algorithm": {"group_size": 3, "groups_per_step": 2, "learning_rate": 1e-3} | algorithm,
-        "sampling": {"max_reply_tokens": 10, "max_episode_tokens": 64},
-        "debug": debug or {},
-    }
+    tables: dict[str, JsonValue] = {"debug": debug or {}}
     if own is not None:
-        table["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
+        tables["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
     if algorithm.get("advantage") == "gae":
-        table["critic"] = {"learning_rate": 1e-3}
-    return parse_config(table, source="test.toml")
+        tables["critic"] = {"learning_rate": 1e-3}
+    sampling = {"max_reply_tokens": 10, "max_episode_tokens": 64}
+    return small_config(algorithm={"group_size": 3} | algorithm, sampling=sampling, **tables)
 
 
 def batch(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:

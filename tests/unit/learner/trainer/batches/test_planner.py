@@ -101,7 +101,7 @@ def test_sequence_that_no_micro_batch_can_hold_is_refused() -> None:
 @pytest.mark.parametrize(
     ("number", "max_tokens", "dp_size", "attention", "fill"),
     [
-        (100_000, 16384, 8, 20_000.0, 0.99),
+        (20_000, 16384, 8, 20_000.0, 0.99),
         (100_000, 8192, 64, math.inf, 0.99),
         # Two micro batches for each rank more or less are much here.
         (512, 16384, 4, 20_000.0, 0.9),
