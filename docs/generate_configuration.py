@@ -28,8 +28,8 @@ from slipstream.core.settings.config import (
 )
 from slipstream.core.settings.environment_algorithm import OWN
 from slipstream.core.settings.measurement_sections import PlayedSection
-from slipstream.core.settings.queue_section import QueueUserSection
 from slipstream.core.settings.section import Section
+from slipstream.core.settings.sections import QueueUserSection
 from slipstream.core.settings.tables import Tables
 
 # Settings that a run of the smallest file chooses by itself, and names.

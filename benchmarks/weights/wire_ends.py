@@ -21,7 +21,7 @@ from typing import Any, Protocol, get_args
 import torch
 import torch.distributed as dist
 from slipstream.core.settings.config import OffloadSection, WeightsSection
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.export_plan import Piece

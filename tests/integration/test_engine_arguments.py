@@ -20,7 +20,7 @@ from slipstream.core.models.model_sizes import decoder_table  # noqa: E402
 from slipstream.core.models.vision.processors import load_processor  # noqa: E402
 from slipstream.core.settings.config import Config  # noqa: E402
 from slipstream.core.settings.engine_table import OWNED  # noqa: E402
-from slipstream.core.settings.sampling_section import SamplingSection  # noqa: E402
+from slipstream.core.settings.sections import SamplingSection  # noqa: E402
 from slipstream.rollout_server.vllm.engine_arguments import tower_values  # noqa: E402
 from support.fakes.parity_models import make_mixture  # noqa: E402
 from support.fakes.small_configs import small_config  # noqa: E402
@@ -444,7 +444,7 @@ def test_a_tower_that_is_not_trained_is_left_out(
 IMAGE_QUESTIONS = """
 import sys
 from slipstream.core.models.model_sizes import read_model_table
-from slipstream.core.settings.sampling_section import SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.vllm.engine_arguments import tower_values
 from pathlib import Path
 from vllm import AsyncEngineArgs

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.learner.controller.records.journal import read_records
 
 ROOT = Path(__file__).parents[2]
 RIG = ROOT / "tests" / "support" / "rigs" / "ray_cluster.py"
@@ -74,8 +75,7 @@ def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
 
 
 def test_nothing_is_trained_twice(folder: Path) -> None:
-    lines = (folder / "runs/quickstart/journal/journal.log").read_text().splitlines()
-    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    records = read_records(folder / "runs/quickstart/journal")
     trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS_PER_STEP
 

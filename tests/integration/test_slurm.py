@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.learner.controller.records.journal import read_records
 from support.rigs import slurm_cluster
 from support.rigs.namespaces import poll
 from support.rigs.slurm_cluster import SlurmCluster
@@ -152,8 +153,7 @@ def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
 
 
 def test_nothing_is_trained_twice(site: Site) -> None:
-    lines = (site.folder / RUN / "journal" / "journal.log").read_text().splitlines()
-    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    records = read_records(site.folder / RUN / "journal")
     trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
     assert len(trained) == STEPS * GROUPS_PER_STEP
     assert len(trained) == len(set(trained))

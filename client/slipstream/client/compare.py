@@ -16,8 +16,8 @@ from slipstream.client.dashboard.server import MOST_POINTS, RunFolders, UnknownR
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.configuration.told_settings import told_settings
 from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import told_settings
 
 # What the table shows of the metrics; the page has curves of all.
 CURVES = (

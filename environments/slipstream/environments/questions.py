@@ -20,8 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.environments.arguments import check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
-from slipstream.environments.hub_data import HubData
-from slipstream.environments.question_files import Question, read_questions
+from slipstream.environments.question_files import HubData, Question, read_questions
 
 PROGRAM = "slipstream.environments.math_program"
 # Seconds for importing sympy on a busy machine.

@@ -90,6 +90,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         # Added to the timeline of each trainer.
         self.incarnation = 0
         self._forgotten = threading.Event()
+        # Whether its streams end as those of a run that has failed.
+        self.ends_in_order = False
         # Streams that kept the trainer's place.
         self.places = 0
         self.asked = threading.Event()
@@ -155,6 +157,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         forgotten, self.places = self._forgotten, self.places + 1
         yield pb.PlaceKept()
         while not gone.wait(0.01):
+            if forgotten.is_set() and self.ends_in_order:
+                return
             if forgotten.is_set():
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
 

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from slipstream.client.doctor.meeting import meet_nodes
+from slipstream.client.doctor.examine import meet_nodes
+from slipstream.client.launch.checks import compare
 from slipstream.client.launch.findings import Verdict
-from slipstream.client.launch.peers import compare
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.sections import QueueEnd
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis import RedisSender

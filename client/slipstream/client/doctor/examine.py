@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
+import secrets
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from slipstream.client.doctor.meeting import meet_nodes
 from slipstream.client.launch.checks import Scene, find_all
-from slipstream.client.launch.findings import Finding, Verdict, problem
+from slipstream.client.launch.findings import Finding, Verdict, ok, problem
 from slipstream.client.launch.fit import check_fit
 from slipstream.client.launch.launcher import learner_overrides, learner_share, scene_of
 from slipstream.client.launch.machine import (
@@ -33,6 +35,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.machine.process import raise_open_files
 from slipstream.core.settings.config import Config
+from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.setup import describe_setup
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+GRACE_S = 1.0
+
 
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
@@ -161,3 +169,76 @@ def table(findings: Sequence[Finding]) -> str:
         if found.remedy:
             lines.append(f"{'':8} {'':{width}} -> {found.remedy}")
     return "\n".join(lines)
+
+
+class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
+    """Tells the other nodes this one's setup, as its controller will, and notes who compared it."""
+
+    def __init__(self, setup: status_pb2.Setup, others: int) -> None:
+        """`others`: the number of nodes that are to ask."""
+        self._setup, self._others = setup, others
+        self.askers: set[str] = set()
+        self.all_asked = asyncio.Event()
+
+    async def GetSetup(  # noqa: N802
+        self, request: status_pb2.GetSetupRequest, context: object
+    ) -> status_pb2.Setup:
+        """Returns the setup with the time of this moment."""
+        if request.has_compared:
+            self.askers.add(request.asker)
+            if len(self.askers) >= self._others:
+                self.all_asked.set()
+        setup = status_pb2.Setup(unix_time_s=time.time())
+        setup.MergeFrom(self._setup)
+        return setup
+
+
+async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
+    """Answers the other nodes for `limit_s` at most; a problem if one of them does not ask."""
+    area = "nodes"
+    try:
+        credentials = Credentials.load(config.security)
+        server = create_server(credentials)
+        with _marked_folder(config) as (run_id, mark):
+            setup = describe_setup(config, run_id=run_id, mark=mark)
+            servicer = MeetingServicer(setup, nodes - 1)
+            status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
+            bind(server, config.controller.address, credentials)
+            await server.start()
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s):
+                        await servicer.all_asked.wait()
+            finally:
+                await server.stop(GRACE_S)
+    except ConfigError as error:
+        return problem(area, str(error))
+    came = ", ".join(sorted(servicer.askers)) or "none"
+    if servicer.all_asked.is_set():
+        return ok(area, f"all {nodes} are here: this one, {came}")
+    return problem(
+        area,
+        f"{len(servicer.askers)} of {nodes - 1} other nodes asked within {limit_s:g} s: {came}",
+        "start this command on all nodes of the learner at once, and see what the others say",
+    )
+
+
+@contextlib.contextmanager
+def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
+    """Puts a file into run.dir for the block; yields the run id in it, and its name."""
+    run_id = f"{config.run.name}-{secrets.token_hex(4)}"
+    path = config.run.dir / f".{run_id}"
+    made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]
+    try:
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(run_id)
+        yield run_id, path.name
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: cannot write into {config.run.dir}: {error.strerror}"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()

@@ -8,13 +8,20 @@ modules beside this one.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from inspect import isawaitable
 from typing import Literal
 
+import grpc
+import grpc.aio
+import psutil
 from slipstream.client.launch.engine_checks import (
     check_cache,
     check_processor,
@@ -24,8 +31,6 @@ from slipstream.client.launch.engine_checks import (
 from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
 from slipstream.client.launch.fit import disk_for
 from slipstream.client.launch.machine import check_companions, check_limits
-from slipstream.client.launch.network import check_interfaces
-from slipstream.client.launch.peers import compare
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_algorithms,
@@ -45,14 +50,29 @@ from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.tracking import check_trackers
+from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import (
     Credentials,
+    call_metadata,
     check_address,
     check_metrics_address,
+    open_channel,
     redis_url_of,
 )
+from slipstream.protocol.setup import Answer, differences, holds_mark
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+RETRY_S = 0.2
+# Status codes after which the controller may still come.
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Parts of gRPC's texts about a certificate that is not taken: it will not get better.
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
+# Seconds in which a file of another host must show: network file systems remember for a while that
+# there was none.
+SHOW_LIMIT_S = 5.0
+GOODBYE_S = 5.0
+
 
 CONNECT_LIMIT_S = 3.0
 # `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
@@ -349,3 +369,139 @@ CHECKS = (
     Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue),
     Check("environments", Stage.START, CONTROLLER | SERVER, _environments),
 )
+
+
+async def ask_controller(
+    address: str, credentials: Credentials, limit_s: float, *, asker: str = ""
+) -> Answer:
+    """Waits for the controller; raises ConfigError if it refuses us or does not answer in time."""
+    cause = ""
+    async with open_channel(address, credentials) as channel:
+        stub = status_pb2_grpc.StatusServiceStub(channel)
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            asked_s = time.time()
+            try:
+                setup = await stub.GetSetup(
+                    status_pb2.GetSetupRequest(asker=asker),
+                    timeout=left_s,
+                    metadata=call_metadata(credentials),
+                )
+            except grpc.aio.AioRpcError as error:
+                cause = " ".join((error.details() or error.code().name).split())
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    cause = "what answers is no controller of this version"
+                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
+                    raise ConfigError(f"the controller at {address}: {cause}") from None
+            else:
+                return Answer(setup, asked_s, time.time())
+            await asyncio.sleep(min(RETRY_S, left_s))
+    raise ConfigError(
+        f"no controller answers at {address} within {limit_s:g} s: {cause}; start the learner, and "
+        "let no firewall stand between"
+    )
+
+
+async def compare(
+    config: Config,
+    limit_s: float,
+    *,
+    of_ranks: bool,
+    asker: str = "",
+    is_awaited: bool = False,
+) -> str:
+    """Compares this host with the controller's; raises ConfigError for the first difference.
+
+    A node of the learner must have all that ranks share: for checkpoints, the run's folder too.
+    `is_awaited`: the controller keeps answering until this host has compared everything.
+    """
+    address = config.controller.address
+    credentials = Credentials.load(config.security)
+    answer = await ask_controller(address, credentials, limit_s, asker=asker)
+    try:
+        for difference in differences(answer, config, of_ranks=of_ranks):
+            raise ConfigError(difference)
+        if of_ranks and config.checkpoint.every_steps:
+            await _check_shared(config, answer.setup)
+    finally:
+        if is_awaited:
+            await _tell_end(address, credentials, asker)
+    return f"{address} answers: same versions and settings, clocks differ by {_near(answer)}"
+
+
+async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
+    """Says that nothing more is asked; whoever is gone by now need not know."""
+    request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async with open_channel(address, credentials) as channel:
+            await status_pb2_grpc.StatusServiceStub(channel).GetSetup(
+                request, timeout=GOODBYE_S, metadata=call_metadata(credentials)
+            )
+
+
+def _near(answer: Answer) -> str:
+    """Returns the largest difference of the clocks that the answer allows."""
+    least, most = sorted(
+        (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
+    )
+    return f"{max(abs(least), abs(most)):.2f} s at most"
+
+
+async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
+    deadline_s = time.monotonic() + SHOW_LIMIT_S
+    while not holds_mark(config, setup):
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"run.dir must be a folder that all nodes of the learner share, but here "
+                f"{config.run.dir / setup.mark} is not that of run {setup.run_id}: mount it, or "
+                "save no checkpoints (checkpoint.every_steps = 0)"
+            )
+        await asyncio.sleep(RETRY_S)
+
+
+# Variable -> whether it takes the beginning of a name, as NCCL does.
+INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
+
+
+def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns which interface leads to the ranks' meeting place; None if one node has all ranks.
+
+    Raises ConfigError for a variable that names no interface, and for a host without an address.
+    """
+    learner = config.learner
+    if learner.ranks_per_node in (None, learner.world_size):
+        return None
+    present = psutil.net_if_addrs()
+    for variable, takes_beginning in INTERFACES.items():
+        value = environ.get(variable, "")
+        if value and not _match(value, list(present), takes_beginning=takes_beginning):
+            raise ConfigError(
+                f"{variable}={value} names no interface of this host, which has "
+                f"{', '.join(present)}: unset it, or name one of these"
+            )
+    host, _ = address_parts(learner.master)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            # This sends nothing, and lets the kernel choose the way.
+            probe.connect(address)
+            ours = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"learner.master {learner.master} cannot be reached from this host: {error.strerror}"
+        ) from error
+    name = next((n for n, parts in present.items() if any(p.address == ours for p in parts)), "")
+    return f"{name or ours} leads to learner.master {learner.master}"
+
+
+def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
+    """Returns the interfaces that a value of such a variable selects."""
+    excludes, value = value.startswith("^"), value.removeprefix("^")
+    is_exact, value = value.startswith("=") or not takes_beginning, value.removeprefix("=")
+    # NCCL allows a port behind a name.
+    wanted = [part.partition(":")[0] for part in value.split(",") if part]
+    return [
+        name
+        for name in present
+        if any(name == w if is_exact else name.startswith(w) for w in wanted) != excludes
+    ]

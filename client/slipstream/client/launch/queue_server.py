@@ -9,7 +9,7 @@ import logging
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis_checks import ROLES, check_settings
 from slipstream.protocol.queue.redis_connection import RedisConnection

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.sections import QueueEnd
 
 LEARNER, ROLLOUT_SERVER, QUEUE = "learner", "rollout-server", "queue"
 QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")

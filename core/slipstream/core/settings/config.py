@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import model_validator
+from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.engine_table import engine_problems
@@ -15,9 +15,7 @@ from slipstream.core.settings.measurement_sections import (
     TrackingSection,
 )
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
-from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, served_problems
-from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.sections import (
     CheckpointSection,
@@ -27,13 +25,15 @@ from slipstream.core.settings.sections import (
     ModelSection,
     OffloadSection,
     ParallelSection,
+    QueueSection,
     RolloutServerSection,
     RunSection,
+    SamplingSection,
     SecuritySection,
+    WeightsSection,
 )
 from slipstream.core.settings.table_rules import TABLE_RULES
 from slipstream.core.settings.tables import Tables
-from slipstream.core.settings.weights_section import WeightsSection
 
 __all__ = [
     "AlgorithmSection",
@@ -59,6 +59,7 @@ __all__ = [
     "TrackingSection",
     "WeightsSection",
     "address_parts",
+    "told_settings",
 ]
 
 
@@ -79,3 +80,30 @@ class Config(Tables):
         yield from served_problems(self.reference, self.algorithms, self.sampling.temperature)
         for rule in TABLE_RULES:
             yield from rule(self)
+
+
+# Settings that hold or locate secrets, which no tracking service should get.
+_UNTOLD = (
+    "queue.redis_url",
+    "queue.redis_password_file",
+    "queue.controller",
+    "queue.rollout_server",
+    "security",
+)
+
+
+def told_settings(config: Config) -> dict[str, JsonValue]:
+    """All settings but secrets, by flat names like `algorithm.max_staleness`."""
+    flat: dict[str, JsonValue] = {}
+
+    def flatten(prefix: str, value: JsonValue) -> None:
+        if prefix in _UNTOLD:
+            return
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            flat[prefix] = value
+
+    flatten("", config.model_dump(mode="json"))
+    return flat

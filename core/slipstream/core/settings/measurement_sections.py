@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator, model_validator
+from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
+
+# Modules of each tracker, with the requirements that have them.
+PACKAGES: dict[str, dict[str, str]] = {
+    "tensorboard": {},
+    "wandb": {"wandb": "wandb>=0.20,<1"},
+    "mlflow": {
+        "mlflow": "mlflow-skinny>=3.17,<4",
+        "sqlalchemy": "sqlalchemy>=2,<3",
+        "alembic": "alembic>=1.14,<2",
+    },
+}
+
 
 # Between 0 and this temperature vLLM silently samples at this temperature.
 MIN_TEMPERATURE = 0.01
@@ -167,3 +182,14 @@ class DebugSection(Section):
     # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
     # logits in half precision differently, so that their log-probabilities differ more.
     head_dtype: Literal["float32", "model"] = "float32"
+
+
+def check_trackers(tracking: TrackingSection) -> None:
+    """Raises ConfigError with the command to run when a tracker's package is not installed."""
+    for tracker in tracking.trackers:
+        for package in PACKAGES[tracker]:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"tracking.trackers has {tracker!r}, which needs the package {package}: "
+                    f"pip install {shlex.join(PACKAGES[tracker].values())}"
+                )

@@ -2,14 +2,205 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
-from slipstream.core.settings.measurement_sections import PlayedSection
-from slipstream.core.settings.section import Address, ElementType, Positive, Section, Silence
+from slipstream.core.settings.measurement_sections import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    PlayedSection,
+)
+from slipstream.core.settings.section import Address, ElementType, Host, Positive, Section, Silence
 from slipstream.core.template_values import TemplateValues
+from slipstream.v1 import fleet_pb2
+
+DeltaSetting = Literal["off", "gpu", "host"]
+StageSetting = Literal["auto"] | bool
+
+
+def _check_storage(url: str) -> str:
+    # fsspec joins the URLs of a chain by two colons.
+    links = [urlsplit(link) for link in url.split("::")]
+    if any("@" in link.netloc or link.query or link.fragment for link in links):
+        # The value is not shown: it may hold a password.
+        raise ValueError(
+            "a storage URL has no user, password, query or fragment: credentials come from the "
+            "environment"
+        )
+    return url
+
+
+StorageUrl = Annotated[str, AfterValidator(_check_storage)]
+
+
+class WeightsSection(Section):
+    """The transport of new weights to the rollout servers."""
+
+    # nccl: between GPUs; ipc: within one host, also on a shared GPU; gloo: TCP, from main memory.
+    # auto: gloo if any part computes on a CPU, ipc on a shared GPU, else nccl.
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    # Address of trainer rank 0's machine that the transport of weights uses.
+    host: Host = "127.0.0.1"
+    # Size at which a bucket is closed; the size of the largest tensor, if that is more.
+    bucket_mib: Positive = 64
+    # Engines receive new weights next to those that serve, and requests wait only for the copies.
+    # It takes the memory of the weights on the wire, on a GPU out of `gpu_memory_utilization`.
+    # auto: while requests run, if there is room; on a GPU for up to a sixth of that share.
+    stage_on_server: StageSetting = "auto"
+    # Send only the elements that changed since the last publish, if that is at most half as long.
+    # The trainer keeps the published weights for it, gpu: next to its own weights, with an eighth
+    # more; host: in main memory, which takes longer. An engine's worker takes memory for one
+    # bucket.
+    delta: DeltaSetting = "off"
+    # Folder, or URL of fsspec such as s3://bucket/prefix, into which the trainer writes versions
+    # for servers with rollout_server.weights_from = "storage". A server may have its own name for
+    # it. Without it no server takes weights from storage.
+    storage_url: StorageUrl | None = None
+    # Limit of writing a version to storage, and of fetching a version from there.
+    storage_deadline_s: Silence = 600.0
+    # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
+    # loads.
+    bucket_deadline_s: float = Field(2.0, ge=0.1)
+    # Limit of preparing, of joining the communicator and of loading the received weights.
+    join_deadline_s: Silence = 20.0
+    # Prove every n-th publish by the log-probabilities of a probe, besides its digests; the first
+    # publish always has a probe.
+    verify_every: Positive = 10
+
+
+# Most replies of an episode where `max_turns` is 0. One that never ends is stopped by the limits of
+# tokens, mostly, and by this.
+MAX_TURNS = 256
+
+
+class SamplingSection(Section):
+    """Sampling of replies, and limits of an episode's length."""
+
+    # Sampling temperature, by which the learner divides its logits too, but for replies that an
+    # environment gives: these are trained at temperature 1. The bounds are vLLM's.
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    # Sampling uses the smallest set of tokens with this probability; the learner ignores it.
+    top_p: float = Field(1.0, gt=0, le=1)
+    # Sampling uses this many of the most probable tokens; the learner ignores it. 0: no limit.
+    top_k: int = Field(0, ge=0)
+    # Most sampled tokens of one reply.
+    max_reply_tokens: Positive = 3072
+    # Most replies of one episode; 0: 256. An environment ends its episodes, and so do the limits of
+    # tokens.
+    max_turns: int = Field(0, ge=0)
+    # Most tokens of an episode, context and sampled. It bounds each branch of an agent's episode.
+    max_episode_tokens: Positive = 4096
+    # Most tokens of all branches of an episode together. 0: `max_episode_tokens`.
+    max_total_tokens: int = Field(0, ge=0)
+    # Most branches of an episode, the conversations that an agent has with the model.
+    max_branches: int = Field(16, ge=1, le=256)
+    # Most tokens of a task before the first reply; by default one less than max_episode_tokens.
+    # Prompts are never cut.
+    max_prompt_tokens: Positive | None = None
+    # Treatment of a task with a longer prompt. skip: the task is set aside and counted, and another
+    # task takes its place; refuse: the run fails and names the task.
+    long_prompts: Literal["skip", "refuse"] = "skip"
+    # Token ids besides the end-of-text token at which a reply ends, for example that of <|eom_id|>.
+    # The token that ends a reply belongs to it, and is trained.
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    # Texts at which a reply ends. The token that completes the first such text belongs to the
+    # reply. Special tokens count as their text. Servers then detokenize all replies: prefer
+    # stop_token_ids.
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    # Most images of an episode. 0: an episode with an image fails. More need a model with vision.
+    max_images: int = Field(0, ge=0, le=64)
+    # Most bytes of an image, encoded. A lease reserves `max_images` of them in the queue.
+    max_image_bytes: int = Field(262144, ge=1, le=16777216)
+
+    @property
+    def total_tokens(self) -> int:
+        """Most tokens of an episode, all branches together."""
+        return self.max_total_tokens or self.max_episode_tokens
+
+    def to_pb(self) -> fleet_pb2.SamplingSettings:
+        """Returns the wire form: each of its fields is the setting of the same name.
+
+        The adapter is left out, since each environment has its own, and what `debug` has.
+        """
+        values: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
+            if name not in ("adapter", "ignore_eos")
+        }
+        return fleet_pb2.SamplingSettings(**values)
+
+
+QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
+
+
+class QueueUserSection(Section):
+    """The user as which one end of the queue logs in to Redis, not the one in `redis_url`."""
+
+    # Name of the user; docs/security.md has the rights that it needs.
+    user: Annotated[str, Field(min_length=1)]
+    # File with the user's password.
+    password_file: Path
+
+
+# Form of a URL. A password with one of /?# in it would be cut in two, and shown as host or path.
+_REDIS_URL = re.compile(
+    r"rediss?://([^/?#]*@)?(\[[\da-fA-F:.]+\]|[^/?#@:\[\]]+)(:\d{1,5})?(/\d*)?(\?[^#@]*)?"
+    r"|unix://([^/?#]*@)?/[^?#]*(\?[^#]*)?"
+)
+
+
+class QueueSection(Section):
+    """The queue in which finished trajectories wait for the journal."""
+
+    # grpc: in the memory of the rollout servers; redis: on the disk of a Redis or Valkey server.
+    kind: Literal["grpc", "redis"] = "grpc"
+    # redis://, rediss:// or unix:// ; without it `slipstream run` starts a server.
+    redis_url: str | None = None
+    # File with the password, which is then left out of `redis_url`.
+    redis_password_file: Path | None = None
+    # A table of its own, below: the controller's user.
+    controller: QueueUserSection | None = None
+    # A table of its own, below: the rollout servers' user.
+    rollout_server: QueueUserSection | None = None
+    # Bytes that may wait in the queue: of each server (grpc), of all servers together (redis). When
+    # it is full, servers wait. Leases of all servers together reserve no more than this.
+    max_bytes: Positive = 256 << 20
+
+    def user_of(self, end: QueueEnd) -> QueueUserSection | None:
+        """Returns the table of one end."""
+        return self.controller if end == "controller" else self.rollout_server
+
+    @model_validator(mode="after")
+    def _url(self) -> QueueSection:
+        if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
+            # The URL is not shown: it may hold a password.
+            raise ValueError(
+                "redis_url must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, "
+                "with USER:PASSWORD@ before the host if need be: a password with one of /?# in it "
+                "is percent-encoded there, or stands in redis_password_file"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _users(self) -> QueueSection:
+        tables = [end for end in ("controller", "rollout_server") if self.user_of(end) is not None]
+        if not tables:
+            return self
+        if self.redis_url is None:
+            raise ValueError(
+                f"the table {tables[0]} needs redis_url: the embedded server makes its users itself"
+            )
+        if self.redis_password_file is not None or "@" in urlsplit(self.redis_url).netloc:
+            raise ValueError(
+                f"the table {tables[0]} names a user: leave redis_password_file out, "
+                "and the user in redis_url"
+            )
+        return self
+
 
 # The newest groups of a task whose rewards the journal's reader keeps.
 MAX_WINDOW = 16

@@ -12,9 +12,7 @@ from slipstream.core.settings.measurement_sections import (
     EvaluationSection,
     TrackingSection,
 )
-from slipstream.core.settings.queue_section import QueueSection
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
-from slipstream.core.settings.sampling_section import SamplingSection
 from slipstream.core.settings.section import ElementType, Section
 from slipstream.core.settings.sections import (
     CheckpointSection,
@@ -22,11 +20,14 @@ from slipstream.core.settings.sections import (
     EnvironmentSection,
     LearnerSection,
     ModelSection,
+    QueueSection,
     RolloutServerSection,
     RunSection,
+    SamplingSection,
     SecuritySection,
+    StageSetting,
+    WeightsSection,
 )
-from slipstream.core.settings.weights_section import StageSetting, WeightsSection
 
 # Bytes of a trajectory in a queue besides its tokens: names, metrics, texts, and 16 branches.
 TRAJECTORY_OVERHEAD_BYTES = 2048

@@ -70,7 +70,7 @@ def _first(error: BaseException) -> BaseException:
 
 
 async def _serve(path: Path) -> int:
-    from slipstream.core.settings.tracking import check_trackers
+    from slipstream.core.settings.measurement_sections import check_trackers
     from slipstream.learner.algorithms.functions import load_functions
     from slipstream.learner.controller.application import Controller
     from slipstream.protocol.access.security import Credentials

@@ -119,7 +119,7 @@ class Round:
     running: dict[GroupId, Group] = field(default_factory=dict)
     episodes: dict[str, list[EvaluatedEpisode]] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
-    started_s: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=lambda: time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,6 @@ class ControllerClient:
             try:
                 for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):
                     pass
-                # The run is over.
-                return
             except grpc.RpcError as error:
                 if self._closed.is_set():
                     return

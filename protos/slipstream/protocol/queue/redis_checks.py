@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError, ResponseError
 from slipstream.core.errors import QueueError
-from slipstream.core.settings.queue_section import QueueEnd
+from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.queue.redis_connection import RedisConnection
 
 REQUIRED_SETTINGS = {

@@ -29,9 +29,12 @@ from slipstream.protocol.queue.redis_connection import (
     DATA,
     ID,
     RECONNECT_TIMEOUT_S,
+    Counted,
+    Counters,
     RedisConnection,
+    draw_mark,
+    loss_in,
 )
-from slipstream.protocol.queue.redis_counters import Counted, Counters, draw_mark, loss_in
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
 
 GROUP = "controller"

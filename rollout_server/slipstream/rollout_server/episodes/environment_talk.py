@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
-from slipstream.core.settings.sampling_section import MAX_TURNS
+from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling

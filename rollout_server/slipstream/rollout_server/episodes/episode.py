@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.core.settings.sampling_section import MAX_TURNS
+from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Failure, FailureKind, Status, Trajectory, VersionSpan
 from slipstream.rollout_server.agents.limits import judge_sampling

@@ -10,7 +10,7 @@ from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.models.nested_decoders import is_nested
 from slipstream.core.models.registry import FAMILIES, NESTED, family_of
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sampling_section import SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.inference.step_rules import graph_values
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class

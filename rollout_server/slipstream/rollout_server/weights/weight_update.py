@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.weights_section import StageSetting
+from slipstream.core.settings.sections import StageSetting
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb

@@ -9,15 +9,15 @@ import ssl
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 import tomli_w
-from slipstream.client.launch.checks import Scene, Stage, require
+from slipstream.client.launch.checks import Scene, Stage, ask_controller, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
-from slipstream.client.launch.peers import ask_controller
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_environments,
@@ -36,10 +36,10 @@ from slipstream.core.settings.config import (
     EnvironmentSection,
     SecuritySection,
 )
-from slipstream.core.settings.queue_section import QueueSection, QueueUserSection
+from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from support.fakes.small_configs import config_of
+from support.fakes.small_configs import config_of, small_config
 from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.other_pythons import bare_python
 
@@ -70,19 +70,16 @@ def test_the_controller_has_a_port_that_others_can_know() -> None:
 
 
 @pytest.mark.parametrize("host", LOOPBACKS)
-def test_weights_may_leave_from_an_address_of_either_family(host: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    weights = config.weights.model_copy(update={"host": host})
-    check_weights_host(config.model_copy(update={"weights": weights}))
+def test_weights_may_leave_from_an_address_of_either_family(host: str) -> None:
+    check_weights_host(small_config(weights={"host": host}))
 
 
-def test_weights_leave_from_an_address_of_this_machine(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    far = config.weights.model_copy(update={"host": "192.0.2.1"})
+def test_weights_leave_from_an_address_of_this_machine() -> None:
+    far = small_config(weights={"host": "192.0.2.1"})
     with pytest.raises(
         ConfigError, match=r"weights\.host must be .*, got 192\.0\.2\.1: Cannot assign"
     ):
-        check_weights_host(config.model_copy(update={"weights": far}))
+        check_weights_host(far)
 
 
 @pytest.mark.skipif(uses_gpus(), reason="the engine's cache lies on a GPU")
@@ -192,17 +189,15 @@ def test_a_certificate_that_clients_refuse_is_told_at_once(
     cause: str,
     authority: Path,
     secrets: Path,
-    tmp_path: Path,
 ) -> None:
-    config = config_of(tmp_path)
     file = authority / f"{certificate}.pem"
     security = SecuritySection(
         tls_certificate=file,
         tls_key=authority / "server.key",
         tls_ca=secrets / "a.pem" if ca == "other" else ca and authority / "ca.pem",
     )
-    place = config.controller.model_copy(update={"address": f"{host}:7070"})
-    config = config.model_copy(update={"security": security, "controller": place})
+    config = small_config(controller={"address": f"{host}:7070"})
+    config = config.model_copy(update={"security": security})
     if not cause:
         check_own_certificate(config)
         return
@@ -380,6 +375,20 @@ async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_
         assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 10
 
 
+@pytest.fixture
+def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Makes the settings of a run whose environment `e` is a class of the given code."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(code: str, name: str, run: str = "test", **tables: object) -> Config:
+        (tmp_path / "played.py").write_text(code)
+        section = {"name": "e", "reference": f"played:{name}", "timeout_s": 20.0}
+        folder = {"dir": str(tmp_path), "name": run}
+        return small_config(run=folder, environments=[section], **tables)
+
+    return make
+
+
 SPY = """
 import os
 from slipstream.environments.echo import Echo
@@ -397,17 +406,13 @@ class Spy(Echo):
 
 @pytest.mark.process
 async def test_an_environment_sees_no_secrets_when_it_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    playing: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "spy.py").write_text(SPY)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    spy = EnvironmentSection(name="spy", reference="spy:Spy")
-    config = config_of(tmp_path).model_copy(update={"environments": (spy,)})
     with pytest.raises(ConfigError) as caught:
-        await check_environments(config)
+        await check_environments(playing(SPY, "Spy"))
     # Python sets the first one itself.
     seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
     assert set(seen) <= {"LC_CTYPE", "PYTHONHASHSEED"}, caught.value
@@ -431,22 +436,16 @@ class Calling(Environment):
 
 @pytest.mark.process
 async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "calling.py").write_text(CALLING)
-    monkeypatch.chdir(tmp_path)
-    section = EnvironmentSection(name="e", reference="calling:Calling", timeout_s=20.0)
-    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
     with pytest.raises(ConfigError) as caught:
-        await check_environments(config)
+        await check_environments(playing(CALLING, "Calling"))
     assert str(caught.value) == (
         "environment e: tools need rollout_server.tool_parser, the reader of the model's tool "
         "calls: set it in the run's configuration"
     )
-    server = config.rollout_server.model_copy(update={"tool_parser": "hermes"})
-    config = config.model_copy(update={"rollout_server": server})
     assert not capsys.readouterr().err
-    await check_environments(config)
+    await check_environments(playing(CALLING, "Calling", rollout_server={"tool_parser": "hermes"}))
     assert not capsys.readouterr().err
 
 
@@ -454,16 +453,14 @@ async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
 async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    reference = "deploy.environments.colours:Colours"
-    section = EnvironmentSection(name="e", reference=reference, timeout_s=20.0)
-    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    environment = {"name": "e", "reference": "deploy.environments.colours:Colours"}
+    played = {"run": {"dir": str(tmp_path)}, "environments": [environment | {"timeout_s": 20.0}]}
     with pytest.raises(ConfigError) as caught:
-        await check_environments(config)
+        await check_environments(small_config(**played))
     assert str(caught.value) == (
         "environment e: its first task shows 1 image, more than sampling.max_images = 0"
     )
-    sampling = config.sampling.model_copy(update={"max_images": 1})
-    await check_environments(config.model_copy(update={"sampling": sampling}))
+    await check_environments(small_config(**played, sampling={"max_images": 1}))
 
 
 HANGING = """
@@ -484,20 +481,12 @@ class Frozen(Echo):
 """
 
 
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Config:
-    (tmp_path / "hanging.py").write_text(HANGING)
-    monkeypatch.chdir(tmp_path)
-    section = EnvironmentSection(name="e", reference=f"hanging:{name}", timeout_s=20.0)
-    return config_of(tmp_path).model_copy(update={"environments": (section,)})
-
-
 @pytest.mark.process
 async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, playing: Callable[..., Config]
 ) -> None:
-    config = hanging(tmp_path, monkeypatch, "Leaving")
     async with asyncio.timeout(60):
-        await check_environments(config)
+        await check_environments(playing(HANGING, "Leaving"))
     helper = int((tmp_path / "helper").read_text())
     async with asyncio.timeout(10):
         # The helper's parent is gone; the process that adopts it must notice its end.
@@ -514,10 +503,10 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
         (bare, f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio"),
         (tmp_path / "none", f"environment e: python must be an interpreter, got {tmp_path}/none"),
     ):
-        section = EnvironmentSection(
-            name="e", reference="slipstream.environments.echo:Echo", python=python
+        echo = {"name": "e", "reference": "slipstream.environments.echo:Echo"}
+        config = small_config(
+            run={"dir": str(tmp_path)}, environments=[echo | {"python": str(python)}]
         )
-        config = config_of(tmp_path).model_copy(update={"environments": (section,)})
         with pytest.raises(ConfigError) as caught:
             await check_environments(config)
         assert str(caught.value).startswith(cause)
@@ -579,17 +568,9 @@ class Caller(AgentEnvironment):
 @pytest.mark.process
 @pytest.mark.parametrize("max_turns", [0, 1, 2])
 async def test_an_agent_that_may_call_the_model_once_is_told_before_anything_starts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    max_turns: int,
+    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str], max_turns: int
 ) -> None:
-    (tmp_path / "caller.py").write_text(CALLER)
-    monkeypatch.chdir(tmp_path)
-    section = EnvironmentSection(name="e", reference="caller:Caller", timeout_s=20.0)
-    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
-    sampling = config.sampling.model_copy(update={"max_turns": max_turns})
-    await check_environments(config.model_copy(update={"sampling": sampling}))
+    await check_environments(playing(CALLER, "Caller", sampling={"max_turns": max_turns}))
     told = "environment e: with sampling.max_turns = 1 an agent's second call is refused (400)"
     assert (told in capsys.readouterr().err) == (max_turns == 1)
 
@@ -607,12 +588,9 @@ class Printing(Echo):
 
 @pytest.mark.process
 async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    playing: Callable[..., Config],
 ) -> None:
-    (tmp_path / "printing.py").write_text(PRINTING)
-    monkeypatch.chdir(tmp_path)
-    section = EnvironmentSection(name="e", reference="printing:Printing", timeout_s=20.0)
-    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
+    config = playing(PRINTING, "Printing")
     path = config.run_dir / "logs" / "preflight.log"
     for _ in range(2):
         await check_environments(config)
@@ -626,9 +604,9 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
 
 @pytest.mark.process
 async def test_an_environment_that_holds_its_process_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    playing: Callable[..., Config],
 ) -> None:
-    config = hanging(tmp_path, monkeypatch, "Frozen")
+    config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
             await check_environments(config, grace_s=-55.0)
@@ -636,16 +614,11 @@ async def test_an_environment_that_holds_its_process_is_given_up(
 
 @pytest.mark.process
 async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    playing: Callable[..., Config],
 ) -> None:
-    loud = "raise RuntimeError('no data')\n"
-    (tmp_path / "quiet.py").write_text(loud)
-    (tmp_path / "loud.py").write_text(f"print('looking for data')\n{loud}")
-    monkeypatch.chdir(tmp_path)
-    for name in ("quiet", "loud"):
-        section = EnvironmentSection(name="e", reference=f"{name}:E", timeout_s=20.0)
-        config = config_of(tmp_path, name=name)
-        config = config.model_copy(update={"environments": (section,)})
+    quiet = "raise RuntimeError('no data')\n"
+    for name, code in (("quiet", quiet), ("loud", f"print('looking for data')\n{quiet}")):
+        config = playing(code, "E", run=name)
         with pytest.raises(ConfigError, match="RuntimeError: no data") as caught:
             await check_environments(config)
         log = config.run_dir / "logs" / "preflight.log"
@@ -671,9 +644,8 @@ def test_ranks_must_be_known_to_the_authority_of_callers(
         tls_ca=authority / "ca.pem",
         tls_client_ca=other,
     )
-    config = config_of(tmp_path).model_copy(update={"security": security})
-    place = config.controller.model_copy(update={"address": "127.0.0.1:7070"})
-    config = config.model_copy(update={"controller": place})
+    config = small_config(controller={"address": "127.0.0.1:7070"})
+    config = config.model_copy(update={"security": security})
     with (
         contextlib.nullcontext()
         if trusts_it

@@ -14,8 +14,7 @@ import pytest
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.run_calls import RunCalls, end_in_order
-from slipstream.client.launch.run_processes import RunProcesses
+from slipstream.client.launch.run_processes import RunCalls, RunProcesses, end_in_order
 from slipstream.client.terminal import this_command
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.owned_folder import OwnedFolder

@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 from slipstream.client.launch.display import Display
-from slipstream.client.launch.run_calls import RunCalls, tell_waits, wait_line
+from slipstream.client.launch.run_processes import RunCalls, tell_waits, wait_line
 from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc

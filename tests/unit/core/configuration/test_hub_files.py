@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from slipstream.core.configuration.hub_files import QUESTIONS
+from slipstream.core.configuration.automatic import QUESTIONS
 from support.fakes.hub import COMMIT, Hub, serve_hub
 
 pytest.importorskip("huggingface_hub")

@@ -81,9 +81,13 @@ def report(step: int) -> pb.StepReport:
     return pb.StepReport(step=step, version=version, weight_digest=f"d{step + 1}".encode())
 
 
-def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends_in_order", [False, True])
+def test_a_trainer_registers_again_with_its_version_while_it_trains(
+    tmp_path: Path, ends_in_order: bool
+) -> None:
     hello = pb.TrainerHello(world_size=1, weight_digest=b"d0")
     with FakeController([]) as controller:
+        controller.ends_in_order = ends_in_order
         client = ControllerClient(config(controller.address, tmp_path))
         client.register(hello)
         assert client.report_step(report(0)) == PolicyVersion(0, 1)

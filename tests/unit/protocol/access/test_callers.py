@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slipstream.protocol.access.callers import LINE_BYTES, Callers
+from slipstream.protocol.weights.handover import LINE_BYTES, Callers
 
 LONG_S = 30.0
 

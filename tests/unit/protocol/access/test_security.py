@@ -6,8 +6,7 @@ import grpc
 import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.queue_section import QueueSection
-from slipstream.core.settings.sections import SecuritySection
+from slipstream.core.settings.sections import QueueSection, SecuritySection
 from slipstream.protocol.access.security import (
     Credentials,
     bind,

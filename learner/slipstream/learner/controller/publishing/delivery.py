@@ -156,7 +156,7 @@ class Publish:
     is_announced: bool = False
     told_s: float = 0.0
     # When it was ordered, in Unix seconds.
-    ordered_s: float = field(default_factory=time.time)
+    ordered_s: float = field(default_factory=lambda: time.time())
     # The servers that hold this trainer's matrices, if adapters are published apart.
     holders: set[ServerKey] = field(default_factory=set)
     # Receivers that failed in this publish.

@@ -72,10 +72,14 @@ class Journal:
         except OSError:
             self._lock_file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
-        # Now others are fenced; what is read from here on is all that they may have acknowledged.
-        self._file = first or _begin_next_log(folder)
+        try:
+            # Now others are fenced: what is read from here on is all they may have acknowledged.
+            self._file = first or _begin_next_log(folder)
+            sync_folder(folder)
+        except OSError as error:
+            self._lock_file.close()
+            raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
         self._path = Path(str(self._file.name))
-        sync_folder(folder)
         self._num_lines = _count_lines(folder)
         # A thread writes batches while the event loop appends records.
         self._lock, self._syncing = threading.Lock(), threading.Lock()

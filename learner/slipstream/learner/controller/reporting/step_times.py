@@ -178,7 +178,8 @@ def trace(
 def _trainer_events(
     row: Mapping[str, float], orders: Sequence[OrderTimes], training: tuple[float, float]
 ) -> Iterator[dict[str, Any]]:
-    for order, after in zip(orders, [*orders[1:], None], strict=True):
+    # A controller that was started again while the trainer worked has given no order.
+    for order, after in zip(orders, [*orders[1:], None], strict=False):
         yield _span(f"waits for: {order.kind}", 1, 1, (order.asked_s, order.given_s), {})
         if after is not None:
             yield _span(order.kind, 1, 1, (order.given_s, after.asked_s), {})

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from pydantic import JsonValue
-from slipstream.core.configuration.told_settings import told_settings
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import Config, told_settings
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.reporting.result_files import parse_object, write_result
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker

@@ -55,11 +55,11 @@ class ServerSession:
     cause: str = ""
     report: fleet_pb2.ServerReport = field(default_factory=fleet_pb2.ServerReport)
     # Time at which the server joined, by `time.monotonic`.
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=lambda: time.monotonic())
     # The clock that measures the server's silence.
     clock: LoopClock = field(default_factory=LoopClock)
     # Time at which the server stopped serving last, or joined, by `time.monotonic`.
-    unserved_since_s: float = field(default_factory=time.monotonic)
+    unserved_since_s: float = field(default_factory=lambda: time.monotonic())
     joined_s: float = field(init=False)
     last_seen_s: float = field(init=False)
     outbox: Outbox[fleet_pb2.ControllerMessage | JoinedOrder] = field(default_factory=Outbox)

@@ -12,7 +12,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.core.errors import ProtocolError
 from slipstream.core.reservation import max_text_bytes
-from slipstream.core.settings.sampling_section import MAX_TURNS, SamplingSection
+from slipstream.core.settings.sections import MAX_TURNS, SamplingSection
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.weights.bucket_fill import Kind

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from slipstream.core.settings.config import Config, WeightsSection
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.weights.bucket_fill import (

@@ -1,4 +1,6 @@
 import asyncio
+import errno
+import os
 import resource
 import signal
 import zlib
@@ -305,6 +307,20 @@ def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
     with Journal(tmp_path) as journal:
         journal.append("c")
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c"]
+
+
+def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            Journal(tmp_path)
+    # It has given the lock back.
+    with Journal(tmp_path) as journal:
+        journal.append("a")
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
 
 
 def test_a_journal_has_one_writer(tmp_path):

@@ -116,3 +116,10 @@ def test_a_trace_has_a_line_for_each_episode_at_one_time() -> None:
     # The third begins where the first has ended.
     assert [event["tid"] for event in episodes] == [1, 2, 1]
     assert episodes[0]["args"]["complete_group_waited_s"] == pytest.approx(2.0)
+
+
+def test_a_controller_that_was_started_again_during_a_step_traces_it_without_its_orders() -> None:
+    row = {"step": 4.0, "training_s": 2.0}
+    found = trace(row, [group_of(103.0)], [], training=(109.0, 111.0))
+    trainer = [each for each in found["traceEvents"] if each["ph"] == "X" and each["pid"] == 1]
+    assert [each["name"] for each in trainer] == ["training of step 4"]

@@ -11,10 +11,9 @@ import types
 from pathlib import Path
 
 import pytest
-from slipstream.core.configuration.told_settings import told_settings
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.measurement_sections import TrackingSection
-from slipstream.core.settings.tracking import check_trackers
+from slipstream.core.settings.config import told_settings
+from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker, crc32c
 from slipstream.learner.controller.reporting.trackers import (
     COLUMNS,

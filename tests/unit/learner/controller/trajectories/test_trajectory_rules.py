@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.settings.sampling_section import SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.types import (
     Branch,
     GroupId,

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 from slipstream.core.errors import RunFailed
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets

@@ -14,7 +14,7 @@ import pytest
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import OffloadSection, WeightsSection
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender

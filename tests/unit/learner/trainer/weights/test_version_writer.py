@@ -11,7 +11,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import WeightsSection
-from slipstream.core.settings.weights_section import DeltaSetting
+from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.version_writer import RankObjects, VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightStream

@@ -1,0 +1,108 @@
+"""The disk under a controller's journal: full for a while, slow, and cut at what was synced."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slipstream.core.run_folder import log_number
+from slipstream.learner.controller.records.journal import Journal
+
+from simulation.virtual_loop import PROCESS, Killed, Process
+
+
+class Disk:
+    """Knows what of the journal's folder would outlive a loss of power."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._random = folder, random.Random(f"disk/{seed}")
+        # Synced bytes of each log of the journal; every start of a controller begins one.
+        self.synced: dict[Path, int] = {}
+        # Batch files whose names are not synced yet.
+        self._renamed: list[Path] = []
+        self.is_full = False
+        # Syncs until the controller is killed in the middle of one; None: it is not.
+        self.kill_at: int | None = None
+        self.kill: Callable[[], None] = lambda: None
+        self._fsync = os.fsync
+
+    def fsync(self, descriptor: int) -> None:
+        """Takes the place of `os.fsync`."""
+        process = PROCESS.get()
+        if process is None or not process.is_alive:
+            return
+        if self.kill_at is not None:
+            self.kill_at -= 1
+            if self.kill_at <= 0:
+                self.kill_at = None
+                if self._random.random() < 0.5:
+                    self._sync(descriptor)
+                self.kill()
+                raise Killed
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._sync(descriptor)
+
+    def _sync(self, descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.suffix == ".log":
+            self.synced[path] = path.stat().st_size
+        elif path.is_dir():
+            self._renamed.clear()
+        elif path.suffix == ".partial":
+            self._renamed.append(path.with_suffix(".pb"))
+
+    def mark(self) -> tuple[int, int]:
+        """The number of the newest log, and its synced bytes."""
+        marks = [(log_number(path), size) for path, size in self.synced.items()]
+        return max(marks, default=(0, 0))
+
+    def image(self, *, power_fails: bool) -> dict[Path, bytes]:
+        """The files that a controller finds that starts after this moment."""
+        found = {path: path.read_bytes() for path in self._folder.rglob("*") if path.is_file()}
+        if power_fails:
+            for path in [path for path in found if path.suffix == ".log"]:
+                least, most = self.synced.get(path, 0), len(found[path])
+                found[path] = found[path][: self._random.randint(min(least, most), most)]
+            for path in self._renamed:
+                if self._random.random() < 0.5:
+                    found.pop(path, None)
+        return found
+
+    def restore(self, image: dict[Path, bytes]) -> None:
+        for path in list(self._folder.rglob("*")):
+            if path.is_file() and path not in image:
+                path.unlink()
+        for path, data in image.items():
+            if not path.is_file() or path.read_bytes() != data:
+                path.write_bytes(data)
+        self.synced = {path: len(data) for path, data in image.items()}
+        self._renamed.clear()
+
+    @contextlib.contextmanager
+    def replaces_fsync(self) -> Iterator[None]:
+        os.fsync = self.fsync
+        try:
+            yield
+        finally:
+            os.fsync = self._fsync
+
+
+class OwnedJournal(Journal):
+    """The product's journal; the end of its process closes its file, which frees the lock."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        process: Process | None = PROCESS.get()
+        assert process is not None
+        process.files += [self._file, self._lock_file]
+
+
+def close_files(process: Process) -> None:
+    for file in process.files:
+        with contextlib.suppress(OSError):
+            file.close()

@@ -1,0 +1,319 @@
+"""Rollout servers of the product around an engine that samples numbers in place of tokens.
+
+Each sampled token is the number of an entry in `Tokens`, which says what really sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion, VersionSpan
+from slipstream.protocol.codec import merge_spans
+from slipstream.rollout_server.engine_interface import (
+    EngineUse,
+    FinishReason,
+    Generation,
+    LoadedWeights,
+)
+from slipstream.rollout_server.episodes.calls import CallTable
+from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WORKER_WAITS
+from slipstream.rollout_server.episodes.workers import EnvironmentWorker
+from slipstream.v1 import environment_pb2, trajectory_pb2, weights_pb2
+
+from simulation.virtual_loop import Process, VirtualLoop
+
+NUM_TASKS = 5
+FIRST_TOKEN = 100
+TORN = b"torn"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What really sampled a token: a server process, and the weights in its engine."""
+
+    server: str
+    version: PolicyVersion
+    weights: bytes
+
+
+@dataclass
+class Tokens:
+    """Every token of a simulated run, by its id."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+
+    def add(self, sampled: Sampled) -> int:
+        self.sampled.append(sampled)
+        return FIRST_TOKEN + len(self.sampled) - 1
+
+    def find(self, token: int) -> Sampled:
+        return self.sampled[token - FIRST_TOKEN]
+
+
+def bucket_digests(weights: bytes) -> tuple[bytes, ...]:
+    return tuple(hashlib.blake2b(weights + bytes([b]), digest_size=16).digest() for b in (0, 1))
+
+
+@dataclass
+class Parcel:
+    """The weights of one publish on their way to its receivers."""
+
+    joined: set[str] = field(default_factory=set)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    weights: bytes = b""
+    # Receivers that get other bytes than were sent.
+    torn_for: set[str] = field(default_factory=set)
+
+
+class Wire:
+    """The way of weights from the trainer to the engines."""
+
+    def __init__(self) -> None:
+        self.parcels: dict[str, Parcel] = {}
+        # Server processes that will receive torn bytes, or fail to load, so many times.
+        self.torn: dict[str, int] = {}
+        self.failing: dict[str, int] = {}
+        self.fired: set[str] = set()
+        self.cut = False
+
+    def parcel(self, publish_id: str) -> Parcel:
+        return self.parcels.setdefault(publish_id, Parcel())
+
+    def take(self, kind: str, server: str) -> bool:
+        """Whether a fault that was planned for a server happens now."""
+        planned = self.torn if kind == "torn bucket" else self.failing
+        if not planned.get(server):
+            return False
+        planned[server] -= 1
+        self.fired.add(kind)
+        return True
+
+
+class SimulatedEngine:
+    """Samples one token after another; its weights are what the wire brought."""
+
+    num_workers, max_model_len, num_experts = 1, 4096, 0
+    keeps_start, vllm_parts = False, None
+
+    def __init__(
+        self, process: Process, loop: VirtualLoop, wire: Wire, tokens: Tokens, seed: str
+    ) -> None:
+        self.process, self._loop, self._wire, self._tokens = process, loop, wire, tokens
+        self._random = random.Random(f"engine/{seed}")
+        # Servers differ, so that groups come back out of order.
+        self.token_s = self._random.choice((0.02, 0.05, 0.3))
+        self.version: PolicyVersion | None = None
+        # Nothing that may be sampled from, before the first publish.
+        self.weights = TORN
+        self.violations: list[str] = []
+        self._is_running = asyncio.Event()
+        self._generated = self._returned = 0
+        self._cancelled: dict[str, asyncio.Event] = {}
+
+    def use(self) -> EngineUse:
+        return EngineUse(self._generated, self._returned, len(self._cancelled), 0.0)
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: Any, max_tokens: int, **_: Any
+    ) -> Generation:
+        cancelled = self._cancelled[request_id] = asyncio.Event()
+        found: list[int] = []
+        spans: list[VersionSpan] = []
+        length = self._random.randint(1, max_tokens)
+        try:
+            while len(found) < length and not cancelled.is_set():
+                await self._either(self._is_running, cancelled)
+                await asyncio.sleep(self.token_s * self._random.uniform(0.5, 1.5))
+                if not self._is_running.is_set() or cancelled.is_set():
+                    continue
+                assert self.version is not None
+                sampled = Sampled(self.process.name, self.version, self.weights)
+                found.append(self._tokens.add(sampled))
+                spans.append(VersionSpan(1, self.version))
+                self._generated += 1
+        finally:
+            del self._cancelled[request_id]
+        self._returned += len(found)
+        reason = FinishReason.CANCELLED if cancelled.is_set() else FinishReason.STOP
+        return Generation(
+            np.asarray(found, dtype=np.uint32),
+            np.full(len(found), -0.5, dtype=np.float32),
+            merge_spans(spans),
+            reason,
+        )
+
+    @staticmethod
+    async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
+        if first.is_set() or second.is_set():
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in (first, second)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def cancel(self, request_id: str) -> None:
+        if request_id in self._cancelled:
+            self._cancelled[request_id].set()
+
+    async def pause(self) -> None:
+        self._is_running.clear()
+
+    async def rest(self, *, give_back: bool) -> None:
+        self._is_running.clear()
+
+    async def prepare_weights(
+        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+    ) -> None:
+        self._deadline_s = order.join_deadline_s + 2 * order.bucket_deadline_s
+        await asyncio.sleep(self._random.uniform(0.0, 0.05))
+        self._wire.parcel(order.publish_id).joined.add(self.process.name)
+
+    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+        await self.pause()
+        self.weights = TORN
+        parcel = self._wire.parcel(publish_id)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await parcel.arrived.wait()
+        except TimeoutError:
+            raise WeightSyncError("a bucket did not come in time") from None
+        if not parcel.weights:
+            raise WeightSyncError("a member of the communicator is gone")
+        await asyncio.sleep(self._random.uniform(0.0, 0.1))
+        if self._wire.take("failed load", self.process.name):
+            raise WeightSyncError("the engine could not load the weights")
+        self.weights = parcel.weights
+        if self._wire.take("torn bucket", self.process.name):
+            self.weights = TORN
+        return LoadedWeights(bucket_digests(self.weights), True, 0.0, 0.0, 0.0)
+
+    async def resume(self, version: PolicyVersion) -> None:
+        if self.weights == TORN:
+            self.violations.append(f"{self.process.name} serves {version} with torn weights")
+        self.version = version
+        self._is_running.set()
+
+    async def teacher_forced_logprobs(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
+    ) -> Any:
+        await asyncio.sleep(0.01)
+        size = sum(len(sequence) - 1 for sequence in sequences)
+        return np.full(size, -2.0, dtype=np.float32)
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def aclose(self) -> None:
+        pass
+
+
+class NumberRenderer:
+    """Renders every prompt as three tokens."""
+
+    writes_tools = False
+
+    def prompt(self, messages: Any, inputs: Any = None) -> list[int]:
+        return [1, 2, 3]
+
+    def continuation(self, history: Any, messages: Any, last: Any, inputs: Any = None) -> list[int]:
+        return [4, 5]
+
+    def with_images(self, tokens: list[int], messages: Any) -> tuple[list[int], list[Any]]:
+        return tokens, []
+
+    def has_place_for_results(self, inputs: Any) -> bool:
+        return True
+
+    def cannot_fit(self, messages: Any, num_tokens: int) -> bool:
+        return False
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "reply"
+
+    decode_all = decode_prompt = decode
+
+
+class SimulatedGateway:
+    """Takes the place of the service to which worker processes attach."""
+
+    limits, waits, takes_tools = NO_LIMITS, WORKER_WAITS, False
+
+    def __init__(self, loop: VirtualLoop, seed: str, log_dir: Path) -> None:
+        self.loop, self.random, self.log_dir = loop, random.Random(f"worker/{seed}"), log_dir
+        self.logs = SimpleNamespace(watch=asyncio.Event().wait)
+        # Calls that fail, or workers that end, for a share of the calls.
+        self.failing = 0.0
+
+    async def __aenter__(self) -> SimulatedGateway:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def expect(self, stream: Any) -> None:
+        pass
+
+    forget = expect
+
+
+class SimulatedWorker(EnvironmentWorker):
+    """A worker whose process is a few answers with a delay."""
+
+    async def _start(self, index: int) -> Any:
+        self._stream.table.set_result(CallTable(self._answer_later))
+        return WorkerLife()
+
+    def _answer_later(self, command: environment_pb2.WorkerCommand) -> None:
+        gateway: Any = self._gateway
+        copy = environment_pb2.WorkerCommand.FromString(command.SerializeToString())
+        gateway.loop.call_later(gateway.random.uniform(0.001, 0.02), self._answer, copy)
+
+    def _answer(self, command: environment_pb2.WorkerCommand) -> None:
+        gateway: Any = self._gateway
+        answer = environment_pb2.WorkerMessage(call_id=command.call_id)
+        kind = command.WhichOneof("command")
+        if kind == "load":
+            answer.loaded.num_tasks = NUM_TASKS
+        elif kind in ("reset", "step") and gateway.random.random() < gateway.failing:
+            answer.failure.kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+            answer.failure.message = "ValueError: broken"
+        elif kind == "reset":
+            answer.observation.messages.add(role="user", content="a")
+        elif kind == "step":
+            answer.verdict.reward, answer.verdict.done = gateway.random.random(), True
+        else:
+            answer.pong.SetInParent()
+        self.table.answered(answer)
+
+
+class WorkerLife:
+    """The process of a worker, which never ends by itself."""
+
+    was_killed = False
+
+    async def wait(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    def end(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def nothing() -> AsyncIterator[None]:
+    yield

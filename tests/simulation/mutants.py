@@ -1,0 +1,233 @@
+"""Breaks the product on purpose, in memory, and asks whether simulated runs notice.
+
+    python tests/simulation/mutants.py --seeds 0:400
+
+Prints for each mutant the first seed that breaks a rule; the exit code is 1 if one survives.
+"""
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from simulation.world import World, shared_memory  # noqa: E402
+
+CONTROLLER = "slipstream.learner.controller"
+BATCHES = f"{CONTROLLER}.trajectories.batches:BatchFormer"
+ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
+SERVICE = f"{CONTROLLER}.services.trainer_service"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A text in the source of a function, and what takes its place."""
+
+    target: str
+    old: str
+    new: str
+
+
+MUTANTS: dict[str, tuple[Change, ...]] = {
+    "acknowledge a batch before the journal has it": (
+        Change(
+            f"{BATCHES}._write",
+            "    try:\n        # Encoding",
+            "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)\n"
+            "    try:\n        # Encoding",
+        ),
+    ),
+    "acknowledge ends before the journal has them": (
+        Change(
+            f"{CONTROLLER}.trajectories.endings:Endings.flush",
+            "await self._journal.durable()",
+            "self._journal.durable()",
+        ),
+    ),
+    "no epoch fence for trainers": (
+        Change(f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"),
+    ),
+    "no epoch fence for servers": (
+        Change(
+            f"{CONTROLLER}.services.fleet_service:FleetServicer._read",
+            "self._fleet.find(session.key) is session",
+            "True",
+        ),
+        Change(
+            f"{CONTROLLER}.servers.fleet:Fleet.remove",
+            "self.find(session.key) is not session",
+            "False",
+        ),
+    ),
+    "no timelines: other weights keep the name of a version": (
+        Change(f"{BATCHES}.identify", "return version_of(", "return version or version_of("),
+    ),
+    "serve after a failed load": (
+        Change(
+            f"{ORDERS}._receive",
+            "await self._discard(publish.publish_id, str(error))\n        return",
+            "from slipstream.rollout_server.engine_interface import LoadedWeights\n"
+            "        loaded = LoadedWeights((), True, 0.0, 0.0, 0.0)",
+        ),
+        Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
+        Change(
+            f"{CONTROLLER}.publishing.publish:Publisher._follow_load",
+            "list(report.bucket_digests) != list(digests)",
+            "False",
+        ),
+    ),
+    "digests of loaded buckets are not compared": (
+        Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
+        Change(
+            f"{CONTROLLER}.publishing.publish:Publisher._follow_load",
+            "list(report.bucket_digests) != list(digests)",
+            "False",
+        ),
+    ),
+    "no check at batching": (
+        Change(
+            f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
+            "staleness.choose_batch(self._views(), self.step, self.groups_per_step)",
+            "[v for v in self._views() if v.complete][: self.groups_per_step]",
+        ),
+        Change(
+            f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
+            "if chosen is None:",
+            "if len(chosen) < self.groups_per_step:",
+        ),
+    ),
+    "no check at leasing": (
+        Change(
+            f"{CONTROLLER}.leasing.leases:LeaseBook.may_lease",
+            "return staleness.may_lease_counted(",
+            "return True or staleness.may_lease_counted(",
+        ),
+    ),
+    "a lease leaves before its record is durable": (
+        Change(f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"),
+    ),
+    "a step is answered before its record is durable": (
+        Change(f"{SERVICE}:TrainerServicer.ReportStep", "await self._former.durable()", "pass"),
+    ),
+    "a trainer that starts again gets a new batch": (
+        Change(
+            f"{BATCHES}.recorded",
+            "if self.training is None or self.training.step != step:",
+            "if (found := await self.form()) is not None:\n        return found\n"
+            "    if self.training is None or self.training.step != step:",
+        ),
+    ),
+    "trained trajectories are forgotten at a restart": (
+        Change(
+            f"{CONTROLLER}.trajectories.inspection:EarlierIds.holds",
+            "return trajectory_id in self._newest[1]",
+            "return False",
+        ),
+    ),
+    "the ledger forgets earlier starts": (
+        Change(
+            f"{CONTROLLER}.records.ledger:TokenLedger.restore",
+            "self._ends += history.ends",
+            "pass",
+        ),
+    ),
+    "a lost server keeps its leases": (
+        Change(f"{CONTROLLER}.leasing.leases:LeaseBook.orphan", "group.holder = None", "pass"),
+    ),
+    "a restart forgets open groups": (
+        Change(
+            f"{CONTROLLER}.leasing.leases:LeaseBook.restore",
+            "self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))",
+            "pass",
+        ),
+    ),
+    "episodes run while new weights are judged are delivered as good": (
+        Change(f"{ORDERS}._reject", "settle(passed=False)", "settle(passed=True)"),
+        Change(f"{ORDERS}._reject", "await self._dispatcher.cancel_all()", "pass"),
+    ),
+}
+# What the issue of a promise names: each must be caught in continuous integration.
+NAMED = (
+    "acknowledge a batch before the journal has it",
+    "no epoch fence for trainers",
+    "serve after a failed load",
+    "no check at batching",
+)
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Lets the product have this mutant."""
+    with contextlib.ExitStack() as stack:
+        for change in MUTANTS[name]:
+            stack.enter_context(_changed(change))
+        yield
+
+
+@contextlib.contextmanager
+def _changed(change: Change) -> Iterator[None]:
+    module_name, _, path = change.target.partition(":")
+    module = importlib.import_module(module_name)
+    owner_name, _, attribute = path.partition(".")
+    owner = getattr(module, owner_name)
+    before = owner.__dict__[attribute]
+    source = getattr(before, "mutated_source", None) or textwrap.dedent(inspect.getsource(before))
+    if source.count(change.old) < 1:
+        raise ValueError(f"{change.target} has no {change.old!r} any more")
+    source = source.replace(change.old, change.new)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(source)
+        file.flush()
+        code = SourceFileLoader(module_name, file.name).get_code(module_name)
+    assert code is not None
+    [function] = [each for each in code.co_consts if isinstance(each, CodeType)]
+    after: Any = FunctionType(function, module.__dict__, attribute, before.__defaults__)
+    after.__kwdefaults__, after.mutated_source = before.__kwdefaults__, source
+    setattr(owner, attribute, after)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)
+
+
+def catching_seed(name: str, seeds: range, folder: Path) -> tuple[int, str] | None:
+    """Returns the first of `seeds` whose run breaks a rule with this mutant, and the rule."""
+    with mutated(name):
+        for seed in seeds:
+            result = World(seed, folder / "run").run()
+            if result.violations:
+                return seed, result.violations[0]
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:400")
+    parser.add_argument("--only", default="", help="mutants whose name has this text")
+    arguments = parser.parse_args()
+    first, _, end = arguments.seeds.partition(":")
+    survivors = 0
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
+        for name in MUTANTS:
+            if arguments.only not in name:
+                continue
+            found = catching_seed(name, range(int(first), int(end)), Path(folder))
+            survivors += found is None
+            where = "SURVIVES" if found is None else f"seed {found[0]}: {found[1][:150]}"
+            print(f"{name}: {where}", flush=True)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

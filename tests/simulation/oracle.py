@@ -1,0 +1,147 @@
+"""Judges a simulated run by what its engines sampled and by the files that it left."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from slipstream.core.run_folder import journal_logs, log_number
+from slipstream.core.types import PolicyVersion
+from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.v1 import trainer_pb2
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+def judge(world: World) -> int:
+    """Adds what is wrong to the violations of `world`; returns the number of trained tokens."""
+    return _Judge(world).run()
+
+
+class _Judge:
+    def __init__(self, world: World) -> None:
+        self._world, self._wrong = world, world.violations
+        self._folder = world.config.run_dir / "journal"
+        # The number of the log in which each trajectory has ended, and the byte there.
+        self._ended: dict[str, tuple[int, int]] = {}
+        self._where: Counter[str] = Counter()
+        self._tokens: Counter[int] = Counter()
+        self.trained = 0
+
+    def run(self) -> int:
+        self._read_journal()
+        self._check_acknowledged()
+        for version, weights in self._world.truth.weights.items():
+            if len(weights) > 1:
+                self._wrong.append(f"{len(weights)} different weights are called {version}")
+        self._check_summary()
+        self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
+        return self.trained
+
+    def _read_journal(self) -> None:
+        batches: dict[int, tuple[dict, tuple[int, int]]] = {}
+        steps: set[int] = set()
+        for place, record in self._records().values():
+            if record["kind"] == "end":
+                self._ended[record["id"]] = place
+            elif record["kind"] == "batch":
+                batches[record["step"]] = record, place
+            elif record["kind"] == "step":
+                steps.add(record["step"])
+        for step, (record, place) in batches.items():
+            self._read_batch(step, record, place, is_trained=step in steps)
+        if not self._world.violations and len(steps) != self._world.shape.steps:
+            self._wrong.append(f"the journal has {len(steps)} steps of {self._world.shape.steps}")
+        for token, times in self._tokens.items():
+            if times > 1:
+                self._wrong.append(f"token {token} is in {times} batches")
+
+    def _records(self) -> dict[int, tuple[tuple[int, int], dict]]:
+        """The records by their line, each with its place: a later log goes on where it begins."""
+        found: dict[int, tuple[tuple[int, int], dict]] = {}
+        for path in journal_logs(self._folder):
+            offset, is_first = 0, True
+            for line in path.read_bytes().splitlines(keepends=True):
+                offset += len(line)
+                if line[:8] != b"%08x" % zlib.crc32(line[9:].rstrip(b"\n")):
+                    # Cut off by a loss of power; a later log goes on.
+                    break
+                record = json.loads(line[9:])
+                if is_first:
+                    found = {n: each for n, each in found.items() if n < record["line"]}
+                    is_first = False
+                if record["line"] != len(found) + 1:
+                    self._wrong.append(f"{path.name} has line {record['line']} out of order")
+                found[record["line"]] = (log_number(path), offset), record
+        return found
+
+    def _read_batch(
+        self, step: int, record: dict, place: tuple[int, int], *, is_trained: bool
+    ) -> None:
+        path = self._folder / "batches" / f"step-{step:06d}.pb"
+        if not path.is_file():
+            self._wrong.append(f"{path.name} is missing")
+            return
+        data = path.read_bytes()
+        if zlib.crc32(data) != record["crc32"]:
+            self._wrong.append(f"{path.name} is damaged")
+            return
+        groups: Counter[str] = Counter()
+        for message in trainer_pb2.RecordedBatch.FromString(data).trajectories:
+            trajectory = trajectory_from_pb(message)
+            self._ended[trajectory.trajectory_id] = place
+            groups[trajectory.group_id] += 1
+            sampled = trajectory.token_ids[_sampled(trajectory.run_lengths)]
+            versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
+            for token, version in zip(sampled.tolist(), versions, strict=True):
+                self._check_token(step, token, version)
+                self.trained += is_trained
+
+    def _check_token(self, step: int, token: int, claimed: PolicyVersion) -> None:
+        world = self._world
+        self._tokens[token] += 1
+        found = world.tokens.find(token)
+        if found.version != claimed:
+            self._wrong.append(f"token {token} of {found.version} is called {claimed}")
+        if found.weights not in world.truth.weights.get(claimed, set()):
+            self._wrong.append(f"token {token} was sampled by no weights of version {claimed}")
+        lag = step - found.version.step
+        if not 0 <= lag <= world.shape.max_staleness:
+            self._wrong.append(
+                f"step {step + 1} trains token {token} of version {found.version}: lag {lag}"
+            )
+
+    def _check_acknowledged(self) -> None:
+        for trajectory_id, synced in self._world.acknowledged.items():
+            place = self._ended.get(trajectory_id)
+            if place is None:
+                self._wrong.append(f"{trajectory_id} was acknowledged and is nowhere")
+            elif place > synced:
+                self._wrong.append(f"{trajectory_id} was acknowledged before it was on disk")
+
+    def _check_summary(self) -> None:
+        path = self._world.config.run_dir / "summary.json"
+        if self._wrong or not path.is_file():
+            if not self._wrong:
+                self._wrong.append("the run left no summary")
+            return
+        summary = json.loads(path.read_text())
+        ledger = summary["ledger"]
+        if ledger["difference"]:
+            self._wrong.append(f"the ledger's difference is {ledger['difference']}")
+        if ledger["trained"] != self.trained:
+            self._wrong.append(
+                f"the ledger says {ledger['trained']} trained tokens, there are {self.trained}"
+            )
+
+
+def _sampled(run_lengths: tuple[int, ...]) -> list[int]:
+    places, at = [], 0
+    for number, length in enumerate(run_lengths):
+        if number % 2:
+            places += range(at, at + length)
+        at += length
+    return places

@@ -1,0 +1,590 @@
+"""One simulated run: its processes, the faults of a seed, and the start of what has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import hashlib
+import logging
+import os
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.core.types import ServerId
+from slipstream.learner.controller import application
+from slipstream.protocol.access.security import Credentials
+from slipstream.rollout_server import service, session
+from slipstream.rollout_server.episodes import environments
+from slipstream.rollout_server.memory import ProcessMemory
+from slipstream.v1 import trajectory_pb2
+
+from simulation.disk import Disk, OwnedJournal, close_files
+from simulation.fleet import (
+    NumberRenderer,
+    SimulatedEngine,
+    SimulatedGateway,
+    SimulatedWorker,
+    Tokens,
+    Wire,
+)
+from simulation.network import Network, SimulatedChannel, SimulatedServer
+from simulation.trainer import SimulatedTrainer, TrainerGone, Truth
+from simulation.virtual_loop import PROCESS, START_S, Process, VirtualLoop, virtual_time
+
+ADDRESS = "127.0.0.1:7070"
+OPEN = Credentials(None, None, None, None)
+# Why a trainer may have to start again from its checkpoint.
+MAY_END_TRAINER = ("is called", "another trainer has taken over", "no place in the run")
+# Virtual seconds that a run may take once its faults are over.
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The settings that a seed chooses."""
+
+    steps: int
+    groups_per_step: int
+    max_staleness: int
+    servers: int
+    checkpoint_every: int
+    verify_every: int
+    noise: bool
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault; `name` is that of a method of `World`."""
+
+    at_s: float
+    name: str
+
+
+@dataclass
+class Result:
+    """What a schedule showed."""
+
+    seed: int
+    violations: list[str]
+    digest: str
+    fired: Counter[str]
+    virtual_s: float
+    trained_tokens: int = 0
+
+
+_real_version = metadata.version
+
+
+@functools.cache
+def _found_version(name: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return _real_version(name)
+    return None
+
+
+def _package_version(name: str) -> str:
+    found = _found_version(name)
+    if found is None:
+        raise metadata.PackageNotFoundError(name)
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def config_of(shape: Shape, folder: Path) -> Config:
+    table = {
+        "run": {"name": "sim", "steps": shape.steps, "dir": str(folder)},
+        "model": {"path": "nowhere"},
+        "algorithm": {
+            "group_size": 2,
+            "groups_per_step": shape.groups_per_step,
+            "max_staleness": shape.max_staleness,
+            "learning_rate": 1e-3,
+        },
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 64, "max_turns": 1},
+        "controller": {
+            "address": ADDRESS,
+            "heartbeat_s": 1.0,
+            "heartbeat_timeout_s": 4.0,
+            "fleet_timeout_s": 600.0,
+            "lease_timeout_s": 30.0,
+        },
+        "rollout_server": {"max_episodes": 8, "drain_timeout_s": 2.0},
+        "weights": {
+            "verify_every": shape.verify_every,
+            "join_deadline_s": 5.0,
+            "bucket_deadline_s": 2.0,
+        },
+        "environments": [{"name": "e", "reference": "m:E"}],
+    }
+    return parse_config(table, source="simulation")
+
+
+def plan(seed: int) -> tuple[Shape, list[Fault]]:
+    """The settings and faults of a seed."""
+    rnd = random.Random(f"plan/{seed}")
+    shape = Shape(
+        steps=rnd.randint(2, 6),
+        groups_per_step=rnd.randint(1, 2),
+        max_staleness=rnd.randint(0, 2),
+        servers=rnd.randint(1, 3),
+        checkpoint_every=rnd.choice((0, 1, 2)),
+        verify_every=rnd.choice((1, 2, 10)),
+        noise=rnd.random() < 0.4,
+    )
+    names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
+    faults = [
+        Fault(rnd.uniform(0.1, 12.0), rnd.choice(names))
+        for _ in range(rnd.choice((0, 1, 2, 3, 4, 6)))
+    ]
+    return shape, sorted(faults, key=lambda fault: fault.at_s)
+
+
+class World:
+    """The processes of one run, and what starts them again; `run` it once."""
+
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        *,
+        planned: tuple[Shape, list[Fault]] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.seed, self._folder = seed, folder
+        self.shape, self.faults = planned if planned is not None else plan(seed)
+        self.config = config_of(self.shape, folder)
+        self.loop = VirtualLoop(seed)
+        self.random = random.Random(f"world/{seed}")
+        self._trace, self._verbose = hashlib.blake2b(digest_size=16), verbose
+        self.network = Network(self.loop, seed, self.trace)
+        self.network.on_arrival = self._arrived
+        self.network.on_error = self._handler_failed
+        self.disk = Disk(self.config.run_dir / "journal", seed)
+        self.disk.kill = self._killed_at_sync
+        self.wire, self.tokens, self.truth = Wire(), Tokens(), Truth()
+        # The newest process of each name, and all that were ever started.
+        self.processes: dict[str, Process] = {}
+        self._started: list[Process] = []
+        self.engines: list[SimulatedEngine] = []
+        self.gateways: list[SimulatedGateway] = []
+        # What tells a server to leave, by the name of its process.
+        self.stops: dict[str, asyncio.Event] = {}
+        self.violations: list[str] = []
+        self.fired: Counter[str] = Counter()
+        self.causes: list[str] = []
+        self._numbers = 0
+        # How much of the journal was synced when a server got an acknowledgement, by id.
+        self.acknowledged: dict[str, tuple[int, int]] = {}
+        self._images: dict[Process, dict[Path, bytes]] = {}
+        self._finished = self.loop.create_future()
+        self.controller: application.Controller | None = None
+
+    def trace(self, line: str) -> None:
+        self._trace.update(line.encode())
+        if self._verbose:
+            print(line)
+
+    def note(self, line: str) -> None:
+        self.trace(f"{self.loop.now_s:.6f} {line}")
+
+    # Processes.
+
+    def spawn(self, name: str) -> Process:
+        process = Process(self.loop, name)
+        self._started.append(process)
+        self.processes[name.partition("/")[0]] = process
+        self.note(f"start {name}")
+        return process
+
+    def is_alive(self, name: str) -> bool:
+        process = self.processes.get(name.partition("/")[0])
+        return process is not None and process.name == name and process.is_alive
+
+    async def _life(self, process: Process, main: Any) -> Any:
+        """Returns what the process's main coroutine returns; None if it was killed."""
+        ended = self.loop.create_future()
+
+        def end(*_: Any) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        task = process.start(main)
+        task.add_done_callback(end)
+        process.at_end.append(end)
+        await ended
+        result, error = None, None
+        if process.is_alive and task.done() and not task.cancelled():
+            error = task.exception()
+            result = task.result() if error is None else None
+        process.die()
+        self._bury(process)
+        if error is not None:
+            raise error
+        return result
+
+    def kill(self, name: str, *, half_open_s: float = 0.0, power_fails: bool = False) -> bool:
+        """Kills the process of this name, at this moment; False if there is none."""
+        process = self.processes.get(name)
+        if process is None or not process.is_alive:
+            return False
+        self.note(f"kill {process.name}")
+        if name == "controller":
+            self._images[process] = self.disk.image(power_fails=power_fails)
+        process.die()
+        self.network.reset(process, half_open_s=half_open_s)
+        return True
+
+    def _killed_at_sync(self) -> None:
+        self.fired["kill at sync"] += 1
+        self.kill("controller", power_fails=True)
+
+    def _bury(self, process: Process) -> None:
+        self.network.reset(process)
+        process.bury()
+        close_files(process)
+        image = self._images.pop(process, None)
+        if image is not None:
+            self.disk.restore(image)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    # The three kinds of processes, each started again until the run has finished.
+
+    async def _keep_controller(self) -> None:
+        for _ in range(20):
+            process = self.spawn("controller")
+            controller = self.controller = process.run(
+                functools.partial(application.Controller, self.config, OPEN)
+            )
+            try:
+                code = await self._life(process, controller.run())
+            except Exception as error:  # noqa: BLE001 - what a process ends with
+                self._controller_failed(f"{type(error).__name__}: {error}")
+                code = None
+            if code == 0:
+                self._finished.set_result(None)
+                return
+            if code == 1:
+                self._controller_failed(controller._progress.cause)
+            await asyncio.sleep(self.random.uniform(0.2, 2.0))
+        self.violations.append("the controller was started 20 times")
+        self._finished.set_result(None)
+
+    def _controller_failed(self, cause: str) -> None:
+        self.note(f"the run failed: {cause}")
+        self.causes.append(cause)
+        if "cannot be written: No space left" not in cause:
+            self.violations.append(f"the run failed: {cause}")
+
+    async def _keep_server(self, index: int) -> None:
+        name = f"server{index}"
+        while not self._finished.done():
+            process = self.spawn(f"{name}/{self._number()}")
+            try:
+                await self._life(process, self._server(process, ServerId(name)))
+            except Exception as error:  # noqa: BLE001 - what a process ends with
+                if not self._is_over():
+                    self._unexpected(process, error)
+            await asyncio.sleep(self.random.uniform(0.2, 2.0))
+
+    async def _server(self, process: Process, name: ServerId) -> None:
+        seed = f"{self.seed}/{process.name}"
+        engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
+        engine.violations = self.violations
+        gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
+        self.engines.append(engine)
+        self.gateways.append(gateway)
+        server = service.RolloutServer(
+            self.config, ADDRESS, name, engine, NumberRenderer(), gateway
+        )
+        stop = self.stops[process.name] = asyncio.Event()
+        await server.run(stop)
+
+    def _is_over(self) -> bool:
+        return self._finished.done() or self.controller is None or self.controller._progress.is_over
+
+    def _unexpected(self, process: Process, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        self.violations.append(f"{process.name} ended: {type(error).__name__}: {error}")
+
+    async def _keep_trainer(self) -> None:
+        while not self._finished.done():
+            process = self.spawn(f"trainer/{self._number()}")
+            trainer = process.run(self._trainer, process)
+            try:
+                await self._life(process, trainer.run())
+            except TrainerGone as error:
+                self.note(f"{process.name}: {error}")
+                if not self._is_over() and not any(text in str(error) for text in MAY_END_TRAINER):
+                    self._unexpected(process, error)
+            except Exception as error:  # noqa: BLE001 - what a process ends with
+                self._unexpected(process, error)
+            await asyncio.sleep(self.random.uniform(0.2, 2.0))
+
+    def _trainer(self, process: Process) -> SimulatedTrainer:
+        return SimulatedTrainer(
+            SimulatedChannel(self.network, ADDRESS),
+            process,
+            self.loop,
+            self.wire,
+            self.truth,
+            seed=f"{self.seed}/{process.name}",
+            alive=self.is_alive,
+            checkpoint_every=self.shape.checkpoint_every,
+            noise=self.shape.noise,
+        )
+
+    # The run.
+
+    async def _main(self) -> None:
+        self._keepers = [
+            asyncio.ensure_future(self._keep_controller()),
+            *(asyncio.ensure_future(self._keep_server(i)) for i in range(self.shape.servers)),
+            asyncio.ensure_future(self._keep_trainer()),
+        ]
+        strike = asyncio.ensure_future(self._strike())
+        last_s = max((fault.at_s for fault in self.faults), default=0.0)
+        try:
+            async with asyncio.timeout(last_s + LIMIT_S):
+                await asyncio.shield(self._finished)
+        except TimeoutError:
+            progress = self.controller._progress if self.controller is not None else None
+            waits = "" if progress is None else progress.waiting_for
+            self.violations.append(f"the run stands still, waiting for {waits}")
+        for task in (*self._keepers, strike):
+            task.cancel()
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                self.violations.append(f"the rig failed: {task.exception()!r}")
+
+    async def _strike(self) -> None:
+        for fault in self.faults:
+            await asyncio.sleep(max(0.0, START_S + fault.at_s - self.loop.now_s))
+            if self._is_over():
+                continue
+            self.note(f"fault {fault.name}")
+            if getattr(self, f"fault_{fault.name}")():
+                self.fired[fault.name.replace("_", " ")] += 1
+
+    def _handler_failed(self, method: str, error: Exception) -> None:
+        self.violations.append(f"{method} raised {type(error).__name__}: {error}")
+
+    def _arrived(self, method: str, receiver: Process, data: bytes) -> None:
+        if method.endswith("/Deliver") and receiver.name.startswith("server"):
+            message = trajectory_pb2.DeliverResponse.FromString(data)
+            for trajectory_id in message.acknowledged_ids:
+                self.acknowledged.setdefault(trajectory_id, self.disk.mark())
+
+    def run(self) -> Result:
+        """Plays the schedule to its end; the folder has the run's files afterwards."""
+        from simulation.oracle import judge
+
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        gc.disable()
+        logging.disable(logging.NOTSET if self._verbose else logging.CRITICAL)
+        if self._verbose:
+            logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+            logging.getLogger().handlers[0].setFormatter(_ProcessFormatter(self.loop))
+        try:
+            # Killed coroutines may wait once more while they are ended; nobody is told.
+            with (
+                mock.patch.object(sys, "unraisablehook", lambda _: None),
+                self._replaced(),
+                contextlib.closing(self.loop),
+            ):
+                self.loop.run_until_complete(self._main())
+                for process in self._started:
+                    process.die()
+                    self._bury(process)
+        finally:
+            logging.disable(logging.NOTSET)
+            gc.enable()
+        self.fired.update(self.wire.fired)
+        trained = judge(self)
+        return Result(
+            self.seed,
+            self.violations,
+            self._trace.hexdigest(),
+            self.fired,
+            self.loop.now_s - START_S,
+            trained,
+        )
+
+    @contextlib.contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Puts the simulation's disk, network and workers in the place of the real ones."""
+
+        def bind(server: SimulatedServer, address: str, credentials: object) -> int:
+            server.address = address
+            return 1
+
+        def create_server(_: object) -> SimulatedServer:
+            return SimulatedServer(self.network)
+
+        def open_channel(address: str, _: object) -> SimulatedChannel:
+            return SimulatedChannel(self.network, address)
+
+        seams: list[tuple[Any, str, Any]] = [
+            (application, "create_server", create_server),
+            (application, "bind", bind),
+            (application, "Journal", OwnedJournal),
+            (service, "open_channel", open_channel),
+            (environments, "EnvironmentWorker", SimulatedWorker),
+            # Facts of the machine, which the product reads again and again.
+            (metadata, "version", _package_version),
+            (ProcessMemory, "resident_bytes", lambda _: 0),
+            (session, "host_id", lambda: "host"),
+            (session, "is_cpu_build", lambda: True),
+        ]
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in seams:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(virtual_time(self.loop, self.seed))
+            stack.enter_context(self.disk.replaces_fsync())
+            yield
+
+    # Faults. Each returns whether it could happen.
+
+    def _some_server(self) -> Process | None:
+        names = [f"server{i}" for i in range(self.shape.servers)]
+        found = [self.processes[n] for n in names if n in self.processes]
+        alive = [process for process in found if process.is_alive]
+        return self.random.choice(alive) if alive else None
+
+    def _later(self, call: Callable[[], None], least_s: float, most_s: float) -> None:
+        self.loop.call_later(self.random.uniform(least_s, most_s), call)
+
+    def fault_kill_controller(self) -> bool:
+        return self.kill("controller", half_open_s=self.random.choice((0.0, 8.0)))
+
+    def fault_power_failure(self) -> bool:
+        return self.kill("controller", power_fails=True)
+
+    def fault_kill_at_sync(self) -> bool:
+        self.disk.kill_at = self.random.randint(1, 12)
+        return False
+
+    def fault_kill_server(self) -> bool:
+        process = self._some_server()
+        half_open_s = self.random.choice((0.0, 8.0))
+        return process is not None and self.kill(
+            process.name.partition("/")[0], half_open_s=half_open_s
+        )
+
+    def fault_kill_trainer(self) -> bool:
+        return self.kill("trainer", half_open_s=self.random.choice((0.0, 8.0)))
+
+    def fault_second_trainer(self) -> bool:
+        """A trainer is started while an earlier one lives, which has lost its connections."""
+        process = self.processes.get("trainer")
+        if process is None:
+            return False
+        self.network.reset(process, half_open_s=self.random.choice((0.0, 6.0)))
+        self._keepers.append(asyncio.ensure_future(self._keep_trainer()))
+        return True
+
+    def fault_lost_connections(self) -> bool:
+        process = self.random.choice((self._some_server(), self.processes.get("trainer")))
+        if process is None:
+            return False
+        self.network.reset(process, half_open_s=self.random.choice((0.0, 6.0)))
+        return True
+
+    def fault_partition(self) -> bool:
+        """Nothing passes to the controller, from it, or both."""
+        process = self.random.choice((self._some_server(), self.processes.get("trainer")))
+        if process is None:
+            return False
+        ways = [(process.name, "controller"), ("controller", process.name)]
+        self.network.cut |= set(self.random.choice((ways, ways[:1], ways[1:])))
+        self._later(self.network.heal, 0.5, 10.0)
+        return True
+
+    def fault_slow_network(self) -> bool:
+        self.network.delay_s = self.random.uniform(0.1, 1.5)
+        self._later(lambda: setattr(self.network, "delay_s", 0.02), 1.0, 10.0)
+        return True
+
+    def fault_slow_disk(self) -> bool:
+        self.loop.thread_s = self.random.uniform(0.1, 2.0)
+        self._later(lambda: setattr(self.loop, "thread_s", 0.004), 1.0, 10.0)
+        return True
+
+    def fault_full_disk(self) -> bool:
+        self.disk.is_full = True
+        self._later(lambda: setattr(self.disk, "is_full", False), 0.5, 6.0)
+        return True
+
+    def fault_torn_bucket(self) -> bool:
+        return self._plan_load(self.wire.torn)
+
+    def fault_failed_load(self) -> bool:
+        return self._plan_load(self.wire.failing)
+
+    def _plan_load(self, planned: dict[str, int]) -> bool:
+        process = self._some_server()
+        if process is not None:
+            planned[process.name] = self.random.randint(1, 2)
+        return False
+
+    def fault_lost_weights(self) -> bool:
+        """The way of weights is cut, that of orders is not."""
+        self.wire.cut = True
+        self._later(lambda: setattr(self.wire, "cut", False), 0.5, 8.0)
+        return True
+
+    def fault_slow_server(self) -> bool:
+        process = self._some_server()
+        for engine in self.engines:
+            if engine.process is process:
+                engine.token_s = self.random.uniform(0.5, 3.0)
+                self._later(lambda engine=engine: setattr(engine, "token_s", 0.1), 2.0, 20.0)
+                return True
+        return False
+
+    def fault_failing_environment(self) -> bool:
+        for gateway in self.gateways:
+            gateway.failing = 0.3
+        self._later(lambda: [setattr(g, "failing", 0.0) for g in self.gateways], 0.5, 5.0)
+        return True
+
+    def fault_drain(self) -> bool:
+        process = self._some_server()
+        stop = self.stops.get(process.name) if process is not None else None
+        if stop is None:
+            return False
+        process.run(stop.set)
+        return True
+
+
+def shared_memory() -> str | None:
+    """A folder of a file system in memory; None if this machine has none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class _ProcessFormatter(logging.Formatter):
+    """Puts the virtual time and the process before each line."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__("%(message)s")
+        self._loop = loop
+
+    def format(self, record: logging.LogRecord) -> str:
+        process = PROCESS.get()
+        name = "rig" if process is None else process.name
+        return f"{self._loop.now_s:.6f} {name}: {super().format(record)}"
