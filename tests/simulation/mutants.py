@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         ),
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(
-            f"{CONTROLLER}.publishing.publish:Publisher._follow_load",
+            f"{CONTROLLER}.publishing.delivery:Deliveries.loaded",
             "list(report.bucket_digests) != list(digests)",
             "False",
         ),
@@ -90,7 +90,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "digests of loaded buckets are not compared": (
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(
-            f"{CONTROLLER}.publishing.publish:Publisher._follow_load",
+            f"{CONTROLLER}.publishing.delivery:Deliveries.loaded",
             "list(report.bucket_digests) != list(digests)",
             "False",
         ),

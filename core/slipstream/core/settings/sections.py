@@ -299,7 +299,8 @@ class ControllerSection(Section):
 
     # Address of the controller; addresses other than loopback need TLS and a token.
     address: Address = "127.0.0.1:7070"
-    # Time between two reports of a rollout server.
+    # Time between two reports of a rollout server. From the 65th on a server that joins reports
+    # less often, at least three times in `heartbeat_timeout_s`.
     heartbeat_s: float = Field(0.5, ge=0.01)
     # Silence after which a rollout server counts as dead, without time in which the controller
     # itself did not run.
