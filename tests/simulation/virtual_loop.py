@@ -196,6 +196,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _note_unhandled(self, loop: object, context: dict[str, Any]) -> None:
         error = context.get("exception")
+        if isinstance(error, Killed):
+            return
         self.unhandled.append(f"{context['message']}: {error!r}")
 
 
