@@ -147,7 +147,8 @@ async def test_counters_that_fall_end_the_stream_of_their_server(tmp_path, caplo
         liar = Liar(channel)
         await liar.join()
         for tokens in (10, 9):
-            await liar.say(heartbeat=fleet_pb2.ServerReport(generated_tokens=tokens))
+            report = fleet_pb2.ServerReport(generated_tokens=tokens, in_flight_tokens=tokens)
+            await liar.say(heartbeat=report)
         refusal = await liar.refusal()
         assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert refusal.details() == (

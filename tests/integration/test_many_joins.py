@@ -12,10 +12,11 @@ import pytest
 from slipstream.learner.controller.events import MAX_EVENTS
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_records
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
+from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 from support.rigs.fuzz_calls import server_hello
+from support.rigs.lease_rig import ledger_of
 from support.rigs.live_run import LiveRun
 from support.rigs.waiting import until
 
@@ -30,7 +31,8 @@ async def come_and_go(channel, number: int, *, drains: bool) -> None:
     # Half of them under names that come back, as those of a host do, half under new ones.
     name = f"server-{number if number % 4 < 2 else number % 40}"
     tokens = 100 + number % 7
-    report = fleet_pb2.ServerReport(generated_tokens=tokens, ended_tokens=tokens)
+    report = fleet_pb2.ServerReport(generated_tokens=tokens, ended_tokens=tokens, ended_episodes=1)
+    report.sent.MergeFrom(Amount(1, tokens).to_pb())
     enough = asyncio.Event()
 
     async def messages():
@@ -93,7 +95,7 @@ def main(folder: Path) -> None:
     assert run.code == 0
     assert live.difference == 0
     history = read_history(read_records(run.config.run_dir / "journal"))
-    resumed = TokenLedger(ServerEpochs())
+    resumed = ledger_of(ServerEpochs())
     resumed.restore(history)
     again = resumed.snapshot()
     assert again.difference == 0

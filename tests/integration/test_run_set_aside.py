@@ -15,7 +15,6 @@ from slipstream.learner.controller.records.journal import Journal, read_records 
 from slipstream.learner.controller.trajectories.batch import (  # noqa: E402
     FormedBatch,
     from_record,
-    tokens_by_server,
 )
 from support.rigs.run_processes import (  # noqa: E402
     check_ledger,
@@ -62,7 +61,7 @@ def add_poisoned_batch(journal_folder: Path) -> str:
                 deadline=TRAINED,
             )
         batch = FormedBatch(TRAINED, f"b{TRAINED:06d}", tuple(groups))
-        journal.write_batch(batch.record, tokens_by_server(batch.trajectories))
+        journal.write_batch(batch.record)
     return groups[0].group_id
 
 

@@ -136,6 +136,7 @@ def status_lines(run: RunStatus) -> list[str]:
         f"{ledger.evaluated:,} evaluated, {ledger.judged:,} judged, {ledger.lost:,} lost; "
         f"difference {ledger.difference}"
     )
+    lines += [f"the ledger is open, {gap}" for gap in ledger.gaps]
     rows = [("server", "state", "version", "groups", "episodes", "generated", "drafts", "cause")]
     rows += [
         (

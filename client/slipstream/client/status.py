@@ -94,6 +94,8 @@ class Ledger:
     in_flight: int
     lost: int
     difference: int
+    # A line for each hand-over of trajectories whose two sides count differently.
+    gaps: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
             for server in message.servers
         ),
         environments=tuple(map(environment_from_pb, message.environments)),
-        ledger=_from_pb(Ledger, message.ledger),
+        ledger=_from_pb(Ledger, message.ledger, gaps=tuple(message.ledger.gaps)),
     )
 
 

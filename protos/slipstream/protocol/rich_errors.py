@@ -37,6 +37,8 @@ class Reason(Enum):
     WRONG_TOKEN = "WRONG_TOKEN"
     # The token is that of a role to which the method is closed.
     NOT_OF_THE_ROLE = "NOT_OF_THE_ROLE"
+    # The host makes more calls under its role than are carried out.
+    TOO_MANY_CALLS = "TOO_MANY_CALLS"
 
 
 async def abort(

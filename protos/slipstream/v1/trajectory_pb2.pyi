@@ -192,13 +192,25 @@ class Trajectory(_message.Message):
     max_reply_tokens: int
     def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., is_given: bool = ..., reference: _Optional[_Union[ReferenceLogprobs, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ..., image_places: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., adapter: _Optional[str] = ..., max_reply_tokens: _Optional[int] = ...) -> None: ...
 
+class Amount(_message.Message):
+    __slots__ = ("trajectories", "tokens")
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    trajectories: int
+    tokens: int
+    def __init__(self, trajectories: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
 class DeliverRequest(_message.Message):
-    __slots__ = ("trajectory", "trajectory_id")
+    __slots__ = ("trajectory", "trajectory_id", "tokens", "sent")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
     trajectory: bytes
     trajectory_id: str
-    def __init__(self, trajectory: _Optional[bytes] = ..., trajectory_id: _Optional[str] = ...) -> None: ...
+    tokens: int
+    sent: Amount
+    def __init__(self, trajectory: _Optional[bytes] = ..., trajectory_id: _Optional[str] = ..., tokens: _Optional[int] = ..., sent: _Optional[_Union[Amount, _Mapping]] = ...) -> None: ...
 
 class DeliverResponse(_message.Message):
     __slots__ = ("acknowledged_ids",)

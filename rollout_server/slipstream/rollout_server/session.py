@@ -18,7 +18,7 @@ from slipstream.core.machine.gpu_lock import gpu_names
 from slipstream.core.settings.config import Config
 from slipstream.core.types import GroupId, ServerId
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_environment import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
@@ -124,6 +124,7 @@ class Session:
         """Runs its tasks in `group`; the engine must be paused, with no open request."""
         self._welcome, self._outbox, self._services = welcome, outbox, services
         self._ledger = EpochCounters(services.engine.use())
+        self._epoch = f"{identity.server_epoch:x}"
         self._dispatcher = Dispatcher(
             group,
             identity,
@@ -259,9 +260,11 @@ class Session:
             await asyncio.sleep(_FLUSH_PERIOD_S)
 
     def _report(self) -> fleet_pb2.ServerReport:
+        sender = self._services.sender
         return self._ledger.report(
             self._services.engine.use(),
-            queued_bytes=self._services.sender.queued_bytes,
+            sent=sender.taken.get(self._epoch, Amount()),
+            queued_bytes=sender.queued_bytes,
             paused_s=self._orders.paused_s,
         )
 

@@ -21,6 +21,7 @@ from slipstream.core.types import (
 )
 from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
+from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.seal import seal
@@ -77,6 +78,7 @@ class FakeServer:
         self.from_storage, self.link, self.fetch_s = from_storage, asyncio.Event(), 0.0
         self.link.set()
         self.fetched: list[str] = []
+        self.sender: TrajectorySender | None = None
         # What the queue has taken.
         self.delivered: list[tuple[str, bytes]] = []
         # Seals what it delivers; comes with the welcome.
@@ -86,7 +88,9 @@ class FakeServer:
         self.version: PolicyVersion | None = None
         self.loaded_versions: list[PolicyVersion] = []
         self.leases: list[fleet_pb2.Lease] = []
-        self.generated = self.ended = 0
+        self.generated = self.ended = self.num_ended = 0
+        # Tokens of what the queue has not taken yet.
+        self.delivering: dict[str, int] = {}
         # Tokens of the episodes that wait for the gate.
         self.gated = 0
         self.drained = False
@@ -132,10 +136,16 @@ class FakeServer:
                     task.cancel()
 
     def report(self) -> fleet_pb2.ServerReport:
+        # Its sender to Redis is opened after the welcome.
+        taken = self.sender.taken if self.sender else {}
+        sent = taken.get(f"{self.epoch:x}", Amount())
         return fleet_pb2.ServerReport(
             generated_tokens=self.generated,
             ended_tokens=self.ended,
             in_flight_tokens=self.generated - self.ended,
+            ended_episodes=self.num_ended,
+            delivering=Amount(len(self.delivering), sum(self.delivering.values())).to_pb(),
+            sent=sent.to_pb(),
         )
 
     async def _messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
@@ -340,13 +350,16 @@ class FakeServer:
             version_spans=(VersionSpan(tokens, version or PolicyVersion(0, 0)),),
             reward=reward,
         )
-        self.ended += tokens
         data = encode_trajectory(self.spoil(trajectory))
         name = trajectory.trajectory_id
+        self.ended, self.num_ended = self.ended + tokens, self.num_ended + 1
+        self.delivering[name] = tokens
         await asyncio.shield(self._put(name, seal(self.delivery_key, name, data)))
 
     async def _put(self, trajectory_id: str, data: bytes) -> None:
-        await self.sender.put(trajectory_id, data, timeout_s=60)
+        tokens = self.delivering[trajectory_id]
+        await self.sender.put(trajectory_id, data, timeout_s=60, tokens=tokens)
+        del self.delivering[trajectory_id]
         self.delivered.append((trajectory_id, data))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import AsyncClosing, Delivery
+from slipstream.protocol.queue.base import Amount, AsyncClosing, Delivery, EpochAmounts
 from slipstream.protocol.queue.budget import ByteBudget
 
 
@@ -71,7 +71,7 @@ class MemorySender(AsyncClosing):
 
     def __init__(self, queue: MemoryQueue) -> None:
         self._queue = queue
-        self._closed = False
+        self._closed, self.taken = False, EpochAmounts()
 
     @property
     def queued_bytes(self) -> int:
@@ -83,11 +83,14 @@ class MemorySender(AsyncClosing):
         """See `TrajectorySender.undelivered`."""
         return ()
 
-    async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
+    async def put(
+        self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
+    ) -> None:
         """See `TrajectorySender.put`."""
         if self._closed:
             raise QueueError("the sender is closed")
         await self._queue.put(trajectory_id, data, timeout_s)
+        self.taken.add(trajectory_id, tokens)
 
     async def aclose(self) -> None:
         """See `TrajectorySender.aclose`."""
@@ -100,11 +103,13 @@ class MemoryReceiver(AsyncClosing):
     def __init__(self, queue: MemoryQueue) -> None:
         self._queue = queue
         self._delivered: set[TrajectoryId] = set()
+        self.given = Amount()
 
     async def get(self) -> Delivery:
         """See `TrajectoryReceiver.get`."""
         delivery = await self._queue.next(self._delivered)
         self._delivered.add(delivery.trajectory_id)
+        self.given = self.given.plus(delivery.tokens)
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:

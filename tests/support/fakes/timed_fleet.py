@@ -78,16 +78,12 @@ class TimedServer(FakeServer):
 
     def report(self) -> fleet_pb2.ServerReport:
         tokens = max(int(self._made), self.ended)
-        return fleet_pb2.ServerReport(
-            generated_tokens=tokens,
-            ended_tokens=self.ended,
-            in_flight_tokens=tokens - self.ended,
-            engine_steps=int(self._steps),
-            open_episodes=len(self._replies),
-            busy_s=self._busy_s,
-            paused_s=self._paused_s,
-            uptime_s=time.monotonic() - self._started_s,
-        )
+        report = super().report()
+        report.generated_tokens, report.in_flight_tokens = tokens, tokens - self.ended
+        report.engine_steps, report.open_episodes = int(self._steps), len(self._replies)
+        report.busy_s, report.paused_s = self._busy_s, self._paused_s
+        report.uptime_s = time.monotonic() - self._started_s
+        return report
 
     async def _decode(self) -> None:
         costs = self._costs

@@ -43,11 +43,13 @@ async def play(
     trainer: FakeTrainer | None = None,
     during=None,
     wait_for_trainer: bool = True,
+    is_planted: bool = False,
     **limits: float,
 ) -> dict:
     """Runs a whole run with fakes; returns its summary, with the texts of its events.
 
-    Without a server or a trainer there is a plain one. `limits` are the controller's.
+    Without a server or a trainer there is a plain one. `limits` are the controller's. The ledger
+    must close at every hand-over, unless a fault `is_planted` there.
     """
     controller = Controller(config, OPEN, **limits)
     servers = servers or (FakeServer(config.controller.address),)
@@ -67,6 +69,7 @@ async def play(
                 task.cancel()
             await asyncio.gather(*tasks, training, running, return_exceptions=True)
     summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert is_planted or summary["ledger"]["gaps"] == []
     told = [event.text for event in controller._run.events.kept()]
     return summary | {"code": code, "told": told}
 

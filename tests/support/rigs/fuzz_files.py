@@ -81,6 +81,7 @@ RECORDS = (
         "put_back": [["g000003", "e", 3, 3]],
         "ids": ["g000000.0.0.7"],
         "tokens": 4,
+        "put_back_trajectories": 1,
         "put_back_tokens": [["s", 7, 5]],
     },
     {

@@ -40,6 +40,8 @@ REPORT = fleet_pb2.ServerReport(
     generated_tokens=9,
     in_flight_tokens=4,
     ended_tokens=5,
+    ended_episodes=1,
+    sent=trajectory_pb2.Amount(trajectories=1, tokens=5),
     busy_s=1.0,
 )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slipstream.core.types import PolicyVersion
@@ -13,8 +14,10 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
 from support.fakes.memory_queue import MemoryQueue
@@ -40,10 +43,26 @@ def books_of(run: Run, **given: object) -> Books:
         "environments": EnvironmentBook(seed=0, max_failed_groups=3),
         "fleet": fleet,
         "journal": None,
-        "ledger": TokenLedger(fleet.epochs),
+        "ledger": ledger_of(fleet.epochs),
         "queue": AccountedReceiver(MemoryQueue(1000).receiver()),
     }
     return Books(**made | given)
+
+
+def ledger_of(epochs: ServerEpochs, *held: int) -> TokenLedger:
+    """A ledger whose groups hold trajectories of `held` tokens, and whose journal has all ends."""
+
+    class WholeJournal:
+        @property
+        def settled(self) -> Amount:
+            return ledger._settled
+
+    there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
+    journal: Any = WholeJournal()
+    ledger = TokenLedger(
+        epochs, lambda: there, journal, AccountedReceiver(MemoryQueue(1).receiver())
+    )
+    return ledger
 
 
 class SoundJournal:

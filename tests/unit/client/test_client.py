@@ -10,6 +10,7 @@ import pytest
 from slipstream.client import Client
 from slipstream.client.cli import parse
 from slipstream.client.launch.preflight import free_port
+from slipstream.client.requests import status_lines
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import (
@@ -275,7 +276,7 @@ async def test_status_and_environments_are_plain_values(
                 report=fleet_pb2.ServerReport(generated_tokens=9),
             )
         ],
-        ledger=status_pb2.Ledger(generated=9, trained=9, difference=0),
+        ledger=status_pb2.Ledger(generated=9, trained=9, difference=0, gaps=["lost"]),
         metrics={"reward_mean": 0.5},
     )
     status = await client.status()
@@ -283,6 +284,7 @@ async def test_status_and_environments_are_plain_values(
     (server,) = status.servers
     assert (server.state, str(server.version), server.generated_tokens) == ("serving", "2/1", 9)
     assert (status.ledger.trained, status.metrics) == (9, {"reward_mean": 0.5})
+    assert "the ledger is open, lost" in status_lines(status)
 
 
 async def test_stop_hands_the_reason_on(client: Client, controller: Controller) -> None:

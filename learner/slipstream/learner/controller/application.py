@@ -160,7 +160,6 @@ class Controller:
             },
         )
         self._fleet = Fleet(self._run)
-        self._ledger = TokenLedger(self._fleet.epochs)
 
     async def run(self) -> int:
         """Serves until the run has ended and its results are written; returns 1 when it failed."""
@@ -181,6 +180,7 @@ class Controller:
                 await open_receiver(stack, server, journal, history, self._run)
             )
             async with RunTasks(self._progress.fail) as tasks:
+                self._ledger = TokenLedger(self._fleet.epochs, self._book.held, journal, receiver)
                 books = Books(
                     self._book, self._environments, self._fleet, journal, self._ledger, receiver
                 )
@@ -203,6 +203,7 @@ class Controller:
                         "checkpoints": self._checkpoints.watch_forever(),
                         "storage": self._stored.run_forever(),
                         "evaluator": self._evaluator.run_forever(),
+                        "ledger": self._results.watch_ledger(),
                         "advisor": self._results.advisor.advise_forever(),
                     }.items()
                 ]

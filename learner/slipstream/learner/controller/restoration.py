@@ -51,6 +51,7 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
     history = read_history(itertools.chain([] if first is None else [first], records, [start]))
     _check_end(journal, history, folder)
+    journal.settled = history.settled
     own: dict[str, JsonValue] = {**used_functions(run.config)}
     journal.append(
         "start",

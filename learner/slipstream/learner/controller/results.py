@@ -9,6 +9,7 @@ from slipstream.core.run_folder import ADVICE, TRACE
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.core.step_simulation import Setting
 from slipstream.learner.controller.evaluation import EvaluationResult
+from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -27,6 +28,9 @@ from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
+
+# Time between two looks at the ledger, which counts all trajectories that wait.
+LEDGER_S = 2.0
 
 
 class Results:
@@ -148,6 +152,16 @@ class Results:
             in_turns=True in rests,
         )
 
+    async def watch_ledger(self) -> None:
+        """Tells each gap of the ledger once, until it is cancelled."""
+        while True:
+            await asyncio.sleep(LEDGER_S)
+            self._tell_gaps()
+
+    def _tell_gaps(self) -> None:
+        for line in self._books.ledger.news():
+            self._run.events.add(f"the ledger is open, {line}", Severity.ERROR)
+
     def evaluated(self, result: EvaluationResult) -> None:
         """Writes the result of an evaluation round."""
         journal_evaluation(self._books.journal, result)
@@ -162,6 +176,7 @@ class Results:
     ) -> None:
         """Ends the run's progress, and writes its summary."""
         progress, books = self._run.progress, self._books
+        self._tell_gaps()
         progress.end()
         self._recorder.summary(
             ledger=books.ledger.snapshot(),

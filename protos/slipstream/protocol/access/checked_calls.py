@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
     _Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
 else:
+    Handler = Context = Any
     _Interceptor = grpc.aio.ServerInterceptor
 
 _PACKAGE = "/slipstream."

@@ -20,6 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
+from slipstream.protocol.access.call_rates import CallRates
 from slipstream.protocol.access.checked_calls import CheckingInterceptor, handler_like
 from slipstream.protocol.access.tokens import (
     RIGHTS,
@@ -149,16 +150,19 @@ def check_metrics_address(address: str, credentials: Credentials) -> None:
         )
 
 
-def create_server(credentials: Credentials, *, unix_token: str | None = None) -> grpc.aio.Server:
+def create_server(
+    credentials: Credentials, *, unix_token: str | None = None, rates: CallRates | None = None
+) -> grpc.aio.Server:
     """Creates a gRPC server that refuses callers without a token of the run, if there is one.
 
-    It also refuses messages out of their bounds; a handler that fails ends its own call only.
+    With tokens it limits the calls of each host by `rates`, the product's by default. It refuses
+    messages out of their bounds; a handler that fails ends its own call only.
     Raises ConfigError if a token is that of a role: from these no other can be made.
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
     if tokens is not None:
-        interceptors.insert(0, TokenInterceptor(tokens))
+        interceptors.insert(0, TokenInterceptor(tokens, rates))
     return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
 
 
@@ -258,9 +262,9 @@ def call_metadata(credentials: Credentials) -> CallMetadata:
 class TokenInterceptor(_Interceptor):
     """Refuses calls without a token of the run, and those that a role's token does not open."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, rates: CallRates | None = None) -> None:
         """Takes the run's own tokens; raises ConfigError if one of them is a role's."""
-        self._tokens = tokens
+        self._tokens, self._rates = tokens, rates or CallRates()
         self._of: tuple[str, ...] = ()
         self._expected: list[tuple[bytes, str | None]] = []
         for token in tokens.lines:
@@ -286,7 +290,7 @@ class TokenInterceptor(_Interceptor):
             text = "the token is missing or wrong (security.token_file)"
             return _refusal(handler, grpc.StatusCode.UNAUTHENTICATED, text, Reason.WRONG_TOKEN)
         if any(may_call(role, method) for role in roles):
-            return handler
+            return self._rates.limited(handler, roles[0])
         text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
         return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, text, Reason.NOT_OF_THE_ROLE)
 

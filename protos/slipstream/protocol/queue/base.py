@@ -7,9 +7,48 @@ An acknowledgement, which the controller sends after it has written its journal,
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from slipstream.core.types import TrajectoryId
+from slipstream.v1 import trajectory_pb2
+
+
+class Amount(NamedTuple):
+    """Numbers of trajectories and of their sampled tokens."""
+
+    trajectories: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def from_pb(cls, message: trajectory_pb2.Amount) -> "Amount":
+        """Inverts `to_pb`."""
+        return cls(message.trajectories, message.tokens)
+
+    def to_pb(self) -> trajectory_pb2.Amount:
+        """Returns the wire form; both numbers must be 0 or more."""
+        return trajectory_pb2.Amount(trajectories=self.trajectories, tokens=self.tokens)
+
+    def plus(self, tokens: int) -> "Amount":
+        """Returns the amount with one more trajectory, of `tokens`."""
+        return Amount(self.trajectories + 1, self.tokens + tokens)
+
+    def less(self, *others: "Amount") -> "Amount":
+        """Returns the amount without those of `others`; below 0 if they are more."""
+        trajectories = self.trajectories - sum(other.trajectories for other in others)
+        return Amount(trajectories, self.tokens - sum(other.tokens for other in others))
+
+
+NOTHING = Amount()
+
+
+class EpochAmounts(dict[str, Amount]):
+    """Amounts by server epoch, which a trajectory's id has at its end, in hexadecimal."""
+
+    def add(self, trajectory_id: TrajectoryId, tokens: int) -> Amount:
+        """Counts a trajectory; returns the amount of its epoch."""
+        epoch = trajectory_id.rpartition(".")[2]
+        self[epoch] = amount = self.get(epoch, NOTHING).plus(tokens)
+        return amount
 
 
 @dataclass(frozen=True)
@@ -18,6 +57,11 @@ class Delivery:
 
     trajectory_id: TrajectoryId
     data: bytes
+    # Sampled tokens, as its sender counts them.
+    tokens: int = 0
+    # All that the sender had put into the queue of this server epoch, this trajectory included:
+    # the queue keeps the order of a sender. Nothing if the sender does not tell.
+    sent: Amount = NOTHING
 
 
 class AsyncClosing:
@@ -40,12 +84,17 @@ class TrajectorySender(Protocol):
     def queued_bytes(self) -> int:
         """Bytes that were put and are not yet acknowledged."""
 
+    # The trajectories of each `put` that returned.
+    taken: EpochAmounts
+
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
         """Trajectories that this process holds and the receiver may not have; the oldest first."""
 
-    async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
-        """Stores one trajectory.
+    async def put(
+        self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
+    ) -> None:
+        """Stores one trajectory with so many sampled tokens.
 
         Raises TrajectoryQueueFull when there is no room within `timeout_s`.
 
@@ -58,6 +107,9 @@ class TrajectorySender(Protocol):
 
 class TrajectoryReceiver(Protocol):
     """The controller's end."""
+
+    # All deliveries that `get` returned, repeated ones included.
+    given: Amount
 
     async def get(self) -> Delivery:
         """Waits for the next trajectory; duplicates are possible and have the same id."""

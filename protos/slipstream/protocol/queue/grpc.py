@@ -21,7 +21,7 @@ from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata
-from slipstream.protocol.queue.base import AsyncClosing, Delivery
+from slipstream.protocol.queue.base import Amount, AsyncClosing, Delivery, EpochAmounts
 from slipstream.protocol.queue.budget import ByteBudget
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
 from slipstream.v1 import trajectory_pb2 as pb
@@ -60,7 +60,8 @@ class GrpcSender:
         self._deliver = stub.Deliver
         self._metadata = call_metadata(credentials)
         self._budget = ByteBudget(max_bytes)
-        self._unacknowledged: dict[TrajectoryId, bytes] = {}
+        self._unacknowledged: dict[TrajectoryId, pb.DeliverRequest] = {}
+        self._sent, self.taken = EpochAmounts(), EpochAmounts()
         # Those whose `put` waits for room.
         self._without_room: set[TrajectoryId] = set()
         self._to_send: deque[TrajectoryId] = deque()
@@ -89,22 +90,30 @@ class GrpcSender:
         """See `TrajectorySender.undelivered`."""
         return [*self._unacknowledged, *self._without_room]
 
-    async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
+    async def put(
+        self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
+    ) -> None:
         """See `TrajectorySender.put`; an id that already waits is not stored twice."""
         if self._running is None or self._closed:
             raise QueueError("the sender is closed")
-        if trajectory_id in self._unacknowledged:
-            return
-        self._without_room.add(trajectory_id)
-        try:
-            await self._budget.acquire(len(data), timeout_s=timeout_s)
-        finally:
-            self._without_room.discard(trajectory_id)
-        if trajectory_id in self._unacknowledged:
-            # Another call put the same id while both waited.
-            self._budget.release(len(data))
-            return
-        self._unacknowledged[trajectory_id] = data
+        if trajectory_id not in self._unacknowledged:
+            self._without_room.add(trajectory_id)
+            try:
+                await self._budget.acquire(len(data), timeout_s=timeout_s)
+            finally:
+                self._without_room.discard(trajectory_id)
+            if trajectory_id in self._unacknowledged:
+                # Another call put the same id while both waited.
+                self._budget.release(len(data))
+            else:
+                self._store(trajectory_id, data, tokens)
+        self.taken.add(trajectory_id, tokens)
+
+    def _store(self, trajectory_id: TrajectoryId, data: bytes, tokens: int) -> None:
+        sent = self._sent.add(trajectory_id, tokens).to_pb()
+        self._unacknowledged[trajectory_id] = pb.DeliverRequest(
+            trajectory=data, trajectory_id=trajectory_id, tokens=tokens, sent=sent
+        )
         self._to_send.append(trajectory_id)
         self._put.set()
 
@@ -153,9 +162,8 @@ class GrpcSender:
             while True:
                 while self._to_send:
                     trajectory_id = self._to_send.popleft()
-                    data = self._unacknowledged.get(trajectory_id)
-                    if data is not None:
-                        request = pb.DeliverRequest(trajectory=data, trajectory_id=trajectory_id)
+                    request = self._unacknowledged.get(trajectory_id)
+                    if request is not None:
                         await call.write(request)
                 self._put.clear()
                 await self._put.wait()
@@ -168,9 +176,9 @@ class GrpcSender:
             async for response in call:
                 self._backoff.reset()
                 for acknowledged in response.acknowledged_ids:
-                    data = self._unacknowledged.pop(TrajectoryId(acknowledged), None)
-                    if data is not None:
-                        self._budget.release(len(data))
+                    request = self._unacknowledged.pop(TrajectoryId(acknowledged), None)
+                    if request is not None:
+                        self._budget.release(len(request.trajectory))
         except grpc.aio.AioRpcError as error:
             return error
         return None
@@ -202,10 +210,12 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self._came_on: dict[TrajectoryId, _Stream] = {}
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()
+        self.given = Amount()
 
     async def get(self) -> Delivery:
         """See `TrajectoryReceiver.get`."""
         delivery = await self._waiting.get()
+        self.given = self.given.plus(delivery.tokens)
         self._budget.release(self._charge(delivery.data))
         return delivery
 
@@ -259,7 +269,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                 # The wait ends with the handler: a receiver whose `get` is not called must make
                 # its senders wait.
                 await self._budget.acquire(self._charge(data), timeout_s=None)
-                self._waiting.put_nowait(Delivery(trajectory_id, data))
+                sent = Amount.from_pb(request.sent)
+                self._waiting.put_nowait(Delivery(trajectory_id, data, request.tokens, sent))
         finally:
             stream.changed.set()
 

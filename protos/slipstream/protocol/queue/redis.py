@@ -24,9 +24,12 @@ from redis.typing import EncodableT, FieldT
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
+from slipstream.protocol.queue.base import EpochAmounts
 from slipstream.protocol.queue.budget import check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_connection import (
+    COUNTS,
+    COUNTS_FORMAT,
     DATA,
     FIRST_BACKOFF_S,
     ID,
@@ -48,6 +51,7 @@ class _Put:
 
     trajectory_id: TrajectoryId
     data: bytes
+    tokens: int
     stored: asyncio.Future[None]
 
 
@@ -77,6 +81,7 @@ class RedisSender:
         )
         self._max_bytes = max_bytes
         self._waiting: deque[_Put] = deque()
+        self._sent, self.taken = EpochAmounts(), EpochAmounts()
         self._wake_writer, self._wake_watcher = asyncio.Event(), asyncio.Event()
         self._executing = asyncio.Lock()
         self._stack = AsyncExitStack()
@@ -111,7 +116,9 @@ class RedisSender:
         """See `TrajectorySender.undelivered`."""
         return [place.trajectory_id for place in self._waiting]
 
-    async def put(self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float) -> None:
+    async def put(
+        self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
+    ) -> None:
         """See `TrajectorySender.put`.
 
         Raises QueueError when Redis does not answer for `timeout_s`.
@@ -119,7 +126,7 @@ class RedisSender:
         if self._closed:
             raise QueueError("the sender is closed")
         check_fits(len(data), self._max_bytes)
-        place = _Put(trajectory_id, data, asyncio.get_running_loop().create_future())
+        place = _Put(trajectory_id, data, tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
         self._wake_writer.set()
         try:
@@ -133,6 +140,7 @@ class RedisSender:
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(place)
+        self.taken.add(trajectory_id, tokens)
 
     async def aclose(self) -> None:
         """See `TrajectorySender.aclose`."""
@@ -185,13 +193,19 @@ class RedisSender:
                 return True
             async with self._executing:
                 batch: list[_Put] = []
+                sent = EpochAmounts(self._sent)
                 pipeline.multi()  # type: ignore[no-untyped-call]
                 for place in itertools.islice(self._waiting, MAX_ENTRIES_PER_WRITE):
                     if counters.used_bytes + added_bytes + len(place.data) > self._max_bytes:
                         break
                     batch.append(place)
                     added_bytes += len(place.data)
-                    fields: dict[FieldT, EncodableT] = {ID: place.trajectory_id, DATA: place.data}
+                    amount = sent.add(place.trajectory_id, place.tokens)
+                    fields: dict[FieldT, EncodableT] = {
+                        ID: place.trajectory_id,
+                        DATA: place.data,
+                        COUNTS: COUNTS_FORMAT.pack(place.tokens, *amount),
+                    }
                     pipeline.xadd(connection.stream, fields, nomkstream=True)
                 if not batch:
                     return False
@@ -204,7 +218,7 @@ class RedisSender:
                     return True
                 if None in entry_ids:
                     raise connection.lost("the stream is gone")
-                now = connection.counters
+                self._sent, now = sent, connection.counters
                 connection.counters = now.newest(replace(now, added_bytes=added, own_bytes=own))
                 for place in batch:
                     if not place.stored.done():

@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import ssl
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
@@ -124,8 +125,9 @@ FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 # Errors of redis-py when the server does not answer.
 CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
-# Fields of a stream entry.
-ID, DATA = b"id", b"data"
+# Fields of a stream entry; COUNTS has `Delivery.tokens` and `Delivery.sent`.
+ID, DATA, COUNTS = b"id", b"data", b"counts"
+COUNTS_FORMAT = struct.Struct("<QQQ")
 REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationError)
 
 # Patterns of the server's and the client library's messages about a command without rights.

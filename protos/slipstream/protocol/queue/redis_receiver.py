@@ -20,10 +20,12 @@ from typing import Any, TypeAlias, cast
 from redis.exceptions import RedisError, ResponseError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import Delivery
+from slipstream.protocol.queue.base import Amount, Delivery
 from slipstream.protocol.queue.redis_checks import check_settings
 from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
+    COUNTS,
+    COUNTS_FORMAT,
     DATA,
     ID,
     RECONNECT_TIMEOUT_S,
@@ -73,6 +75,7 @@ class RedisReceiver:
         self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
+        self.given = Amount()
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
         # get the answer to its XADD.
         self._entries: dict[TrajectoryId, dict[bytes, int]] = {}
@@ -118,7 +121,9 @@ class RedisReceiver:
 
     async def get(self) -> Delivery:
         """See `TrajectoryReceiver.get`."""
-        return await self._deliveries.get()
+        delivery = await self._deliveries.get()
+        self.given = self.given.plus(delivery.tokens)
+        return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
         """See `TrajectoryReceiver.acknowledge`; Redis deletes the entries soon after."""
@@ -274,7 +279,8 @@ class RedisReceiver:
                 known[entry_id] = len(data)
             else:
                 self._entries[trajectory_id] = {entry_id: len(data)}
-                await self._deliveries.put(Delivery(trajectory_id, opened))
+                counts = _counts(fields)
+                await self._deliveries.put(Delivery(trajectory_id, opened, *counts))
 
     async def _drop(self, entry_id: bytes) -> None:
         """Acknowledges a pending entry that was deleted before this receiver began."""
@@ -325,6 +331,15 @@ class RedisReceiver:
 def _entries_of(answer: object) -> Entries:
     streams = cast("list[tuple[bytes, Entries]]", answer or [])
     return [entry for _, entries in streams for entry in entries]
+
+
+def _counts(fields: Mapping[bytes, bytes]) -> tuple[int, Amount]:
+    """The counts of an entry; nothing for an entry of another client."""
+    packed = fields.get(COUNTS, b"")
+    if len(packed) != COUNTS_FORMAT.size:
+        return 0, Amount()
+    tokens, *sent = COUNTS_FORMAT.unpack(packed)
+    return tokens, Amount(*sent)
 
 
 def _size(fields: Mapping[bytes, bytes] | None) -> int:

@@ -200,7 +200,9 @@ class Dispatcher:
 
     async def _deliver(self, trajectory: Trajectory) -> Status:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
-        begun_s = time.time()
+        begun_s, name = time.time(), trajectory.trajectory_id
+        tokens = trajectory.num_sampled_tokens
+        self._services.ledger.delivering[name] = tokens
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
                 trajectory,
@@ -211,13 +213,13 @@ class Dispatcher:
                 routed_experts=None,
                 reference=None,
             )
-        name = trajectory.trajectory_id
         data = seal(self._identity.delivery_key, name, encode_trajectory(trajectory))
         while True:
             try:
-                await self._sender.put(name, data, timeout_s=_QUEUE_WARNING_S)
+                await self._sender.put(name, data, timeout_s=_QUEUE_WARNING_S, tokens=tokens)
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:
+                del self._services.ledger.delivering[name]
                 self._services.traces.delivery(trajectory, begin_s=begun_s)
                 return trajectory.status

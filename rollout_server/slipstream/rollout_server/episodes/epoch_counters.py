@@ -2,6 +2,8 @@
 
 import time
 
+from slipstream.core.types import TrajectoryId
+from slipstream.protocol.queue.base import Amount
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import fleet_pb2
@@ -20,7 +22,9 @@ class EpochCounters:
         self._started_s = time.monotonic()
         # Tokens of replies that environments gave: no engine has counted them.
         self._given_tokens = 0
-        self.ended_tokens = 0
+        self.all_ended = Amount()
+        # Trajectories of ended episodes that the queue has not taken.
+        self.delivering: dict[TrajectoryId, int] = {}
         # Sampled tokens of open episodes whose generation has returned.
         self.recorded_tokens = 0
         self.open_episodes = 0
@@ -44,18 +48,19 @@ class EpochCounters:
         """Notes that an episode ended, however it did, with `num_tokens` sampled."""
         self.open_episodes -= 1
         self.recorded_tokens -= num_tokens
-        self.ended_tokens += num_tokens
+        self.all_ended = self.all_ended.plus(num_tokens)
 
     def report(
-        self, use: EngineUse, *, queued_bytes: int, paused_s: float
+        self, use: EngineUse, *, sent: Amount, queued_bytes: int, paused_s: float
     ) -> fleet_pb2.ServerReport:
-        """Returns the counters as a message; `paused_s` is that of this epoch."""
+        """Returns the counters as a message; `sent` and `paused_s` are those of this epoch."""
         # Tokens inside the engine belong to open requests. Without open requests a difference of
         # the counters is an error, which must show.
         inside = use.generated_tokens - use.returned_tokens
         inside -= self._start.generated_tokens - self._start.returned_tokens
         if not use.open_requests:
             inside = 0
+        waiting = Amount(len(self.delivering), sum(self.delivering.values()))
         return fleet_pb2.ServerReport(
             generated_tokens=use.generated_tokens
             - self._start.generated_tokens
@@ -65,7 +70,10 @@ class EpochCounters:
             accepted_tokens=use.accepted_tokens - self._start.accepted_tokens,
             engine_steps=use.steps - self._start.steps,
             in_flight_tokens=max(self.recorded_tokens + inside, 0),
-            ended_tokens=self.ended_tokens,
+            ended_tokens=self.all_ended.tokens,
+            ended_episodes=self.all_ended.trajectories,
+            delivering=waiting.to_pb(),
+            sent=sent.to_pb(),
             open_episodes=self.open_episodes,
             waiting_episodes=self.waiting_episodes,
             queued_bytes=queued_bytes,

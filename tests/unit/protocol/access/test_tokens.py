@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import SecuritySection
+from slipstream.protocol.access.call_rates import CallRates
 from slipstream.protocol.access.exposure import rendezvous_secret
 from slipstream.protocol.access.security import (
     Credentials,
@@ -28,6 +31,7 @@ from slipstream.v1 import (
     trainer_pb2,
     trajectory_pb2,
 )
+from support.rigs.waiting import until
 
 TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
 ROOT = Path(__file__).parents[4]
@@ -97,11 +101,13 @@ def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
-async def answer_to(channel: grpc.aio.Channel, method: str, credentials: Credentials) -> str:
+async def answer_to(
+    channel: grpc.aio.Channel, method: str, credentials: Credentials, limit_s: float = 20.0
+) -> str:
     """The code with which a call without a handler behind it ends: UNIMPLEMENTED if it is open."""
     call = channel.unary_unary(method)
     try:
-        await call(b"", metadata=call_metadata(credentials), timeout=20)
+        await call(b"", metadata=call_metadata(credentials), timeout=limit_s)
     except grpc.aio.AioRpcError as error:
         return error.code().name
     return "OK"
@@ -191,3 +197,36 @@ def test_each_line_of_a_token_file_must_be_a_token(text: str, message: str, tmp_
     (tmp_path / "token").write_text(text)
     with pytest.raises(ConfigError, match=message):
         Tokens.read(tmp_path / "token")
+
+
+async def test_a_host_that_floods_calls_under_one_role_hurts_no_other_role() -> None:
+    # None of those that wait gets its turn while the test runs.
+    rates = CallRates(calls_per_s=1e-4, most_at_once=10, most_waiting=5)
+    server = create_server(holding(TOKEN), rates=rates)
+    server.add_generic_rpc_handlers((Answers(),))
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', holding(TOKEN))}"
+    await server.start()
+    method, codes = "/slipstream.v1.StatusService/GetStatus", []
+    floods = [
+        (holding(role_token(TOKEN, "client")), 100),
+        (holding(role_token(TOKEN, "rollout-server")), 10),
+    ]
+    async with open_channel(address, floods[0][0]) as channel:
+
+        async def told(credentials: Credentials) -> None:
+            # Longer than the test may take: those that wait have no answer.
+            answer = await answer_to(channel, method, credentials, limit_s=600.0)
+            codes.append((credentials.token, answer))
+
+        calls = [asyncio.ensure_future(told(who)) for who, number in floods for _ in range(number)]
+        await until(lambda: len(codes) == 105)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    await server.stop(None)
+    client, other = (who.token for who, _ in floods)
+    assert Counter(codes) == {
+        (client, "OK"): 10,
+        (client, "RESOURCE_EXHAUSTED"): 85,
+        (other, "OK"): 10,
+    }

@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from slipstream.protocol.queue.base import NOTHING
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.inference.usage import UseClock
@@ -38,11 +39,11 @@ def test_tokens_inside_the_engine_are_in_flight() -> None:
     ledger = EpochCounters(use(100, 100, 0))
     ledger.opened()
     ledger.sampled(4)
-    report = ledger.report(use(107, 104, 1), queued_bytes=0, paused_s=0.0)
+    report = ledger.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 7, 0)
     ledger.sampled(3)
     ledger.ended(7)
-    report = ledger.report(use(107, 107, 0), queued_bytes=0, paused_s=0.0)
+    report = ledger.report(use(107, 107, 0), sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 0, 7)
 
 
@@ -50,20 +51,20 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     ledger = EpochCounters(use(0, 0, 0))
     ledger.opened()
     ledger.ended(0)
-    report = ledger.report(use(3, 2, 0), queued_bytes=0, paused_s=0.0)
+    report = ledger.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
 
 
 def test_drafts_count_from_the_start_of_the_epoch() -> None:
     before = dataclasses.replace(use(100, 100, 0), drafted_tokens=40, accepted_tokens=30)
     now = dataclasses.replace(use(150, 150, 0), drafted_tokens=80, accepted_tokens=55)
-    report = EpochCounters(before).report(now, queued_bytes=0, paused_s=0.0)
+    report = EpochCounters(before).report(now, sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert (report.drafted_tokens, report.accepted_tokens) == (40, 25)
 
 
 def test_tokens_of_judges_are_generated_and_belong_to_no_episode() -> None:
     ledger = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
     now = dataclasses.replace(use(150, 130, 1), judged_tokens=25)
-    report = ledger.report(now, queued_bytes=0, paused_s=0.0)
+    report = ledger.report(now, sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert (report.generated_tokens, report.judged_tokens) == (50, 15)
     assert (report.in_flight_tokens, report.ended_tokens) == (20, 0)

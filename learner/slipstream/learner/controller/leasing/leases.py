@@ -159,6 +159,10 @@ class LeaseBook:
         """The groups that count for the staleness invariant."""
         return [group for group in self.groups.values() if group.purpose is Purpose.TRAINING]
 
+    def held(self) -> list[Trajectory]:
+        """The trajectories of all groups."""
+        return [t for group in self.groups.values() for t in group.finished.values()]
+
     def held_by(self, holder: ServerKey) -> list[Group]:
         """The groups whose present lease belongs to `holder`."""
         return [group for group in self.groups.values() if group.holder == holder]

@@ -21,6 +21,7 @@ from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
+from slipstream.protocol.queue.base import Amount
 
 FORMAT = 1
 # The way out when a journal or a batch is not as it was written.
@@ -208,6 +209,9 @@ class RunHistory:
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
     ends: Counter[TrajectoryEnd] = field(default_factory=Counter)
+    # The trajectories that ended or are in a batch; what the writer counted more at its last count.
+    settled: Amount = Amount()
+    unread: Amount = Amount()
     # Number of trained tokens of each lag.
     lags: Counter[int] = field(default_factory=Counter)
     # Number of trained trajectories that more than one version sampled.
@@ -251,6 +255,7 @@ class RunHistory:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Applies the next record."""
+        self.settled = settled_by(self.settled, record["kind"], record)
         match record["kind"]:
             case "start":
                 self._start(record)
@@ -424,6 +429,8 @@ class RunHistory:
         self.set_aside_in_a_row = 0
 
     def _servers(self, record: Mapping[str, Any]) -> None:
+        if "settled" in record:
+            self.unread = Amount(*record["settled"]).less(self.settled)
         judged = {(name, epoch): tokens for name, epoch, tokens in record.get("judged", ())}
         for name, epoch, generated in record["generated"]:
             count = self.servers.join(ServerKey(name, epoch))
@@ -431,6 +438,19 @@ class RunHistory:
             count.judged = max(count.judged, judged.get((name, epoch), 0))
             if record.get("departed"):
                 self.servers.depart(ServerKey(name, epoch))
+
+
+def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
+    """Returns the amount after a record: what ended or is in a batch."""
+    if kind == "end" and "tokens" in record:
+        return settled.plus(record["tokens"])
+    if kind == "batch":
+        tokens = sum(tokens for *_, tokens in record["tokens"])
+        return settled.less(Amount(-record["trajectories"], -tokens))
+    if kind == "batch_set_aside":
+        tokens = sum(tokens for *_, tokens in record["put_back_tokens"])
+        return settled.less(Amount(record["put_back_trajectories"], tokens))
+    return settled
 
 
 def batch_name(step: int, attempt: int) -> str:

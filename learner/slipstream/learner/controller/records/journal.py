@@ -22,7 +22,8 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
@@ -33,9 +34,11 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.core.run_folder import BATCHES, JOURNAL_LOG, journal_logs, log_number
-from slipstream.learner.controller.records.history import REMEDY, attempt_of
+from slipstream.core.types import Trajectory
+from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
 from slipstream.protocol.checkpoints import sync_folder
-from slipstream.v1 import trainer_pb2
+from slipstream.protocol.queue.base import Amount
+from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 BLOCK_BYTES = 1 << 16
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
@@ -81,6 +84,8 @@ class Journal:
         # A thread writes batches while the event loop appends records.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
+        # The trajectories that ended or are in a batch, by the records alone.
+        self.settled = Amount()
         self._pending: list[bytes] = []
         # The first failure. It is final: a later sync may succeed although records are lost.
         self._failure: RunFailed | None = None
@@ -101,6 +106,10 @@ class Journal:
         """Writes one record, which is not durable yet; waits for no sync."""
         with self._lock:
             self._num_lines += 1
+            self.settled = settled_by(self.settled, kind, fields)
+            if kind == "servers":
+                # The next controller compares its own count up to here.
+                fields["settled"] = list(self.settled)
             self._pending.append(encoded(self._num_lines, {"kind": kind, **fields}))
             self._num_appended += 1
 
@@ -170,13 +179,10 @@ class Journal:
             )
         return None
 
-    def write_batch(
-        self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
-    ) -> int:
+    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
         """Makes the batch of a step durable, file and record; called before it is trained.
 
-        `tokens`: name, epoch and sampled tokens of each server. Returns the checksum. RunFailed
-        when the disk cannot be written or the folder is gone.
+        Returns the checksum. RunFailed when the disk cannot be written or the folder is gone.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
@@ -199,7 +205,7 @@ class Journal:
             crc32=crc32,
             groups=list(dict.fromkeys(t.group_id for t in batch.trajectories)),
             trajectories=len(batch.trajectories),
-            tokens=[list(entry) for entry in tokens],
+            tokens=tokens_by_server(batch.trajectories),
         )
         self.sync()
         return crc32
@@ -226,6 +232,17 @@ class Journal:
     def remove_batch(self, step: int, attempt: int = 0) -> None:
         """Removes the file of a batch that no resume needs any more."""
         batch_path(self._folder, step, attempt).unlink(missing_ok=True)
+
+
+def tokens_by_server(
+    trajectories: Iterable[Trajectory | trajectory_pb2.Trajectory],
+) -> list[JsonValue]:
+    """Name, epoch and sampled tokens of each server epoch."""
+    tokens: Counter[tuple[str, int]] = Counter()
+    for trajectory in trajectories:
+        key = (trajectory.server_id, trajectory.server_epoch)
+        tokens[key] += sum(trajectory.run_lengths[1::2])
+    return [[name, epoch, number] for (name, epoch), number in sorted(tokens.items())]
 
 
 def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:

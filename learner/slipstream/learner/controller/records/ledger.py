@@ -1,14 +1,17 @@
 """The run's accounts: the end of every generated token, and the bytes that wait in the queue.
 
-Engines count `generated`; the controller counts everything else. The two must agree.
+Servers, controller and journal count for themselves. Two counts of one hand-over are compared where
+both are of the same trajectories: then any difference is a trajectory that is lost or there twice.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 
 import grpc.aio
-from slipstream.core.types import TrajectoryId
+from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.seen_ids import SeenIds
@@ -16,7 +19,13 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.queue.base import AsyncClosing, Delivery, TrajectoryReceiver
+from slipstream.protocol.queue.base import (
+    NOTHING,
+    Amount,
+    AsyncClosing,
+    Delivery,
+    TrajectoryReceiver,
+)
 from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
 
@@ -34,17 +43,33 @@ def made_for_one(ledger: status_pb2.Ledger) -> float:
 class TokenLedger:
     """Counts sampled tokens from the engines to their ends; duplicates count once."""
 
-    def __init__(self, epochs: ServerEpochs) -> None:
-        """`epochs` knows which servers are connected."""
-        self._epochs = epochs
+    def __init__(
+        self,
+        epochs: ServerEpochs,
+        held: Callable[[], list[Trajectory]],
+        journal: Journal,
+        queue: AccountedReceiver,
+    ) -> None:
+        """`epochs` counts for the servers; `held` returns what came and is in no batch yet."""
+        self._epochs, self._held = epochs, held
+        self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
         self._seen = SeenIds()
+        # Number of trajectories that came; all that went to the journal, ended or in a batch.
+        self._num_received, self._settled = 0, Amount()
+        # What the journal had at its last count and has no more.
+        self._unread = Amount()
+        # While a batch is written the journal's count may have it or not.
+        self.is_writing = False
+        self._told: set[str] = set()
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's counts; all servers of earlier starts are dead."""
         self._epochs.take_over(history.servers)
         self._seen = history.ended.copy()
         self._ends += history.ends
+        self._num_received, self._settled = history.settled.trajectories, history.settled
+        self._unread = history.unread
 
     def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
         """Returns (server, generated tokens, those of judges) of `key`.
@@ -62,26 +87,45 @@ class TokenLedger:
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
-        count = self._epochs.join(key)
-        count.reported = report.generated_tokens
-        count.in_flight = report.in_flight_tokens
-        count.ended = report.ended_tokens
-        count.judged = report.judged_tokens
+        self._epochs.join(key).report(report)
 
-    def receive(self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int) -> bool:
+    def receive(
+        self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int, sent: Amount = NOTHING
+    ) -> bool:
         """Notes a delivered trajectory; False when it was delivered before."""
         if not self._seen.add(trajectory_id):
             return False
-        self._epochs.count(key).received += tokens
+        self._num_received += 1
+        self._epochs.receive(key, tokens, sent)
         return True
 
     def end(self, end: TrajectoryEnd, tokens: int) -> None:
-        """Notes the end of a trajectory."""
+        """Notes the end of a trajectory that is in no batch."""
         self._ends[end] += tokens
+        self._settled = self._settled.plus(tokens)
+
+    def end_batched(self, end: TrajectoryEnd, tokens: int) -> None:
+        """Notes the end of trajectories that are in a batch."""
+        self._ends[end] += tokens
+
+    def settle(self, trajectories: Sequence[Trajectory]) -> None:
+        """Notes the trajectories of a batch, which go to the journal."""
+        self._settled = self._settled.less(_amount(trajectories, sign=-1))
+
+    def take_back(self, trajectories: Sequence[Trajectory]) -> None:
+        """Notes those of a batch that was set aside that wait for another batch."""
+        self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:
         """Ends a server epoch: tokens that it generated and did not deliver are lost."""
         self._epochs.count(key).dead = True
+
+    def news(self) -> list[str]:
+        """The gaps that were not returned before."""
+        gaps = {line.partition(":")[0]: line for line in self.snapshot().gaps}
+        new = [line for place, line in gaps.items() if place not in self._told]
+        self._told.update(gaps)
+        return new
 
     def snapshot(self) -> status_pb2.Ledger:
         """The ledger now; `difference` is 0 when every generated token is accounted for."""
@@ -91,13 +135,28 @@ class TokenLedger:
             received += count.received
             judged += count.judged
             if count.dead:
-                lost += count.generated - count.received - count.judged
+                lost += count.generated - count.received - count.judged - count.gap_tokens
             else:
                 in_flight += count.in_flight
                 travelling += count.ended - count.received
+                travelling -= count.unsent.tokens + count.missing.tokens
+        held, journaled = _amount(self._held()), self._journal.settled
+        if self.is_writing:
+            journaled = self._settled
+        gaps = [
+            (f"{name} of {key.server_id}, epoch {key.epoch:x}", gap)
+            for name, key, gap in self._epochs.gaps()
+        ]
+        came = Amount(self._num_received, received)
+        gaps += [
+            ("intake to batch", came.less(held, self._settled)),
+            ("batch to journal", self._settled.less(journaled)),
+            ("journal to restart", self._unread),
+        ]
         ended = sum(self._ends.values())
-        queued = received - ended + travelling
-        difference = generated - in_flight - queued - lost - ended - judged
+        difference = sum(gap.tokens for _, gap in gaps)
+        # The receiver's own count; those that are lost are missing above, the others came twice.
+        gaps.append(("queue to intake", self._queue.untaken))
         return status_pb2.Ledger(
             generated=generated,
             trained=self._ends[TrajectoryEnd.TRAINED],
@@ -108,11 +167,25 @@ class TokenLedger:
             evaluated=self._ends[TrajectoryEnd.EVALUATED],
             set_aside=self._ends[TrajectoryEnd.SET_ASIDE],
             judged=judged,
-            queued=max(queued, 0),
+            queued=max(travelling + held.tokens + journaled.tokens - ended, 0),
             in_flight=in_flight,
-            lost=lost,
+            lost=lost - self._unread.tokens,
             difference=difference,
+            gaps=[_line(place, gap) for place, gap in gaps if any(gap)],
         )
+
+
+def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Amount:
+    tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+    return Amount(sign * len(trajectories), sign * tokens)
+
+
+def _line(place: str, gap: Amount) -> str:
+    """Names a gap: the hand-over, and the trajectories and tokens that are lost or there twice."""
+    number = abs(gap.trajectories)
+    noun = "trajectory" if number == 1 else "trajectories"
+    fault = "lost" if sum(gap) > 0 else "twice"
+    return f"{place}: {number} {noun} with {abs(gap.tokens)} tokens {fault}"
 
 
 class AccountedReceiver(AsyncClosing):
@@ -124,7 +197,13 @@ class AccountedReceiver(AsyncClosing):
         self._waiting: dict[TrajectoryId, int] = {}
         # All ids that were ever acknowledged: the queue itself remembers the newest ones only.
         self._settled = SeenIds()
+        self.given = Amount()
         self.waiting_bytes = 0
+
+    @property
+    def untaken(self) -> Amount:
+        """What the queue gave and nobody took; below 0 for what was taken twice."""
+        return self._receiver.given.less(self.given)
 
     async def get(self) -> Delivery:
         """Returns the next delivery, like `TrajectoryReceiver.get`; repeated deliveries count once.
@@ -132,13 +211,18 @@ class AccountedReceiver(AsyncClosing):
         A delivery that was acknowledged before is acknowledged again and not returned: its sender
         has not seen the first answer.
         """
-        delivery = await self._receiver.get()
+        delivery = await self._take()
         while delivery.trajectory_id in self._settled:
             await self._receiver.acknowledge((delivery.trajectory_id,))
-            delivery = await self._receiver.get()
+            delivery = await self._take()
         self._forget(delivery.trajectory_id)
         self._waiting[delivery.trajectory_id] = len(delivery.data)
         self.waiting_bytes += len(delivery.data)
+        return delivery
+
+    async def _take(self) -> Delivery:
+        delivery = await self._receiver.get()
+        self.given = self.given.plus(delivery.tokens)
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:

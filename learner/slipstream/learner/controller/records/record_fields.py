@@ -32,7 +32,14 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     "gave_up": {"group": str, "members": [int]},
     "set_aside": {"group": str},
     "closed": {"group": str, "how": str},
-    "batch": {"step": int, "batch_id": str, "crc32": int, "groups": [str], "tokens": _TOKENS},
+    "batch": {
+        "step": int,
+        "batch_id": str,
+        "crc32": int,
+        "groups": [str],
+        "trajectories": int,
+        "tokens": _TOKENS,
+    },
     "batch_set_aside": {
         "step": int,
         "batch_id": str,
@@ -41,6 +48,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
         "put_back": [(str, str, int, int)],
         "ids": [str],
         "tokens": int,
+        "put_back_trajectories": int,
         "put_back_tokens": _TOKENS,
     },
     "step": {
@@ -63,7 +71,7 @@ _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
     "lease": {"replaces": str},
     "end": {"tokens": int, "end": str, **_SERVER},
     "closed": {"reward": _NUMBER, "solved": bool},
-    "servers": {"departed": bool, "judged": _TOKENS},
+    "servers": {"departed": bool, "judged": _TOKENS, "settled": (int, int)},
 }
 
 

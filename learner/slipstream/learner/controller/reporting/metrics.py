@@ -264,7 +264,8 @@ class RunRecorder:
             "generated_tokens": ledger.generated,
             "trained_tokens": ledger.trained,
             "ledger": {
-                field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields
+                **{field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields},
+                "gaps": list(ledger.gaps),
             },
             "filtered_groups": filtered_groups,
             "set_aside_batches": set_aside_batches,

@@ -183,8 +183,12 @@ class RunCollector:
             ),
             "queue_limit_bytes": ("Size of the queue.", self._config.queue.max_bytes),
             "ledger_difference_tokens": (
-                "Generated tokens less those with a fate; not 0 for long: the ledger is open.",
+                "Tokens that are lost at a hand-over, less those that are there twice.",
                 status.ledger.difference,
+            ),
+            "ledger_gaps": (
+                "Hand-overs of trajectories whose two sides count differently.",
+                len(status.ledger.gaps),
             ),
         }
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.protocol.queue.base import Amount
+from slipstream.v1 import fleet_pb2
 
 # Largest number of departed epochs with a count of their own.
 MAX_APART = 1000
@@ -27,17 +29,60 @@ class EpochCount:
     ended: int = 0
     # Tokens of judges, which belong to no trajectory.
     judged: int = 0
-    # Tokens of trajectories that the controller has.
+    # Tokens of trajectories that the controller has, and the number of those that this start took.
     received: int = 0
+    num_received: int = 0
+    # What the last report lacks: tokens between engine and record, episodes between record and
+    # queue; what did not come of all that was sent before the newest trajectory. Below 0: twice.
+    unrecorded: int = 0
+    unsent: Amount = Amount()
+    missing: Amount = Amount()
     # `reported` and `judged` as the journal has them.
     journaled: tuple[int, int] = (0, 0)
     # Whether the server was lost: its undelivered tokens will hardly come.
     dead: bool = False
+    # Whether an earlier start of the controller has received some of the trajectories.
+    is_earlier: bool = False
+
+    def report(self, report: fleet_pb2.ServerReport) -> None:
+        """Takes over the counters of a report, which are those of one moment."""
+        self.reported, self.judged = report.generated_tokens, report.judged_tokens
+        self.in_flight, self.ended = report.in_flight_tokens, report.ended_tokens
+        self.unrecorded = self.reported - self.in_flight - self.ended - self.judged
+        self.unsent = Amount(report.ended_episodes, self.ended).less(
+            Amount.from_pb(report.delivering), Amount.from_pb(report.sent)
+        )
+
+    def receive(self, tokens: int, sent: Amount) -> None:
+        """Notes a trajectory that has not come before; `sent`: see `Delivery`."""
+        self.received, self.num_received = self.received + tokens, self.num_received + 1
+        missing = sent.less(Amount(self.num_received, self.received))
+        if self.is_earlier:
+            # The journal has the tokens of all, and also some that were sent after this one.
+            self.missing = Amount(1, missing.tokens) if missing.tokens > 0 else Amount()
+        elif sent.trajectories:
+            self.missing = missing if missing.trajectories > 0 else Amount()
+
+    @property
+    def gaps(self) -> dict[str, Amount]:
+        """The differences at each hand-over from the engine to the controller."""
+        unrecorded = Amount(0, self.unrecorded)
+        return {
+            "engine to record": unrecorded,
+            "record to queue": self.unsent,
+            "queue to intake": self.missing,
+        }
+
+    @property
+    def gap_tokens(self) -> int:
+        """Tokens of all gaps."""
+        return self.unrecorded + self.unsent.tokens + self.missing.tokens
 
     @property
     def generated(self) -> int:
         """Number of generated tokens; a dead server may have delivered more than it reported."""
-        return max(self.reported, self.received + self.judged) if self.dead else self.reported
+        seen = self.received + self.judged + self.gap_tokens
+        return max(self.reported, seen) if self.dead else self.reported
 
 
 class ServerEpochs:
@@ -53,7 +98,7 @@ class ServerEpochs:
         self._departed: dict[ServerKey, EpochCount] = {}
         # Connected and departed servers, by epoch.
         self._names: dict[int, ServerKey] = {}
-        self._folded = EpochCount(dead=True)
+        self._folded = EpochCount(dead=True, is_earlier=True)
         # Epochs whose counts are folded, in rising order.
         self._earlier = array("Q")
 
@@ -79,13 +124,18 @@ class ServerEpochs:
         for key in list(self.connected):
             self.depart(key)
         for count in self._departed.values():
-            count.dead = True
+            count.dead = count.is_earlier = True
 
     def take_over(self, earlier: ServerEpochs) -> None:
         """Becomes `earlier`, whose servers are all dead; called before any server connects."""
         earlier.all_died()
         self._departed, self._names = earlier._departed, earlier._names
         self._folded, self._earlier = earlier._folded, earlier._earlier
+
+    def receive(self, key: ServerKey, tokens: int, sent: Amount) -> None:
+        """Notes a trajectory of a server, as `EpochCount.receive` does."""
+        count = self.count(key)
+        count.receive(tokens, Amount() if count is self._folded else sent)
 
     def count(self, key: ServerKey) -> EpochCount:
         """The count in which the tokens of a server belong."""
@@ -96,6 +146,14 @@ class ServerEpochs:
         yield from self.connected.values()
         yield from self._departed.values()
         yield self._folded
+
+    def gaps(self) -> Iterator[tuple[str, ServerKey, Amount]]:
+        """The hand-overs of each server whose two sides count differently."""
+        for counts in (self.connected, self._departed):
+            for key, count in counts.items():
+                for name, gap in count.gaps.items():
+                    if any(gap):
+                        yield name, key, gap
 
     @property
     def generated(self) -> int:

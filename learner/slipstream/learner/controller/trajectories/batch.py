@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -13,6 +13,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
+from slipstream.learner.controller.records.journal import tokens_by_server
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 
@@ -58,6 +59,11 @@ class SetAside:
         """The trajectories of all groups that are over."""
         return _trajectories(self.groups)
 
+    @property
+    def waiting(self) -> list[Trajectory]:
+        """The trajectories of all groups that wait for another batch."""
+        return _trajectories(self.put_back)
+
     def record(self) -> dict[str, JsonValue]:
         """The fields of the journal record; `put_back` has the tasks and seeds of its groups."""
         return {
@@ -69,9 +75,8 @@ class SetAside:
             "put_back": [[g.group_id, g.environment, g.task_index, g.seed] for g in self.put_back],
             "ids": [trajectory.trajectory_id for trajectory in self.trajectories],
             "tokens": sampled_tokens(self.trajectories),
-            "put_back_tokens": [
-                list(entry) for entry in tokens_by_server(_trajectories(self.put_back))
-            ],
+            "put_back_trajectories": len(self.waiting),
+            "put_back_tokens": tokens_by_server(self.waiting),
         }
 
     def describe(self) -> str:
@@ -178,15 +183,6 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
         group.size = max(group.finished) + 1
         group.failed = set(range(group.size)) - group.finished.keys()
     return FormedBatch(message.header.step, message.header.batch_id, tuple(groups.values()))
-
-
-def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[tuple[str, int, int]]:
-    """Name, epoch and sampled tokens of each server epoch."""
-    tokens: Counter[tuple[str, int]] = Counter()
-    for trajectory in trajectories:
-        key = (trajectory.server_id, trajectory.server_epoch)
-        tokens[key] += trajectory.num_sampled_tokens
-    return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
 
 
 def chunks(

@@ -26,7 +26,6 @@ from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
     SetAside,
     from_record,
-    tokens_by_server,
 )
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2
@@ -188,6 +187,8 @@ class BatchFormer:
             if groups is None:
                 return None
             batch = FormedBatch(step, batch_name(step, self._attempts[step]), tuple(groups))
+            self._ledger.settle(batch.trajectories)
+            self._ledger.is_writing = True
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
         self._forming = None
@@ -202,13 +203,12 @@ class BatchFormer:
         try:
             # Encoding and the disk take long.
             self._crc32[batch.step] = await asyncio.to_thread(
-                lambda: self._journal.write_batch(
-                    batch.record, tokens_by_server(batch.trajectories)
-                )
+                lambda: self._journal.write_batch(batch.record)
             )
         except RunFailed as failure:
             # Returned, not raised: an error would end the task group instead of the run in order.
             return failure
+        self._ledger.is_writing = False
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 
@@ -259,7 +259,7 @@ class BatchFormer:
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
-            self._ledger.end(TrajectoryEnd.TRAINED, tokens)
+            self._ledger.end_batched(TrajectoryEnd.TRAINED, tokens)
         self._reported = report, version
         self._set_aside_in_a_row = 0
         return Trained(batch, version, again=earlier is not None)
@@ -299,7 +299,8 @@ class BatchFormer:
         self.num_set_aside += 1
         self._set_aside_in_a_row += 1
         self._crc32.pop(batch.step)
-        self._ledger.end(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
+        self._ledger.end_batched(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
+        self._ledger.take_back(found.waiting)
         self._book.put_back(batch.step, found.put_back)
         for group in found.groups:
             self._environments.group_left_batch(group.environment, is_put_back=False)

@@ -267,7 +267,7 @@ class Inspector:
             return None
         key = ServerKey(trajectory.server_id, trajectory.server_epoch)
         tokens = trajectory.num_sampled_tokens
-        if not self._ledger.receive(key, delivery.trajectory_id, tokens):
+        if not self._ledger.receive(key, delivery.trajectory_id, tokens, delivery.sent):
             return None
         if trajectory.has_reward:
             self.quarantine.good(key)
@@ -319,7 +319,9 @@ class Inspector:
         if self._earlier.holds(group_id, trajectory_id):
             self._endings.acknowledge(trajectory_id)
             return
-        if not is_counted and not self._ledger.receive(server, trajectory_id, claim.tokens):
+        if not is_counted and not self._ledger.receive(
+            server, trajectory_id, claim.tokens, delivery.sent
+        ):
             return
         try:
             path = self.quarantine.add(delivery, claim, cause)

@@ -19,12 +19,12 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import version_of
 from slipstream.v1 import environment_pb2, trainer_pb2
+from support.rigs.lease_rig import ledger_of
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
 SERVER = ServerKey(ServerId("s"), 7)
@@ -117,8 +117,10 @@ class Run:
         header = trainer_pb2.BatchHeader(step=step, batch_id=name)
         batch = trainer_pb2.RecordedBatch(header=header)
         for group in groups:
-            batch.trajectories.add(group_id=group.group_id)
-        self.journal.write_batch(batch, [("s", 7, 10)])
+            batch.trajectories.add(
+                group_id=group.group_id, server_id="s", server_epoch=7, run_lengths=[1, 5]
+            )
+        self.journal.write_batch(batch)
         if self.random.random() < 0.3:
             self.set_aside(step, name, groups)
             return
@@ -145,6 +147,7 @@ class Run:
             put_back=[[group.group_id, "e", group.task_index, 5] for group in kept],
             ids=[f"{group.group_id}.{m}.0.7" for group in named for m in range(MEMBERS)],
             tokens=5 * len(named),
+            put_back_trajectories=len(kept),
             put_back_tokens=[["s", 7, 5 * len(kept)]],
         )
         self.attempt += 1
@@ -204,7 +207,7 @@ def check(history: RunHistory, records: list[dict]) -> None:
         assert group.group_id not in leased
         assert group.deadline_step == deadline(served, ETA, STEPS)
 
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs())
     ledger.restore(history)
     snapshot = ledger.snapshot()
     assert snapshot.difference == 0
@@ -248,7 +251,7 @@ def lease(group: str, number: int = 0, **changes):
 def batch(step: int, *groups: str):
     tokens = [["s", 7, 4]]
     fields = {"batch_id": f"b{step}", "crc32": 1, "groups": list(groups), "tokens": tokens}
-    return {"kind": "batch", "step": step} | fields
+    return {"kind": "batch", "step": step, "trajectories": 1} | fields
 
 
 def step(number: int, incarnation: int, digest: str):
@@ -413,6 +416,7 @@ SET_ASIDE = {
     "put_back": [["g000001", "e", 1, 3]],
     "ids": ["g000000.0.0.7"],
     "tokens": 4,
+    "put_back_trajectories": 1,
     "put_back_tokens": [["s", 7, 5]],
 }
 
@@ -435,6 +439,7 @@ def records_up_to(last: dict[str, object]) -> list[dict[str, object]]:
     ]
     batch = {
         "kind": "batch",
+        "trajectories": 2,
         "step": 0,
         "batch_id": "b000000",
         "crc32": 1,

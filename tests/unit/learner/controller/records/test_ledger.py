@@ -1,21 +1,26 @@
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
+from support.rigs.lease_rig import ledger_of
 
 KEY = ServerKey(ServerId("a"), 1)
 
 
 def report(generated: int, in_flight: int, ended: int) -> fleet_pb2.ServerReport:
     return fleet_pb2.ServerReport(
-        generated_tokens=generated, in_flight_tokens=in_flight, ended_tokens=ended
+        generated_tokens=generated,
+        in_flight_tokens=in_flight,
+        ended_tokens=ended,
+        ended_episodes=1,
+        sent=Amount(1, ended).to_pb(),
     )
 
 
 def test_every_token_is_somewhere():
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs(), 20)
     ledger.report(KEY, report(100, 30, 70))
     ledger.receive(KEY, TrajectoryId("x"), 40)
     ledger.receive(KEY, TrajectoryId("y"), 20)
@@ -26,7 +31,7 @@ def test_every_token_is_somewhere():
 
 
 def test_a_token_that_went_astray_shows():
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs())
     ledger.report(KEY, report(100, 0, 90))
     ledger.receive(KEY, TrajectoryId("x"), 90)
     ledger.end(TrajectoryEnd.TRAINED, 90)
@@ -34,7 +39,7 @@ def test_a_token_that_went_astray_shows():
 
 
 def test_a_duplicate_counts_once():
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs())
     ledger.report(KEY, report(0, 0, 0))
     assert ledger.receive(KEY, TrajectoryId("x"), 5)
     assert not ledger.receive(KEY, TrajectoryId("x"), 5)
@@ -44,7 +49,7 @@ def test_a_duplicate_counts_once():
 
 
 def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs())
     ledger.report(KEY, report(100, 60, 40))
     ledger.receive(KEY, TrajectoryId("x"), 30)
     ledger.die(KEY)
@@ -56,7 +61,7 @@ def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
 
 
 def test_a_dead_server_may_have_delivered_more_than_it_had_reported():
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs())
     ledger.report(KEY, report(10, 0, 10))
     ledger.receive(KEY, TrajectoryId("x"), 25)
     ledger.die(KEY)
@@ -65,7 +70,7 @@ def test_a_dead_server_may_have_delivered_more_than_it_had_reported():
 
 
 def test_tokens_of_judges_have_their_own_fate_and_are_never_lost():
-    ledger = TokenLedger(ServerEpochs())
+    ledger = ledger_of(ServerEpochs())
     counts = report(100, 10, 60)
     counts.judged_tokens = 30
     ledger.report(KEY, counts)

@@ -4,10 +4,10 @@ import random
 import tracemalloc
 
 from slipstream.core.types import GroupId, ServerId, TrajectoryId
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
+from support.rigs.lease_rig import ledger_of
 
 KEY = ServerKey(ServerId("a"), 0x1234567890ABCDEF)
 # Bytes of a trajectory that is remembered, at most.
@@ -47,7 +47,7 @@ def test_ids_that_nobody_made_take_little_room() -> None:
 
 
 def test_a_ledger_takes_few_bytes_a_trajectory_and_knows_each() -> None:
-    ledger, num_groups, size = TokenLedger(ServerEpochs()), 1000, 16
+    ledger, num_groups, size = ledger_of(ServerEpochs()), 1000, 16
     ids = [
         f"g{number:06d}.{member}.0.1234567890abcdef"
         for number in range(num_groups)

@@ -7,7 +7,9 @@ from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
+from support.rigs.lease_rig import ledger_of
 
 
 def key_of(epoch: int, name: str = "a") -> ServerKey:
@@ -47,7 +49,7 @@ def test_every_epoch_is_known_however_long_ago_it_joined():
 
 
 def test_what_arrives_late_is_not_lost_any_more():
-    ledger = TokenLedger(departed(10))
+    ledger = ledger_of(departed(10), 680)
     assert (ledger.snapshot().generated, ledger.snapshot().lost) == (1000, 400)
     for number in (1, 10):
         assert ledger.receive(key_of(number), TrajectoryId(f"late {number}"), 40)
@@ -56,9 +58,9 @@ def test_what_arrives_late_is_not_lost_any_more():
 
 
 def test_what_a_server_that_left_in_order_has_sent_is_queued_until_it_is_long_gone():
-    ledger = TokenLedger(departed(4, drained=True))
+    ledger = ledger_of(departed(4, drained=True), 240)
     assert (ledger.snapshot().queued, ledger.snapshot().lost) == (400, 0)
-    ledger = TokenLedger(departed(5, drained=True))
+    ledger = ledger_of(departed(5, drained=True), 300)
     assert (ledger.snapshot().queued, ledger.snapshot().lost) == (460, 40)
     assert ledger.snapshot().difference == 0
 
@@ -67,7 +69,7 @@ def test_only_connected_servers_whose_counts_changed_are_journaled_at_a_step():
     epochs = departed(10, drained=True)
     epochs.join(key_of(11)).reported = 5
     epochs.join(key_of(12)).reported = 7
-    ledger = TokenLedger(epochs)
+    ledger = ledger_of(epochs)
     assert ledger.to_journal() == [(key_of(11), 5, 0), (key_of(12), 7, 0)]
     epochs.join(key_of(12)).judged = 2
     assert ledger.to_journal() == [(key_of(12), 7, 2)]
@@ -96,7 +98,10 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
         judged = draw.choice((0, 0, 30))
         report = fleet_pb2.ServerReport(ended_tokens=ended, judged_tokens=judged)
-        report.generated_tokens = ended + judged + draw.randrange(9)
+        report.in_flight_tokens = draw.randrange(9)
+        report.generated_tokens = ended + judged + report.in_flight_tokens
+        report.ended_episodes = 1
+        report.sent.MergeFrom(Amount(1, ended).to_pb())
         ledger.report(key, report)
         late = key_of(max(1, epoch - draw.choice((0, 0, 1, 1500))))
         late = key_of(late.epoch, f"s{late.epoch % 30}")
@@ -116,11 +121,11 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_resume_counts_what_the_controller_counted(marked: bool):
     epochs = ServerEpochs()
-    ledger = TokenLedger(epochs)
+    ledger = ledger_of(epochs)
     history = read_history(records_of(ledger, epochs, marked=marked))
     # A journal without marks is folded when it has been read.
     assert len(list(history.servers.counts())) == (1001 if marked else 3001)
-    resumed = TokenLedger(ServerEpochs())
+    resumed = ledger_of(ServerEpochs())
     resumed.restore(history)
     before, after = ledger.snapshot(), resumed.snapshot()
     assert before.difference == after.difference == 0

@@ -109,6 +109,7 @@ def records(*more: dict) -> list[dict]:
     ]
     batch = {
         "kind": "batch",
+        "trajectories": len(BATCH.trajectories),
         "step": 0,
         "batch_id": "b000000",
         "crc32": 1,

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.learner.controller.leasing.groups import Group
@@ -24,7 +23,7 @@ async def kept_after(folder: Path, *versions: int) -> list[int]:
         with Journal(folder) as journal:
             for step in range(10):
                 header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
-                journal.write_batch(trainer_pb2.RecordedBatch(header=header), [])
+                journal.write_batch(trainer_pb2.RecordedBatch(header=header))
             books = books_of(run_of(), journal=journal)
             former = BatchFormer(books, tasks, keep_batches=False)
             for version in versions:
@@ -53,11 +52,9 @@ class SlowJournal(Journal):
         super().__init__(folder)
         self.disk = threading.Event()
 
-    def write_batch(
-        self, batch: trainer_pb2.RecordedBatch, tokens: Sequence[tuple[str, int, int]] = ()
-    ) -> int:
+    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
         assert self.disk.wait(60)
-        return super().write_batch(batch, tokens)
+        return super().write_batch(batch)
 
 
 class EmptyBatches(LeaseBook):

@@ -9,11 +9,11 @@ import pytest
 from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.trajectories.endings import Endings
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.slow_disk import SlowDisk, several_turns
+from support.rigs.lease_rig import ledger_of
 
 LIMIT_S = 5.0
 
@@ -36,7 +36,7 @@ async def test_an_end_is_acknowledged_when_it_is_durable(
     disk, receiver = SlowDisk(monkeypatch), Receiver()
     queue: Any = receiver
     with Journal(tmp_path) as journal:
-        endings = Endings(journal, TokenLedger(ServerEpochs()), queue)
+        endings = Endings(journal, ledger_of(ServerEpochs()), queue)
         flushing = asyncio.create_task(endings.flush())
         disk.hold()
         endings.end(GOOD, TrajectoryEnd.FAILED, "first")
