@@ -1,5 +1,6 @@
 """Rules for names that become parts of paths and lines, and a question for unknown ones."""
 
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -24,6 +25,20 @@ def check_server_id(name: str) -> str:
             f"got {name[:100]!r}"
         )
     return name
+
+
+def near_names(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
+    """Returns up to three names of `known` that are most like `name`, the best first.
+
+    The similarity of each is at least `cutoff`, where 1 is the name itself. None differs twice as
+    much as the best: a typing error has one answer, half a name has several.
+    """
+
+    def distance(other: str) -> float:
+        return 1 - difflib.SequenceMatcher(None, other, name).ratio()
+
+    near = difflib.get_close_matches(name, known, cutoff=cutoff)
+    return [other for other in near if distance(other) <= 2 * distance(near[0])]
 
 
 def did_you_mean(near: Iterable[str]) -> str:

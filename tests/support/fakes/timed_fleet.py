@@ -77,9 +77,8 @@ class TimedServer(FakeServer):
             engine.cancel()
 
     def report(self) -> fleet_pb2.ServerReport:
-        tokens = max(int(self._made), self.ended)
+        self.generated = max(int(self._made), self.ended)
         report = super().report()
-        report.generated_tokens, report.in_flight_tokens = tokens, tokens - self.ended
         report.engine_steps, report.open_episodes = int(self._steps), len(self._replies)
         report.busy_s, report.paused_s = self._busy_s, self._paused_s
         report.uptime_s = time.monotonic() - self._started_s

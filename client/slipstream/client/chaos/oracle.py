@@ -228,9 +228,11 @@ class _Oracle:
             return
         ledger = dict(summary["ledger"])
         generated, difference = ledger.pop("generated"), ledger.pop("difference")
+        gaps = ledger.pop("gaps")
         told = {int(lag): count for lag, count in summary["tokens_by_lag"].items()}
         for what, one, other in (
             ("the ledger's difference", difference, 0),
+            ("the ledger's gaps", gaps, []),
             ("the ledger's tokens", generated, sum(ledger.values())),
             ("the trained tokens", summary["trained_tokens"], sum(lags.values())),
             ("the tokens by lag", told, dict(lags)),

@@ -4,7 +4,6 @@ The settings that a run writes into its folder begin with a line that tells whet
 a file that was cut may be TOML still, and what it lost would be defaults.
 """
 
-import difflib
 import hashlib
 import itertools
 import re
@@ -35,7 +34,7 @@ from slipstream.core.models.model_rules import (
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.models.vision_rules import sees_images, vision_problems
-from slipstream.core.names import did_you_mean
+from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RUN_NAME
@@ -346,7 +345,7 @@ def _describe(error: ErrorDetails) -> str:
         # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
         name = str(error["loc"][-1])
-        near = difflib.get_close_matches(name, known, cutoff=cutoff)
+        near = near_names(name, known, cutoff=cutoff)
         elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == name]
         if len(elsewhere) == 1:
             near = elsewhere

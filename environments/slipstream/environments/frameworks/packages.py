@@ -1,13 +1,12 @@
 """Finds what a framework needs: its package, a function of the user's, a name among many."""
 
-import difflib
 import importlib
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.names import did_you_mean
+from slipstream.core.names import did_you_mean, near_names
 
 MAX_SHOWN_NAMES = 20
 
@@ -59,7 +58,7 @@ def import_function(argument: str, reference: str) -> Callable[..., Any]:
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """Returns the refusal "`what` `name`" with the names of `known` that are most like it."""
-    if near := difflib.get_close_matches(name, known := sorted(known), cutoff=0.5):
+    if near := near_names(name, known := sorted(known)):
         return ConfigError(f"{what} {name!r}; {did_you_mean(near)}")
     shown = ", ".join([*known[:MAX_SHOWN_NAMES], *["..."] * (len(known) > MAX_SHOWN_NAMES)])
     return ConfigError(f"{what} {name!r}; it has {shown}")

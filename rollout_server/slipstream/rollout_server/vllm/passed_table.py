@@ -1,7 +1,6 @@
 """Settings of `rollout_server` against the arguments and parsers of the vLLM that is installed."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
-from slipstream.core.names import did_you_mean
+from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.core.settings.engine_table import OWNED, SECTION
 from vllm import AsyncEngineArgs
@@ -48,7 +47,7 @@ def parser_problems(server: RolloutServerSection) -> Iterator[str]:
         ("reasoning_parser", server.reasoning_parser, ReasoningParserManager.list_registered()),
     ):
         if name is not None and name not in known:
-            near = difflib.get_close_matches(name, known, cutoff=0.5)
+            near = near_names(name, known)
             hint = did_you_mean(near) if near else f"there are {', '.join(sorted(known))}"
             yield f"rollout_server.{setting} must be a parser of vLLM, got {name!r}; {hint}"
 
@@ -117,7 +116,7 @@ def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
 
 
 def _unknown(name: str, known: Iterable[str], *, section: str) -> str:
-    near = difflib.get_close_matches(name, known, cutoff=0.5)
+    near = near_names(name, known)
     owned = OWNED if section == SECTION else {}
     hint = ""
     if near and near[0] in owned:

@@ -5,7 +5,6 @@ A run's settings pass through by name, and are checked against Megatron's real f
 
 import contextlib
 import dataclasses
-import difflib
 import enum
 import functools
 import json
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.core.errors import ConfigError
-from slipstream.core.names import did_you_mean
+from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.learner.trainer.layers import rotary
@@ -407,7 +406,7 @@ def _rule(key: str) -> str:
 
 
 def _hint(key: str, fields: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, fields, cutoff=0.5)
+    near = near_names(key, fields)
     if near and near[0] in OWNED:
         return f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
     near = [name for name in near if name not in OWNED]
