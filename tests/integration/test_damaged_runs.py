@@ -129,8 +129,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(tmp_
     assert "No space left on device; make room and run the same command again" in failed
     assert not (config.run_dir / "summary.json").exists()
     filling.unlink()
-    server = FakeServer(config.controller.address, "again")
-    summary = await play(config, server)
+    summary = await play(config)
     assert (summary["code"], summary["steps"]) == (0, STEPS)
     assert summary["ledger"]["difference"] == 0
     assert summary["ledger"]["trained"] == STEPS * 16 * 5

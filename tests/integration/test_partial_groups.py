@@ -133,10 +133,12 @@ async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
             (g.group_id, member) for g in history.open_groups.values() for member in g.failed
         }
         address = again.controller.address
-        server = FakeServer(address, judge=a_fifth_fails)
-        summary = await play(again, server, trainer=FakeTrainer(address, checkpoint=checkpoint))
+        servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails) for i in range(2)]
+        summary = await play(again, *servers, trainer=FakeTrainer(address, checkpoint=checkpoint))
         check(again, summary)
-        leased = {(lease.group_id, m) for lease in server.leases for m in lease.members}
+        leased = {
+            (lease.group_id, m) for each in servers for lease in each.leases for m in lease.members
+        }
         assert not leased & given_up
 
 

@@ -178,7 +178,8 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
         controller.stop("its disk is as a crash left it")
         trainer.gate.set()
 
-    await play(config, trainer=trainer, during=crash_behind_a_checkpoint)
+    server = FakeServer(address, "s0")
+    await play(config, server, trainer=trainer, during=crash_behind_a_checkpoint)
     again, (checkpoint,) = moved(config, folder), left
     known = [r["step"] for r in read_records(again.run_dir / "journal") if r["kind"] == "step"]
     assert known[-1] >= checkpoint[0].step == 3

@@ -153,7 +153,9 @@ class LeaseBook:
         self._ids = GroupIds(history.next_group, history.starts)
         for open_group in history.open_groups.values():
             self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
-        self.awaited.expect(filter(None, (g.server for g in history.open_groups.values())))
+        # Those that left before the earlier controller ended do not come back with anything.
+        connected = {key.server_id for key in history.servers.connected}
+        self.awaited.expect(connected.intersection(g.server for g in history.open_groups.values()))
 
     def training_groups(self) -> list[Group]:
         """The groups that count for the staleness invariant."""
