@@ -7,14 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.gpu_lock import fill_gpus
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.controller_client import Order, Stop, Wait
 from slipstream.learner.trainer.train import Trainer, turn_of_step
-from slipstream.protocol.weights.handover import host_id
 from slipstream.v1 import weights_pb2
 from support.fakes.small_configs import small_config
 
@@ -57,19 +55,6 @@ def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
     loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), Wait(), Stop("the end"))
     loop.run()
     assert loop.seen == ["register", "p1", "poll", "poll", "poll", "the end"]
-
-
-def test_a_rank_says_where_it_computes_and_what_its_environment_tells_nccl(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("NCCL_PROTO", "Simple")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    loop = Loop()
-    loop._ranks = SimpleNamespace(device=torch.device("cpu"))
-    place = weights_pb2.Place.FromString(loop._place())
-    assert (place.host_id, list(place.gpus)) == (host_id(), [])
-    assert place.nccl["NCCL_PROTO"] == "simple"
-    assert "NCCL_SOCKET_IFNAME" not in place.nccl
 
 
 def config_of(folder: Path, turns: str) -> Config:
