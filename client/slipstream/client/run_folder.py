@@ -218,7 +218,7 @@ def node_folder(config: Config, node_rank: int) -> Path:
 def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
     """Makes the run's folder and keeps other commands of this node out while the block runs.
 
-    ConfigError while another command holds it, or when the run may not begin or resume there.
+    Raises ConfigError while another command holds it, or if the run may not begin or resume there.
     """
     make_run_folder(config)
     with hold_folder(node_folder(config, node_rank), refusal=_held(config.run_dir)):

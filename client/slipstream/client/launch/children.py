@@ -120,7 +120,7 @@ async def start_child(
 ) -> Child:
     """Starts `python -m module arguments` in its own process group, its output in `log_path`.
 
-    ConfigError when that cannot be written.
+    Raises ConfigError when that cannot be written.
     """
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)

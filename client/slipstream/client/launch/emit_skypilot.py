@@ -50,7 +50,8 @@ def skypilot_group(
 ) -> Group:
     """Returns the group of a run, whose files will lie in `folder`.
 
-    `code` is a folder of the user's modules. ConfigError for a run whose name no group can have.
+    `code` is a folder of the user's modules.
+    Raises ConfigError for a run whose name no group can have.
     """
     config = load_config(path, overrides)
     run = config.run.name

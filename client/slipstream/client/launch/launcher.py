@@ -354,7 +354,10 @@ def scene_of(
 
 
 def learner_share(config: Config, node_rank: int | None) -> Share:
-    """Returns what one node of the learner starts; ConfigError where it could not meet others."""
+    """Returns what one node of the learner starts.
+
+    Raises ConfigError where it could not meet others.
+    """
     share = learner_node(config, node_rank)
     if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
         raise ConfigError(

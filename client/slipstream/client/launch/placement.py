@@ -90,7 +90,8 @@ class Visible:
 def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Placement:
     """Gives visible GPUs to `ranks` trainer ranks and `servers` rollout servers.
 
-    ConfigError when they do not fit. Without lists in the settings the ranks take the first GPUs,
+    Raises ConfigError when they do not fit.
+    Without lists in the settings the ranks take the first GPUs,
     and each server the next ones. A single GPU is shared by all.
     """
     ids, per_server = visible.ids, config.rollout_server.tensor_parallel_size
@@ -161,7 +162,7 @@ def uses_gpus() -> bool:
 def share_memory(config: Config, placement: Placement) -> Config:
     """Returns the settings with the engine's share of a GPU that the learner uses too.
 
-    ConfigError when together they would take more memory than the GPU has.
+    Raises ConfigError when together they would take more memory than the GPU has.
     """
     if placement.shared:
         config = _share_with_learner(config, placement)

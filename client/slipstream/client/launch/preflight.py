@@ -388,7 +388,7 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
     """Returns a port that is free at this moment, and that the kernel does not assign on its own.
 
     Otherwise one of the many short-lived listeners of a run could take it before its owner listens.
-    ConfigError when none of the `FREE_PORT_ATTEMPTS` of `ports` that are tried is free.
+    Raises ConfigError when none of the `FREE_PORT_ATTEMPTS` of `ports` that are tried is free.
     """
     family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(ports))
     for port in random.SystemRandom().sample(ports, attempts):

@@ -26,7 +26,7 @@ async def check_queue(config: Config) -> list[Finding]:
 
 
 async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
-    """Returns which user of `end` may write; ConfigError if it may not, or nothing answers.
+    """Returns which user of `end` may write; raises ConfigError if it may not, or nothing answers.
 
     A server that is away has `patience_s` to come.
     """

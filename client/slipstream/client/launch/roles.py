@@ -191,7 +191,7 @@ def whole_run(config: Config) -> Share:
 
 
 def learner_node(config: Config, node_rank: int | None) -> Share:
-    """Returns what one instance of the learner starts; ConfigError if there is none such."""
+    """Returns what one instance of the learner starts; raises ConfigError if there is none such."""
     nodes, per_node = learner_nodes(config)
     if node_rank is None:
         if nodes > 1:

@@ -363,7 +363,10 @@ class HandoverReceiver:
 
 
 def listen_for_members(host: str) -> socket.socket:
-    """Returns a socket on a free port of `host`; ConfigError if `host` is not this machine's."""
+    """Returns a socket on a free port of `host`.
+
+    Raises ConfigError if `host` is not this machine's.
+    """
     try:
         return listen(host)
     except OSError as error:

@@ -339,7 +339,7 @@ class Grid:
 
     @property
     def groups(self) -> Megatron:
-        """Megatron's module of groups; RuntimeError while another layout is in force."""
+        """Megatron's module of groups; raises RuntimeError while another layout is in force."""
         from megatron.core import parallel_state
 
         if self._grids.current is not self:

@@ -97,7 +97,7 @@ class BucketSender(ABC):
 
 
 def live(joined: Joined | None) -> Joined:
-    """Returns a sender's own part of its communicator; WeightSyncError if there is none."""
+    """Returns a sender's own part of its communicator; raises WeightSyncError if there is none."""
     if joined is None:
         raise WeightSyncError("there is no communicator to send through")
     return joined
