@@ -59,7 +59,9 @@ class FaultySender:
     async def put(self, name, data, *, timeout_s: float, tokens: int) -> None:
         rounds = list(self._third)
         if self._inside and not rounds:
-            self._sender._sent.add(name, tokens)
+            # Not while a transaction of Redis runs, which would write its own count over this one.
+            async with getattr(self._sender, "_executing", contextlib.nullcontext()):
+                self._sender._sent.add(name, tokens)
             self._sender.taken.add(name, tokens)
         for _ in rounds:
             await self._sender.put(name, data, timeout_s=timeout_s, tokens=tokens)
