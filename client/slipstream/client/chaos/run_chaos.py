@@ -155,9 +155,10 @@ class Chaos:
             if proxy is not None:
                 tasks.append(asyncio.ensure_future(self._keep_server(proxy)))
             try:
-                await asyncio.wait((running, harming), return_when="FIRST_COMPLETED")
-                if harming.done():
-                    await harming
+                await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
+                for task in tasks[1:]:
+                    if task.done():
+                        await task
                 code = await running
                 return 0 if code == 128 + signal.SIGINT else code
             finally:
