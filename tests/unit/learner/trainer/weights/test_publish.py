@@ -141,14 +141,15 @@ def digests_of(buckets: Sequence[Bucket], contents: Sequence[bytes]) -> list[byt
 
 
 class NotedMemory(HostMemory):
-    """Notes how many publishes had started whenever parameters come to the device."""
+    """Notes how many publishes had started when a rank first brought its parameters to the device."""
 
-    def __init__(self, scene: "Scene") -> None:
+    def __init__(self, scene: "Scene", rank: int) -> None:
         super().__init__(OffloadSection())
-        self._scene = scene
+        self._scene, self._rank = scene, rank
 
     def resident(self, *parts: Part) -> AbstractContextManager[None]:
-        self._scene.starts_when_resident.append(len(self._scene.controller.starts))
+        starts = len(self._scene.controller.starts)
+        self._scene.starts_when_resident.setdefault(self._rank, starts)
         return super().resident(*parts)
 
 
@@ -179,7 +180,8 @@ class Scene:
         self.on_fill: Callable[[int, int], None] = lambda rank, place: None
         self.workers: list[Worker] = []
         self._all_workers: list[Worker] = []
-        self.starts_when_resident: list[int] = []
+        # The publishes that the controller had started when a rank first made parameters resident.
+        self.starts_when_resident: dict[int, int] = {}
         self.meetings: dict[bytes, Meeting] = {}
         self.num_ids = 0
         self.controller = FakeController([], on_start_publish=self._start)
@@ -203,10 +205,8 @@ class Scene:
     def stream(self, ranks: ThreadRanks) -> WeightStream:
         filling = PlainFilling(self.tensors, ranks, lambda place: self.on_fill(ranks.rank, place))
         model = PlainModel(ranks)
-        model.memory = NotedMemory(self)
-        found = WeightStream(model, filling, bucket_bytes=BUCKET_BYTES, delta=self.delta)
-        self.starts_when_resident.clear()
-        return found
+        model.memory = NotedMemory(self, ranks.rank)
+        return WeightStream(model, filling, bucket_bytes=BUCKET_BYTES, delta=self.delta)
 
     def publish(
         self,
