@@ -12,7 +12,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 pytest.importorskip("openai")
 
-from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
 from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
 from support.fakes import letter_agents  # noqa: E402
 from support.rigs.adapter_runs import LORA  # noqa: E402
@@ -22,7 +21,6 @@ from support.rigs.run_processes import (  # noqa: E402
     connection,
     run_command,
     summary_of,
-    until_status,
     until_step,
     write_config,
 )
@@ -31,8 +29,6 @@ from support.rigs.smallest_run import SMALLEST  # noqa: E402
 pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
 
 RUN_LIMIT_S = 500.0
-# A busy machine takes seconds to import an SDK, which the check before the run waits for.
-TIMEOUT_S = 15.0
 SIZES = {
     "evaluations": [],
     "algorithm__group_size": 4,
@@ -51,14 +47,6 @@ with urllib.request.urlopen(urllib.request.Request(url, body.encode(), key)) as 
 open("reply.txt", "w").write(reply)
 """
 SCORE = "import sys; print(open('reply.txt').read().split()[:1] == [sys.argv[1]] and 1 or 0)"
-# Class -> what the cause of its failures says.
-BROKEN = {
-    "Raising": "KeyError",
-    "Hanging": "neither called the model nor returned a result within 15 s",
-    "HangingPlainly": "neither called the model nor returned a result within 15 s",
-    "Blocking": "within 15 s",
-    "Exiting": "worker exited with code 3",
-}
 
 
 def agents_folder(folder: Path) -> Path:
@@ -73,10 +61,6 @@ def trajectories(run: Path) -> list:
         if record["kind"] == "batch"
         for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
     ]
-
-
-def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
-    return {entry.name: entry for entry in status.environments}
 
 
 async def test_agents_of_every_kind_train_the_model_with_every_default(
@@ -165,41 +149,3 @@ def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
     assert all(len(t.branches) <= 1 for t in found)
     judged = sum(int(t.metrics["judge_tokens"]) for t in found)
     assert summary["ledger"]["judged"] >= judged > 0
-
-
-@pytest.mark.slow
-async def test_broken_agents_are_suspended_and_the_rest_trains_to_the_end(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    names = ("Smallest", "Forgetting", *BROKEN)
-    entries = [
-        {"name": name.lower(), "reference": f"user_agents:{name}", "timeout_s": TIMEOUT_S}
-        for name in names
-    ]
-    config = write_config(
-        agents_folder(tmp_path),
-        tiny_model,
-        run__steps=40,
-        environments=entries,
-        controller__max_failed_groups=2,
-        controller__max_attempts=2,
-        sampling__max_branches=16,
-        **SIZES,
-    )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
-
-            def all_suspended(status: RunStatus) -> bool:
-                entries = by_name(status)
-                return all(entries[name.lower()].state == "suspended" for name in BROKEN)
-
-            status = await until_status(client, all_suspended, limit_s=RUN_LIMIT_S)
-            for name, cause in BROKEN.items():
-                assert cause in by_name(status)[name.lower()].cause
-            assert by_name(status)["smallest"].state == "ready"
-            assert by_name(status)["forgetting"].state == "ready"
-            await client.stop("all is seen")
-        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    check_ledger(summary_of(tmp_path / "run"))
-    trained = {t.environment for t in trajectories(tmp_path / "run")}
-    assert trained <= {"smallest", "forgetting"}

@@ -8,17 +8,10 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from support.rigs.run_processes import (  # noqa: E402
-    TRAINER,
-    address_of,
     check_ledger,
-    command,
-    connection,
-    kill,
     rows_of,
     run_command,
     summary_of,
-    until_step,
-    write_config,
 )
 from support.rigs.smallest_run import (  # noqa: E402
     SHORT,
@@ -71,40 +64,3 @@ def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> 
     assert rows[-1]["publish_copied"] == 1
     check_ledger(summary)
     assert not [p for p in (tmp_path / "storage").rglob("*") if p.is_file()]
-
-
-async def test_a_near_and_a_far_server_in_one_run_and_a_killed_trainer(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    storage = tmp_path / "storage"
-    config = write_config(
-        tmp_path,
-        tiny_model,
-        run__steps=14,
-        algorithm__max_staleness=4,
-        weights__storage_url=str(storage),
-        checkpoint__every_steps=2,
-        evaluations=[],
-    )
-    own = {"run.dir": tmp_path / "far", "rollout_server.weights_from": "storage"}
-    async with (
-        command(tmp_path / "near", "run", config, cwd=tmp_path) as run,
-        connection(config, run) as client,
-        command(
-            tmp_path / "far-out",
-            *("rollout-server", config, *(f"{name}={value}" for name, value in own.items())),
-            *("--controller", address_of(config)),
-            cwd=tmp_path,
-        ) as far,
-    ):
-        await until_step(client, 4, limit_s=240)
-        (trainer,) = run.find(TRAINER)[-1:]
-        kill(trainer)
-        assert await run.wait(300) == 0, run.out + run.err
-        assert await far.wait(60) == 0, far.out + far.err
-    summary = summary_of(tmp_path / "run")
-    print({k: v for k, v in summary.items() if "stored" in k or "fetch" in k or "publish" in k})
-    assert summary["steps"] == 14
-    assert summary["publishes"] >= 2
-    assert summary["versions_fetched"] >= 1
-    check_ledger(summary)
