@@ -209,18 +209,18 @@ async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_coun
     server,
 ) -> None:
     server.engine.samples.clear()
-    hanging = server.lease("Hanging", timeout_s=8.0)
+    hanging = server.lease("Hanging", timeout_s=5.0)
     await until(lambda: server.engine.samples)
     server.engine.may_end.clear()
-    calling = server.lease("Plain", timeout_s=8.0)
+    calling = server.lease("Plain", timeout_s=5.0)
     await until(lambda: server.engine.num_open)
-    await asyncio.sleep(9.0)
+    await asyncio.sleep(5.5)
     assert not [one for one in server.fleet.trajectories if one.group_id == calling]
     server.engine.may_end.set()
     (failed,) = await server.ended(hanging)
     assert failed.failure is not None
     assert failed.failure.kind is FailureKind.TIMEOUT
-    assert "within 8 s, the environment's timeout_s" in failed.failure.message
+    assert "within 5 s, the environment's timeout_s" in failed.failure.message
     assert "example_agents.py" in failed.failure.message
     assert failed.num_sampled_tokens > 0
     (completed,) = await server.ended(calling)

@@ -58,19 +58,6 @@ async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
     assert gaps.max() <= 1e-2
 
 
-async def test_a_reply_ends_with_the_first_stop_token(rig) -> None:
-    await rig.publish(rig.old, 0)
-    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
-    endless = await rig.generate("endless", sampling=greedy, num_tokens=60)
-    tokens = endless.token_ids.tolist()
-    assert (len(tokens), endless.finish_reason) == (60, FinishReason.LENGTH)
-    for stop in dict.fromkeys(tokens):
-        stopping = dataclasses.replace(greedy, stop_token_ids=(stop,))
-        reply = await rig.generate(f"stop-{stop}", sampling=stopping, num_tokens=60)
-        assert reply.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
-        assert reply.finish_reason is FinishReason.STOP
-
-
 async def test_no_token_behind_a_stop_token_is_handed_out(rig) -> None:
     await rig.publish(rig.old, 0)
     stops = {7, 8}
@@ -101,14 +88,6 @@ async def test_a_reply_ends_with_the_token_that_completes_a_text(rig) -> None:
         reply = await rig.generate(f"stop-{start}", sampling=stopping, num_tokens=60)
         assert reply.token_ids.tolist() == expected
         assert reply.finish_reason is FinishReason.STOP
-
-
-async def test_each_step_of_a_lone_reply_is_counted_though_tokens_come_in_chunks(rig) -> None:
-    await rig.publish(rig.old, 0)
-    before = rig.engine.use().steps
-    reply = await rig.generate("alone", num_tokens=60, sampling=ENDLESS)
-    assert len(reply.token_ids) == 60
-    assert rig.engine.use().steps - before == 60
 
 
 async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
@@ -194,21 +173,6 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
         assert mine.num_cached_tokens == other.num_cached_tokens
 
 
-async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
-    from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS
-
-    await rig.publish(rig.old, 0)
-    start = rig.engine.use().generated_tokens
-    reply = asyncio.create_task(rig.generate("chunked", num_tokens=100, sampling=ENDLESS))
-    counts = {0}
-    while not reply.done():
-        counts.add(rig.engine.use().generated_tokens - start)
-        await asyncio.sleep(0)
-    assert len((await reply).token_ids) == 100
-    # The first chunk may be a short one.
-    assert len(counts) <= 2 + -(-100 // CHUNK_TOKENS)
-
-
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
@@ -240,15 +204,6 @@ async def test_outputs_of_another_vllm_are_refused() -> None:
         check_outputs(known | {"new_thing"})
     with pytest.raises(ConfigError, match="in: stop_reason"):
         check_outputs(known - {"stop_reason"})
-
-
-async def test_logprobs_are_taken_after_temperature(rig) -> None:
-    await rig.publish(rig.old, 0)
-    hot = Sampling(2.0, 1.0, 0, 200, 1, 250)
-    reply = await rig.generate("hot", sampling=hot)
-    tokens = PROMPT + reply.token_ids.tolist()
-    expected = rig.reference.logprobs(rig.old, tokens, temperature=2.0)[len(PROMPT) - 1 :]
-    assert np.abs(expected - reply.logprobs).mean() <= 1e-4
 
 
 async def test_temperature_zero_is_greedy(rig) -> None:
@@ -314,26 +269,6 @@ async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(rig, give_b
     for reply in await asyncio.gather(*replies, late):
         assert {span.version for span in reply.version_spans} == {PolicyVersion(0, 3)}
         assert rig.gap(rig.old, PROMPT, reply).mean() <= 1e-4
-
-
-async def test_weights_that_come_while_an_engine_rests_are_stamped_where_they_begin(rig) -> None:
-    await rig.publish(rig.old, 3)
-    start = rig.engine.use().generated_tokens
-    replies = [
-        asyncio.create_task(rig.generate(f"crossing{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(8)
-    ]
-    await until_generated(rig.engine, start + 50, replies)
-    await rig.engine.rest(give_back=True)
-    await rig.publish(rig.new, 4)
-    crossed = 0
-    for reply in await asyncio.gather(*replies):
-        cut = reply.version_spans[0].length
-        assert rig.gap(rig.old, PROMPT, reply)[:cut].mean() <= 1e-4
-        if len(reply.version_spans) == 2:
-            crossed += 1
-            assert rig.gap(rig.new, PROMPT, reply)[cut:].mean() <= 1e-4
-    assert crossed >= 3
 
 
 async def test_no_cached_prefix_crosses_a_version(rig) -> None:

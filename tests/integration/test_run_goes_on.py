@@ -1,4 +1,4 @@
-"""Small runs that go on: without a controller for a while, and with episodes that fail."""
+"""A small run goes on without a controller for a while, beside its engines and its trainer."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ from support.rigs.run_processes import (  # noqa: E402
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nothing_survives")]
 
 LIMIT_S = 600.0
-STEPS, MEMBERS, GROUPS = 6, 4, 4
+STEPS, MEMBERS, GROUPS = 4, 4, 4
 SIZES = {
     "evaluations": [],
     "algorithm__group_size": MEMBERS,
@@ -58,19 +58,17 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
         copy_environments(tmp_path), tiny_model, run__steps=STEPS, environments=[slow], **SIZES
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        for step in (1, 3):
-            await until_row(tmp_path, run, step)
-            (controller,) = run.find(CONTROLLER)
-            others = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
-            kill(controller)
-            await until_row(tmp_path, run, step + 2)
-            assert [is_alive(process) for process in others] == [True] * len(others)
+        await until_row(tmp_path, run, 1)
+        (controller,) = run.find(CONTROLLER)
+        others = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
+        kill(controller)
+        await until_row(tmp_path, run, 3)
+        assert [is_alive(process) for process in others] == [True] * len(others)
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     assert run.err == ""
-    starts = [f"start {n}" for n in (2, 3)]
-    told = [line for line in run.out.splitlines() if "! " in line]
-    assert [line.partition("; ")[2] for line in told] == starts, run.out
-    assert all("! controller was killed by SIGKILL" in line for line in told)
+    (told,) = (line for line in run.out.splitlines() if "! " in line)
+    assert "! controller was killed by SIGKILL" in told
+    assert told.endswith("; start 2")
     summary = summary_of(tmp_path / "run")
     assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
     check_ledger(summary)
