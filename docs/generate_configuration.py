@@ -78,13 +78,17 @@ PAGES = {
         ("queue", "weights", "security", "debug"),
     ),
 }
-COLUMNS = ("values", "default", "meaning")
-# The cells of a setting: its key and COLUMNS.
-Row: typing.TypeAlias = tuple[str, ...]
+# The key of a setting, its values with the default, and its meaning.
+Row: typing.TypeAlias = tuple[str, str, str]
 LINK = re.compile(r"(?<=\]\()(?!https?:)")
 FIELD = re.compile(r"    (\w+): ")
 COMMENT = re.compile(r"    # (.*)")
 
+# The first paragraph of each page below docs/settings.
+FORM = """\
+Values and default of each setting are in brackets. [Configuration](configuration.md) says how
+settings are given, and how a run chooses those that are *automatic*.
+"""
 INTRODUCTION = """\
 # Configuration
 
@@ -164,7 +168,7 @@ def pages() -> dict[Path, str]:
     table = "\n".join(["| page | tables |", "|---|---|", *rows])
     found = {DOCS / "configuration.md": INTRODUCTION.replace("PAGES\n", f"{table}\n")}
     for name, (title, sections) in PAGES.items():
-        lines = [f"# {title}\n", "[Configuration](configuration.md) says how settings are given.\n"]
+        lines = [f"# {title}\n", FORM]
         for section in sections:
             model, is_list = _model(Config.model_fields[section])
             if model is None:
@@ -191,9 +195,8 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     yield f"{inspect.getdoc(model)}\n"
     if alike:
         yield f"These mean the same as in `{other}`: {', '.join(f'`{name}`' for name in alike)}.\n"
-    rows = list(_rows(model, path, alike))
-    if rows:
-        yield from _table(("key", *COLUMNS), rows)
+    rows = [f"- {key} ({values}): {meaning}" for key, values, meaning in _rows(model, path, alike)]
+    yield "\n".join([*rows, ""])
     for name, field in model.model_fields.items():
         inner, _ = _model(field)
         if inner is not None and name not in alike:
@@ -203,15 +206,16 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def _arguments(kind: FunctionKind) -> Iterator[str]:
-    """The arguments of the built-in functions of a kind, each row with those that have it."""
+    """The arguments of the built-in functions of a kind, each with those that have it."""
     names: dict[Row, list[str]] = {}
     for function, model in FUNCTIONS[kind].items():
         for row in _rows(model, ""):
             names.setdefault(row, []).append(f"`{function}`")
     if names:
         yield f"## `[algorithm.{kind}_args]`\n"
-        rows = [(key, ", ".join(names[key, *cells]), *cells) for key, *cells in names]
-        yield from _table(("key", "argument of", *COLUMNS), rows)
+        for (key, values, meaning), functions in names.items():
+            yield f"- {key} of {', '.join(functions)} ({values}): {meaning}"
+        yield ""
 
 
 def _rows(model: type[BaseModel], path: str, left_out: Sequence[str] = ()) -> Iterator[Row]:
@@ -222,15 +226,7 @@ def _rows(model: type[BaseModel], path: str, left_out: Sequence[str] = ()) -> It
         if name in left_out or _model(field)[0] is not None:
             continue
         default = "automatic" if f"{path}.{name}" in AUTOMATIC else _default(field)
-        yield f"`{name}`", _values(schema[name]), default, comments.get(name, "")
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-    yield ""
+        yield f"`{name}`", f"{_values(schema[name])}; {default}", comments.get(name, "")
 
 
 def _model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
@@ -286,14 +282,15 @@ def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
     if field.default is None:
-        return "none"
-    if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
-    if isinstance(field.default, tuple):
-        return f"`{list(field.default)}`"
-    if isinstance(field.default, int | float | dict):
-        return f"`{field.default}`"
-    return f'`"{field.default}"`'
+        return "optional"
+    value = field.default
+    if isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, tuple):
+        value = list(value)
+    elif not isinstance(value, int | float | dict):
+        value = f'"{value}"'
+    return f"default `{value}`"
 
 
 if __name__ == "__main__":
