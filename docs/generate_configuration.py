@@ -106,8 +106,8 @@ PAGES
 
 `python docs/generate_configuration.py` writes these pages from the settings' models.
 
-- An unknown key is refused with the nearest known ones, a wrong value with the rule. Either is one
-  line on stderr and exit code 2, before anything is loaded.
+- An unknown key is refused with the nearest known ones, a wrong value with the rule: one line on
+  stderr and exit code 2, before anything is loaded.
 - `section.key=value` behind the file replaces a setting. The value is TOML, or else a string.
   Entries of lists are counted from 0:
 
@@ -117,9 +117,8 @@ PAGES
 
 - `--dry-run` checks the file, the model folder, the installed packages and the controller's port,
   prints all settings and starts nothing. It tries settings that are passed on to Megatron and vLLM
-  on their own types, which takes some ten seconds each. Environments are not loaded. The exit code
-  is 2 for settings that cannot work, and 1 where nothing could start on this machine, for example
-  without the model's weights or with too few GPUs.
+  on their own types. Environments are not loaded. The exit code is 2 for settings that cannot
+  work, and 1 where nothing could start on this machine.
 - Numbers are finite, counts at most 2,147,483,647, times 1 ms to 30 years. Texts are one line.
 - A run writes its resolved settings to `config.toml` in its folder, readable by its owner only. The
   first line has the digest of the others: remove it when you change the file.
@@ -129,9 +128,8 @@ PAGES
 ## What a run chooses by itself
 
 A default of *automatic* follows from the other settings and the model's `config.json`, never from
-the machine, so that all hosts of a run choose the same. A stated value wins. The first lines of a
-run and its `config.toml` show what was chosen, and a run that goes on keeps it. With P parameters
-and W bytes of weights:
+the machine. A stated value wins. The first lines of a run and its `config.toml` show what was
+chosen, and a run that goes on keeps it. With P parameters and W bytes of weights:
 
 | setting | value |
 |---|---|
