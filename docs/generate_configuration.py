@@ -84,11 +84,6 @@ LINK = re.compile(r"(?<=\]\()(?!https?:)")
 FIELD = re.compile(r"    (\w+): ")
 COMMENT = re.compile(r"    # (.*)")
 
-# The first paragraph of each page below docs/settings.
-FORM = """\
-Values and default of each setting are in brackets. [Configuration](configuration.md) says how
-settings are given, and how a run chooses those that are *automatic*.
-"""
 INTRODUCTION = """\
 # Configuration
 
@@ -104,7 +99,8 @@ All other settings have defaults.
 
 PAGES
 
-`python docs/generate_configuration.py` writes these pages from the settings' models.
+`python docs/generate_configuration.py` writes these pages from the settings' models. In brackets
+are the values of a setting and, behind a semicolon, its default.
 
 - An unknown key is refused with the nearest known ones, a wrong value with the rule: one line on
   stderr and exit code 2, before anything is loaded.
@@ -131,29 +127,27 @@ A default of *automatic* follows from the other settings and the model's `config
 the machine. A stated value wins. The first lines of a run and its `config.toml` show what was
 chosen, and a run that goes on keeps it. With P parameters and W bytes of weights:
 
-| setting | value |
-|---|---|
-| `run.name`, a name of `environments` | model's folder and environments; the class in lower case |
-| `algorithm.group_size` | 8; 1 where `advantage` is score or none |
-| `algorithm.groups_per_step` | 128 episodes a step, 512 if P >= 1e9; a multiple of `mini_batches` |
-| `algorithm.learning_rate` | 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times |
-| `algorithm.warmup_steps` | a thirtieth of the steps, 10 at most; 0 if P < 5e7 |
-| `algorithm.router_replay` | rollout for a mixture of experts where nothing excludes it |
-| `sampling.max_episode_tokens` | 4,096 or what replies need, at most the model's context |
-| `sampling.max_reply_tokens` | three quarters of it |
-| `learner.micro_batch_tokens` | a rank's share of two episodes, 4,096 to 8,192; one at least |
-| `learner.use_distributed_optimizer` | true with several data or context parallel ranks and Adam |
-| `sequence_parallel` | true with `tp` > 1 |
-| `learner.offload.gradients` and `optimizer` | true with `controller.turns` sleep |
-| `learner.threads` | 4 if P >= 1e9, else 1 |
-| `learner.timeout_s` | 1,800 if P >= 1e8, else 600 |
-| `rollout_server.max_episodes` | the episodes of a step, 64 to 256 |
-| `rollout_server.tensor_parallel_size` | 1, 2, 4 or 8: at most 40 GB of weights on a GPU |
-| `queue.max_bytes` | the longest episodes of `max_staleness` + 1 steps, 256 MiB at least |
-| `weights.bucket_mib` | about W / 32, 64 to 512 |
-| `weights.bucket_deadline_s` | 10 s for 64 MiB, 2 to 60 |
-| `weights.join_deadline_s` | 20 s, and 1 s for 10 MB of W; 120 at most |
-| `lora.publish` | adapters with `lora.adapters`, else merged |
+- `run.name`, a name of `environments`: model's folder and environments; the class in lower case.
+- `algorithm.group_size`: 8; 1 where `advantage` is score or none.
+- `algorithm.groups_per_step`: 128 episodes a step, 512 if P >= 1e9; a multiple of `mini_batches`.
+- `algorithm.learning_rate`: 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times.
+- `algorithm.warmup_steps`: a thirtieth of the steps, 10 at most; 0 if P < 5e7.
+- `algorithm.router_replay`: rollout for a mixture of experts where nothing excludes it.
+- `sampling.max_episode_tokens`: 4,096 or what replies need, at most the model's context.
+- `sampling.max_reply_tokens`: three quarters of it.
+- `learner.micro_batch_tokens`: a rank's share of two episodes, 4,096 to 8,192; one at least.
+- `learner.use_distributed_optimizer`: true with several data or context parallel ranks and Adam.
+- `sequence_parallel`: true with `tp` > 1.
+- `learner.offload.gradients` and `optimizer`: true with `controller.turns` sleep.
+- `learner.threads`: 4 if P >= 1e9, else 1.
+- `learner.timeout_s`: 1,800 if P >= 1e8, else 600.
+- `rollout_server.max_episodes`: the episodes of a step, 64 to 256.
+- `rollout_server.tensor_parallel_size`: 1, 2, 4 or 8: at most 40 GB of weights on a GPU.
+- `queue.max_bytes`: the longest episodes of `max_staleness` + 1 steps, 256 MiB at least.
+- `weights.bucket_mib`: about W / 32, 64 to 512.
+- `weights.bucket_deadline_s`: 10 s for 64 MiB, 2 to 60.
+- `weights.join_deadline_s`: 20 s, and 1 s for 10 MB of W; 120 at most.
+- `lora.publish`: adapters with `lora.adapters`, else merged.
 """
 
 
@@ -166,7 +160,10 @@ def pages() -> dict[Path, str]:
     table = "\n".join(["| page | tables |", "|---|---|", *rows])
     found = {DOCS / "configuration.md": INTRODUCTION.replace("PAGES\n", f"{table}\n")}
     for name, (title, sections) in PAGES.items():
-        lines = [f"# {title}\n", FORM]
+        lines = [
+            f"# {title}\n",
+            "[Configuration](configuration.md) says how to read and set these.\n",
+        ]
         for section in sections:
             model, is_list = _model(Config.model_fields[section])
             if model is None:
@@ -224,7 +221,8 @@ def _rows(model: type[BaseModel], path: str, left_out: Sequence[str] = ()) -> It
         if name in left_out or _model(field)[0] is not None:
             continue
         default = "automatic" if f"{path}.{name}" in AUTOMATIC else _default(field)
-        yield f"`{name}`", f"{_values(schema[name])}; {default}", comments.get(name, "")
+        values = "; ".join(filter(None, (_values(schema[name]), default)))
+        yield f"`{name}`", values, comments.get(name, "")
 
 
 def _model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
@@ -280,7 +278,7 @@ def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
     if field.default is None:
-        return "optional"
+        return ""
     value = field.default
     if isinstance(value, bool):
         value = str(value).lower()
@@ -288,7 +286,7 @@ def _default(field: FieldInfo) -> str:
         value = list(value)
     elif not isinstance(value, int | float | dict):
         value = f'"{value}"'
-    return f"default `{value}`"
+    return f"`{value}`"
 
 
 if __name__ == "__main__":

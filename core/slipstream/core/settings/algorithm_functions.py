@@ -67,8 +67,8 @@ class BandArguments(Section):
     token_band: Band | None = None
     # The same for sequences, by the geometric mean of their ratios.
     sequence_band: Band | None = None
-    # Numerator of the ratios, the policy before the step or the present one, for a loss without a
-    # ratio of its own.
+    # Numerator of the ratios, the policy before the step or, for a loss without a ratio, the
+    # present one.
     to: Literal["proximal", "present"] = "proximal"
 
     @model_validator(mode="after")

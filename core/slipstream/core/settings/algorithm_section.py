@@ -45,7 +45,7 @@ class KlSection(Section):
     # `loss` adds a term to the policy's loss, `reward` subtracts from the reward of each token.
     placement: Literal["loss", "reward"] = "loss"
     # Estimator at a sampled token, where `k1` needs `reward`. The top-k ones compare the
-    # reference's most likely tokens, the rest as one, and need `loss` and `reference.top_k`.
+    # reference's most likely tokens and need `loss` and `reference.top_k`.
     estimator: KlEstimator = "k3"
 
     @property
@@ -77,9 +77,9 @@ class AlgorithmSection(Section):
     decay_steps: Positive | None = None
     # Share of the learning rate at which the decay ends, just after the last step.
     decay_to: float = Field(0.0, ge=0, lt=1)
-    # Optimizer steps of a pass over a batch. Each takes an equal share of its groups.
+    # Optimizer steps of a pass over a batch, each with an equal share of its groups.
     mini_batches: Positive = 1
-    # Passes over a batch. Ratios and corrections are those to the policy before the first.
+    # Passes over a batch. Ratios refer to the policy before the first.
     epochs: Positive = 1
     # Estimator of a token's advantage from the rewards. This and the next four functions may be
     # [your own](guides/own-algorithms.md).
@@ -90,8 +90,8 @@ class AlgorithmSection(Section):
     loss: Loss = _function("loss", "ppo")
     # Arguments of the function.
     loss_args: Arguments = Field({}, validate_default=True)
-    # Factor of a token in the loss, which corrects for sampling by another policy. `token` is its
-    # importance ratio, `sequence` the product of its sequence's.
+    # Factor of a token in the loss, which corrects for sampling by another policy: its importance
+    # ratio (`token`) or the product of its sequence's.
     weight: Weight = _function("weight", "token")
     # Arguments of the function.
     weight_args: Arguments = Field({}, validate_default=True)
@@ -99,15 +99,15 @@ class AlgorithmSection(Section):
     reward: Reward = _function("reward", "none")
     # Arguments of the function.
     reward_args: Arguments = Field({}, validate_default=True)
-    # Groups that are trained. `unequal_rewards` takes those with two different rewards, penalties
-    # included. Others are leased for the rest.
+    # Groups that are trained, while others are leased for the rest. `unequal_rewards` takes those
+    # with two different rewards.
     filter: Filter = _function("filter", "none")
     # Arguments of the function.
     filter_args: Arguments = Field({}, validate_default=True)
     # Leave truncated episodes out of the loss and of their group's statistics.
     leave_out_truncated: bool = False
-    # The run ends when one batch cost the filter groups of this many steps. It has finished if all
-    # are solved, else failed.
+    # The run ends when one batch cost the filter groups of this many steps: finished if all are
+    # solved, else failed.
     max_filtered_batches: Positive = 20
     # Full reward of an episode. A group is solved when all of its episodes reach it.
     solved_reward: float = 1.0
@@ -120,8 +120,8 @@ class AlgorithmSection(Section):
     entropy_coefficient: float = Field(0.0, ge=0)
     # A table of its own, below.
     kl: KlSection = KlSection()
-    # In a mixture of experts, `rollout` sends each token to the experts that the server recorded.
-    # With `off` the policy's routers choose.
+    # Whether a mixture of experts sends tokens to the experts that servers recorded, or lets the
+    # policy's routers choose.
     router_replay: Literal["off", "rollout"] = "off"
     # Agreement of learner and engine on a token's probability, up to rounding (`close`) or [in
     # every bit](guides/agreement.md) (`bits`), where a token that differs ends the run.

@@ -67,11 +67,11 @@ class LoraSection(Section):
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     # `merged` sends merged weights, `adapters` the adapters alone once a server has the matrices.
-    # On GPUs vLLM computes adapters in half precision only.
+    # On GPUs that needs half precision.
     publish: Literal["merged", "adapters"] = "merged"
 
-    # Names of several adapters, of which each environment trains and samples with one
-    # (`environments[].adapter`). By default all share one.
+    # Names of several adapters, one for each environment (`environments[].adapter`). By default all
+    # share one.
     adapters: Annotated[tuple[AdapterName, ...], Field(max_length=MAX_ADAPTERS)] = ()
 
     @property

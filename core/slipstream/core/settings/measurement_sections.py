@@ -60,18 +60,16 @@ class PlayedSection(Section):
 class EvaluationSection(PlayedSection):
     """One environment that is only evaluated, never trained on."""
 
-    # Most episodes of a round, all samples of all tasks. Every round takes the same tasks and
-    # seeds.
+    # Most episodes of a round, all samples of all tasks.
     num_episodes: Positive = 64
     # Episodes of each task. More than 1 need a temperature above 0.
     samples_per_task: Positive = 1
-    # Each k, up to `samples_per_task`, for which pass@k is reported, the chance that one of k
-    # replies passes.
+    # Each k, up to `samples_per_task`, for pass@k, the chance that one of k replies passes.
     pass_at: tuple[Positive, ...] = (1,)
     # Smallest reward of a reply that passes.
     pass_reward: float = 1.0
-    # Steps between rounds, besides those before the first and after the last step. 0 means no
-    # others. Every round measures all evaluations.
+    # Steps between rounds, besides those before the first and after the last step. A round measures
+    # all evaluations.
     every_steps: int = Field(0, ge=0)
     # Sampling temperature, 0.01 or more, or 0 for the most probable token.
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
@@ -111,9 +109,8 @@ class TrackingSection(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     # Project of Weights & Biases, or experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
-    # Address of the controller's /metrics, by default none. The trainer takes the next port,
-    # rollout servers those behind it, and with port 0 all take any. Off loopback it needs TLS and
-    # `security.metrics_token_file`.
+    # Address of the controller's /metrics. The trainer takes the next port, rollout servers those
+    # behind it. Off loopback it needs TLS and `security.metrics_token_file`.
     prometheus: Address | None = None
     # OpenTelemetry collector for [traces](guides/prometheus.md), such as
     # http://127.0.0.1:4318/v1/traces. Off loopback it must be https.
@@ -163,17 +160,17 @@ class DebugSection(Section):
     profile: ProfileSection = ProfileSection()
     # Permute a batch's rewards at random, a control experiment in which nothing can be learnt.
     shuffle_rewards: bool = False
-    # Share of a GPU's memory that a micro batch's logits may take. If they need more, the backward
-    # pass computes them again in chunks.
+    # Share of a GPU's memory that a micro batch's logits may take before the backward pass computes
+    # them again in chunks.
     kept_logits_share: float = Field(0.08, ge=0, le=1)
     # Dense bfloat16 TFLOP/s of a rank's device, for the metric mfu. Known for A100, H100, H200 and
     # B200.
     peak_tflops: float | None = Field(None, gt=0)
-    # Steps for which new prompts may wait until there is one for every 32 replies under way. By
-    # default 32 with CUDA graphs, else 0.
+    # Steps for which prompts may wait until there is one for every 32 replies. By default 32 with
+    # CUDA graphs, else 0.
     prompt_wait_steps: int | None = Field(None, ge=0)
     # Largest [gap of a probe](internals/wire_weights.md#the-probe). By default 1e-3 in float32,
-    # 0.16 in bfloat16, 0.02 in float16 and 0.5 with engines in FP8.
+    # 0.16 in bfloat16, 0.02 in float16, 0.5 with FP8.
     probe_tolerance: float | None = Field(None, gt=0)
     # Continue after the end-of-text token up to the limits, for benchmarks.
     ignore_eos: bool = False

@@ -55,12 +55,12 @@ class WeightsSection(Section):
     # most half as long. The trainer keeps what it sent on its GPU (`gpu`) or in main memory
     # (`host`).
     delta: DeltaSetting = "off"
-    # Folder or fsspec URL, such as s3://bucket/prefix, of versions for servers whose `weights_from`
-    # is storage. A server may have its own name for it.
+    # Folder or fsspec URL, such as s3://bucket/prefix, of versions for servers with `weights_from`
+    # storage. Each server may name it differently.
     storage_url: StorageUrl | None = None
     # Limit of writing a version to storage and of fetching one.
     storage_deadline_s: Silence = 600.0
-    # Limit of one bucket, and of the trainer's wait for a server that is not ready or still loads.
+    # Limit of one bucket, and of the trainer's wait for a slow server.
     bucket_deadline_s: float = Field(2.0, ge=0.1)
     # Limit of preparing, of joining the communicator and of loading received weights.
     join_deadline_s: Silence = 20.0
@@ -76,8 +76,8 @@ MAX_TURNS = 256
 class SamplingSection(Section):
     """Sampling of replies, and limits of an episode's length."""
 
-    # Temperature of sampling and of the learner's logits. Replies that an environment gives are
-    # trained at 1.
+    # Temperature of sampling and of the learner's logits. An environment's own replies are trained
+    # at 1.
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     # Sampling uses the smallest set of tokens with this probability. The learner ignores it.
     top_p: float = Field(1.0, gt=0, le=1)
@@ -96,13 +96,11 @@ class SamplingSection(Section):
     # Most tokens before the first reply, by default one less than `max_episode_tokens`. Prompts are
     # never cut.
     max_prompt_tokens: Positive | None = None
-    # A task with a longer prompt is set aside for another one (`skip`) or fails the run (`refuse`).
+    # A task with a longer prompt is set aside (`skip`) or fails the run (`refuse`).
     long_prompts: Literal["skip", "refuse"] = "skip"
-    # Token ids besides the end-of-text token at which a reply ends. They belong to the reply and
-    # are trained.
+    # Token ids besides the end-of-text token at which a reply ends. They are trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    # Texts at which a reply ends, behind the token that completes one. Special tokens count as
-    # text. `stop_token_ids` costs less.
+    # Texts at which a reply ends, behind the token that completes one. `stop_token_ids` costs less.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     # Most images of an episode, for models with vision. An episode with more fails.
     max_images: int = Field(0, ge=0, le=64)
@@ -228,8 +226,8 @@ class CheckpointSection(Section):
     keep_every: int = Field(0, ge=0)
     # Copy to main memory and write during training. If false, training waits.
     asynchronous: bool = True
-    # Folder of Megatron's checkpoint files (torch_dist), in any layout, to start from. `model.path`
-    # still gives shape and tokenizer.
+    # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
+    # shape and tokenizer.
     load: Path | None = None
     # Keep batches that a checkpoint covers. `slipstream replay` needs all of them.
     keep_batches: bool = True
@@ -252,7 +250,7 @@ class RunSection(Section):
     # Seed of the trainer, of the order of tasks and of their seeds. The engine draws its own.
     seed: int = Field(0, ge=0)
     # If the folder holds this run already, `auto` continues it and `never` refuses. `must` refuses
-    # where there is nothing to continue.
+    # if there is none.
     resume: Literal["auto", "never", "must"] = "auto"
     # Whether a run may go on when its own functions have changed. It can then no longer be
     # replayed.
@@ -262,8 +260,8 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model, a Hugging Face folder with its tokenizer."""
 
-    # Hugging Face folder with config.json, safetensors and tokenizer, or OWNER/NAME on the hub, if
-    # need be with @ and a revision.
+    # Hugging Face folder with config.json, safetensors and tokenizer, or OWNER/NAME[@REVISION] on
+    # the hub.
     path: Path
     # Element type of the learner's parameters and of the engine. With float16 models that come near
     # 65504 are refused.
@@ -288,15 +286,14 @@ class ControllerSection(Section):
     address: Address = "127.0.0.1:7070"
     # Time between two reports of a rollout server. From the 65th on, servers report less often.
     heartbeat_s: float = Field(0.5, ge=0.01)
-    # Silence after which a rollout server counts as dead, less the time in which the controller
-    # itself did not run.
+    # Silence after which a rollout server counts as dead, while the controller itself runs.
     heartbeat_timeout_s: Silence = 5.0
     # Attempts at an episode before its group goes on without it.
     max_attempts: Positive = 3
     # Share of a group, and at least two members, that must finish. Otherwise the group is set
     # aside.
     min_group_share: float = Field(0.5, gt=0, le=1)
-    # Time of serving in which some episode of a lease must end. Otherwise the group goes elsewhere,
+    # Serving time in which some episode of a lease must end. The group otherwise goes elsewhere,
     # which counts as an attempt.
     lease_timeout_s: Silence = 3600.0
     # An environment is suspended when this many groups in a row, by their leases, were set aside.
@@ -313,8 +310,8 @@ class ControllerSection(Section):
     fleet_timeout_s: Silence = 600.0
     # Steps between samples of trajectories, which are written as text.
     sample_every_steps: Positive = 10
-    # Use of a GPU that learner and servers share. With `pause` engines rest while the learner
-    # trains. With `sleep` both also give memory back while the other computes (`learner.offload`).
+    # Use of a GPU that learner and servers share. With `pause` engines rest during training, with
+    # `sleep` each also gives memory back while the other computes.
     turns: Literal["off", "pause", "sleep"] = "off"
 
 
@@ -360,7 +357,7 @@ class LearnerSection(Section):
     world_size: Positive = 1
     # Number of ranks on each node, by default all.
     ranks_per_node: Positive | None = None
-    # Host of node 0 and a free port there, at which the ranks meet. Port 0 is any, on one node.
+    # Host of node 0 and a free port there, where ranks meet. One node may have port 0.
     master: Address = "127.0.0.1:0"
     # Tokens of a packed micro batch on each context parallel rank.
     micro_batch_tokens: Positive = 4096
@@ -371,8 +368,8 @@ class LearnerSection(Section):
     devices: tuple[int | str, ...] | None = None
     # Largest share of a GPU's memory that torch may hold in a rank.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
-    # Layers whose activations the backward pass computes again. `off` leaves them to
-    # `learner.transformer`, `auto` takes as many as GPU memory needs.
+    # Layers whose activations the backward pass computes again, as in `learner.transformer` (`off`)
+    # or as GPU memory needs (`auto`).
     recompute: Literal["off", "auto"] = "off"
     # CPU threads of each rank. 0 means all.
     threads: int = Field(1, ge=0)
@@ -384,8 +381,8 @@ class LearnerSection(Section):
     adam_eps: float = Field(1e-8, gt=0)
     # Largest gradient norm. 0 means no limit.
     grad_clip: float = Field(1.0, ge=0)
-    # Rounding of float32 masters to weights in bfloat16. `stochastic` goes up or down, each as
-    # often as it is near, which suits small learning rates.
+    # Rounding of float32 masters to bfloat16. `stochastic` goes up or down, each as often as it is
+    # near, which suits small learning rates.
     rounding: Literal["nearest", "stochastic"] = "nearest"
     # Split the optimizer's state over the data parallel ranks.
     use_distributed_optimizer: bool = False
@@ -422,11 +419,10 @@ class RolloutServerSection(Section):
     shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
-    # GPUs of the servers on a machine, `tensor_parallel_size` for each, by default those after the
-    # learner's or the only one.
+    # GPUs of the servers on a machine, by default those after the learner's or the only one.
     devices: tuple[int | str, ...] | None = None
-    # The engine's share of a GPU's memory. On a GPU of the learner the default is 0.4 divided by
-    # the servers there.
+    # The engine's share of a GPU's memory. On a learner's GPU the default is 0.4 divided by the
+    # servers there.
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     # Memory of the KV cache on a CPU.
     kv_cache_gib: Positive = 1
@@ -435,15 +431,15 @@ class RolloutServerSection(Section):
     # Use neither torch.compile nor CUDA graphs. By default only on CPUs, where false needs a C++
     # compiler.
     enforce_eager: bool | None = None
-    # `shared` drafts tokens from the prompt, the group and earlier replies, and samples several in
-    # one step. Engines for more than 256 episodes draft none.
+    # `shared` drafts tokens from the prompt, the group and earlier replies. Engines for more than
+    # 256 episodes draft none.
     drafts: Literal["off", "shared"] = "off"
     # Longest draft, in tokens. With many replies under way drafts are shorter.
     draft_tokens: int = Field(4, ge=1, le=16)
     # Cache prefixes. None serves a request of a newer version.
     enable_prefix_caching: bool = True
-    # Compute the context of running replies again with new weights. If false, they keep older keys
-    # and values.
+    # Compute the context of running replies again with new weights. If false, they keep the old
+    # one.
     recompute_context: bool = True
     # vLLM's parser of tool calls, such as hermes. Tools need it.
     tool_parser: str | None = None
@@ -456,13 +452,12 @@ class RolloutServerSection(Section):
     # `trainer` receives weights over `weights.transport`. `storage` fetches them from
     # `weights.storage_url` while it serves, for slow links.
     weights_from: Literal["trainer", "storage"] = "trainer"
-    # `fp8_per_channel` keeps linear layers in float8 with a scale for each row. It needs compute
-    # capability 8.9, and is slow on CPUs.
+    # `fp8_per_channel` keeps linear layers in float8 with a scale for each row, for GPUs of compute
+    # capability 8.9.
     quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs.
     engine: dict[str, JsonValue] = {}
-    # Time for running episodes to end when the server is told to leave (SIGTERM, `slipstream
-    # drain`). The rest runs elsewhere.
+    # Time for running episodes to end when the server is told to leave. The rest runs elsewhere.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of the engine's start.
     start_timeout_s: Silence = 600.0
@@ -499,13 +494,13 @@ class SecuritySection(Section):
     tls_ca: Path | None = None
     # PEM file of the authority whose certificates callers must show. By default they need none.
     tls_client_ca: Path | None = None
-    # File with a secret of at least 32 characters that callers send, the run's or that of the
-    # host's role.
+    # File with a secret of at least 32 characters that callers send, the run's or the host's
+    # role's.
     token_file: Path | None = None
     # File with the token of Prometheus, which opens /metrics alone.
     metrics_token_file: Path | None = None
-    # Modules, with all below them, whose environments clients may submit. They run on every rollout
-    # host. By default any.
+    # Modules, with all below them, whose environments clients may submit to every rollout host. By
+    # default any.
     submitted_modules: tuple[str, ...] | None = None
     # Let torch's rendezvous and the weights' transport, which have neither TLS nor token, use
     # public addresses.
