@@ -500,7 +500,7 @@ class SecuritySection(Section):
     # File with the token of Prometheus, which opens /metrics alone.
     metrics_token_file: Path | None = None
     # Modules, with all below them, whose environments clients may submit to every rollout host. By
-    # default any.
+    # default any while the controller is on loopback, else those of the run's environments.
     submitted_modules: tuple[str, ...] | None = None
     # Let torch's rendezvous and the weights' transport, which have neither TLS nor token, use
     # public addresses.
@@ -513,11 +513,3 @@ class SecuritySection(Section):
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError("tls_client_ca needs tls_certificate: without TLS nobody shows one")
         return self
-
-    def refusal(self, reference: str) -> str:
-        """Returns why clients may not submit an environment of this reference, or ""."""
-        module = reference.partition(":")[0] + "."
-        known = self.submitted_modules
-        if known is None or any(module.startswith(f"{each}.") for each in known):
-            return ""
-        return f"security.submitted_modules has no {module[:-1]}, only {', '.join(known) or 'none'}"
