@@ -531,8 +531,9 @@ class SecuritySection(Section):
     token_file: Path | None = None
     # File with another one, which Prometheus sends: it opens /metrics (tracking.prometheus) alone.
     metrics_token_file: Path | None = None
-    # Modules of the environments that clients may submit, each with all below it; any if None.
-    # Such a class runs on every rollout host.
+    # Modules of the environments that clients may submit, each with all below it. Such a class runs
+    # on every rollout host. None: any module while the controller is on loopback, else only those
+    # of the run's own environments.
     submitted_modules: tuple[str, ...] | None = None
     # Let torch's rendezvous and the transport of weights, which have neither TLS nor a token, use
     # addresses that are not private.
@@ -545,11 +546,3 @@ class SecuritySection(Section):
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError("tls_client_ca needs tls_certificate: without TLS nobody shows one")
         return self
-
-    def refusal(self, reference: str) -> str:
-        """Returns why clients may not submit an environment of this reference, or ""."""
-        module = reference.partition(":")[0] + "."
-        known = self.submitted_modules
-        if known is None or any(module.startswith(f"{each}.") for each in known):
-            return ""
-        return f"security.submitted_modules has no {module[:-1]}, only {', '.join(known) or 'none'}"
