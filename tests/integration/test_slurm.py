@@ -28,9 +28,9 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "deploy/configs/quickstart.toml"
-STEPS, GROUPS_PER_STEP = 150, 16
+# Enough that the run goes on while jobs wait in the queue, also on a faster machine.
+STEPS, GROUPS_PER_STEP = 500, 16
 RUN = "runs/quickstart"
-# Slurm starts a requeued job after two minutes.
 LIMIT_S = 900.0
 
 
@@ -65,7 +65,7 @@ class Site:
     @property
     def step(self) -> int:
         """The newest step that a learner's log shows."""
-        found = re.findall(r"step +(\d+)/150", self.log("learner-1"))
+        found = re.findall(rf"step +(\d+)/{STEPS}", self.log("learner-1"))
         return int(found[-1]) if found else 0
 
     def wait_for(self, what: str, is_there: Callable[[], object]) -> None:
@@ -129,7 +129,7 @@ def site(tiny_model: Path) -> Iterator[Site]:
             (site.folder / "deploy").symlink_to(ROOT / "deploy")
             make = [ROOT / "deploy" / "make_certificates.sh", site.folder / "secrets"]
             subprocess.run([*make, *cluster.nodes], check=True, capture_output=True)
-            site.slurm("slipstream", "roles", CONFIG, "--for", "slurm")
+            site.slurm("slipstream", "roles", CONFIG, f"run.steps={STEPS}", "--for", "slurm")
             carry_out(site)
             yield site
     finally:

@@ -37,6 +37,11 @@ class MemoryQueue:
         """Bytes that were put and are not acknowledged."""
         return self._budget.used_bytes
 
+    @property
+    def waiting(self) -> tuple[TrajectoryId, ...]:
+        """The trajectories that are not acknowledged; the oldest first."""
+        return tuple(self._held)
+
     async def put(self, trajectory_id: TrajectoryId, data: bytes, timeout_s: float) -> None:
         """Stores one trajectory for a sender; see `TrajectorySender.put`."""
         if trajectory_id in self._held:
@@ -104,6 +109,7 @@ class MemoryReceiver(AsyncClosing):
         self._queue = queue
         self._delivered: set[TrajectoryId] = set()
         self.given = Amount()
+        self.backlog = queue.waiting
 
     async def get(self) -> Delivery:
         """See `TrajectoryReceiver.get`."""

@@ -24,13 +24,14 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "mung
 START_LIMIT_S = 60.0
 # Nothing else of this machine hears it: the network is a namespace.
 SUBNET = "10.77.0"
-# Each node is a half of the machine, whatever it has; a job of the emitted files needs two CPUs.
+# Each node is a half of the machine, whatever it has; a job of the emitted files needs two CPUs. A
+# requeued job waits until a credential would have expired.
 CONFIG = """\
 ClusterName=slipstream
 SlurmctldHost=head({subnet}.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid

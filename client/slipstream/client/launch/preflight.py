@@ -29,7 +29,7 @@ from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.exit_codes import WARNING
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
@@ -262,6 +262,9 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
     )
     if checked.code is None:
         raise ConfigError(f"{told} within {SETTINGS_LIMIT_S:g} s")
+    if checked.code < 0:
+        # The settings may be right: a scheduler that starts it again does well.
+        raise RunFailed(f"{told}: {signal.Signals(-checked.code).name} ended the check")
     if checked.code != 0:
         raise ConfigError(_said(checked))
     _pass_on(checked.lines, "")

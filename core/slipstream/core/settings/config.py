@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pydantic import JsonValue, model_validator
-from slipstream.core.machine.address import address_parts
+from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.lora_section import LoraSection
@@ -65,6 +65,21 @@ __all__ = [
 
 class Config(Tables):
     """All settings of a run."""
+
+    def submission_refusal(self, reference: str) -> str:
+        """Returns why clients may not submit an environment of this reference, or ""."""
+        known, cause = self.security.submitted_modules, ""
+        if known is None:
+            address = self.controller.address
+            if is_loopback(address_parts(address)[0]):
+                return ""
+            known = tuple({each.reference.partition(":")[0]: None for each in self.environments})
+            cause = f" (those of the run's environments, since {address} is not loopback)"
+        module = reference.partition(":")[0]
+        if any(f"{module}.".startswith(f"{each}.") for each in known):
+            return ""
+        listed = ", ".join(known) or "none"
+        return f"security.submitted_modules has no {module}, only {listed}{cause}"
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Config:

@@ -186,6 +186,7 @@ class Controller:
                 )
                 self._assemble(books, server, tasks)
                 restore(self._parts, history, self._run)
+                self._book.awaited.hold(receiver.backlog)
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 if self._config.tracking.prometheus is not None:

@@ -111,6 +111,10 @@ class TrajectoryReceiver(Protocol):
     # All deliveries that `get` returned, repeated ones included.
     given: Amount
 
+    @property
+    def backlog(self) -> Sequence[TrajectoryId]:
+        """Trajectories that lay in the queue when this receiver began; the oldest first."""
+
     async def get(self) -> Delivery:
         """Waits for the next trajectory; duplicates are possible and have the same id."""
 

@@ -211,6 +211,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()
         self.given = Amount()
+        # Senders keep what is not acknowledged.
+        self.backlog: Sequence[TrajectoryId] = ()
 
     async def get(self) -> Delivery:
         """See `TrajectoryReceiver.get`."""

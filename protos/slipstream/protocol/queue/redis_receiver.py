@@ -76,6 +76,7 @@ class RedisReceiver:
         self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         self.given = Amount()
+        self.backlog: list[TrajectoryId] = []
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
         # get the answer to its XADD.
         self._entries: dict[TrajectoryId, dict[bytes, int]] = {}
@@ -146,9 +147,11 @@ class RedisReceiver:
         """Takes the mark if its counters match the stream; else sets a new mark to try."""
         connection, after, stream_bytes = self._connection, b"-", 0
         connection.mark = await connection.persistently(connection.read_mark)
+        self.backlog = []
         while True:
             entries, found = await connection.persistently(partial(self._scan, after))
             stream_bytes += sum(_size(fields) for _, fields in entries)
+            self.backlog += [_id_of(entry_id, fields) for entry_id, fields in entries]
             if len(entries) < ENTRIES_PER_READ:
                 break
             after = b"(" + entries[-1][0]
@@ -258,9 +261,7 @@ class RedisReceiver:
             if not fields:
                 await self._drop(entry_id)
                 continue
-            # An entry of another client may lack these fields; it is acknowledged like any other.
-            name = fields.get(ID, b"redis-" + entry_id).decode(errors="replace")
-            trajectory_id, data = TrajectoryId(name), fields.get(DATA, b"")
+            trajectory_id, data = _id_of(entry_id, fields), fields.get(DATA, b"")
             if len(data) <= SMALL_BYTES:
                 opened = self._open_seal(trajectory_id, data)
             else:
@@ -331,6 +332,11 @@ class RedisReceiver:
 def _entries_of(answer: object) -> Entries:
     streams = cast("list[tuple[bytes, Entries]]", answer or [])
     return [entry for _, entries in streams for entry in entries]
+
+
+def _id_of(entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> TrajectoryId:
+    """Returns a name of its own for an entry without one, which another client may have added."""
+    return TrajectoryId((fields or {}).get(ID, b"redis-" + entry_id).decode(errors="replace"))
 
 
 def _counts(fields: Mapping[bytes, bytes]) -> tuple[int, Amount]:

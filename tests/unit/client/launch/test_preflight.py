@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
 import ssl
@@ -15,11 +16,13 @@ from pathlib import Path
 import grpc
 import pytest
 import tomli_w
+from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import Scene, Stage, ask_controller, require
 from slipstream.client.launch.engine_checks import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
+    check_engine,
     check_environments,
     check_installed,
     check_own_certificate,
@@ -30,7 +33,7 @@ from slipstream.client.launch.preflight import (
 from slipstream.client.launch.queue_server import ask_queue
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import (
     Config,
     EnvironmentSection,
@@ -527,6 +530,18 @@ class Meeting(Echo):
         if other == "c":
             raise ValueError("a met")
 """
+
+
+@pytest.mark.process
+async def test_a_check_that_was_killed_says_nothing_about_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ends_itself.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(preflight, "ENGINE_CHECK", "ends_itself")
+    config = small_config(rollout_server={"tool_parser": "hermes"})
+    with pytest.raises(RunFailed, match="vLLM did not check rollout_server: SIGKILL ended"):
+        await check_engine(config)
 
 
 @pytest.mark.process

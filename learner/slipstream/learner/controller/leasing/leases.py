@@ -67,10 +67,11 @@ class ClosingLeases:
 
 
 class Awaited:
-    """Episodes that an earlier controller leased and that may still come, from live servers.
+    """Episodes that an earlier controller leased and that may still come, finished or not.
 
-    A server is awaited until it has joined again; then the trajectories that it holds are, until
-    they have come. Nobody else gets their groups meanwhile: they would be sampled twice.
+    A server is awaited until it has joined again; then the trajectories that it holds are, and
+    those in the queue from the start, until they have come. Nobody else gets their groups
+    meanwhile: they would be sampled twice.
     """
 
     def __init__(self) -> None:
@@ -93,14 +94,19 @@ class Awaited:
         """Notes that a server has joined again, and which trajectories it holds."""
         if server in self._servers:
             self._servers.discard(server)
-            held = set(undelivered) - self._arrived - self._held
-            self._held |= held
-            self._groups.update(name.partition(".")[0] for name in held)
+            self.hold(undelivered)
+
+    def hold(self, trajectory_ids: Iterable[str]) -> None:
+        """Awaits finished trajectories."""
+        held = set(trajectory_ids) - self._arrived - self._held
+        self._held |= held
+        self._groups.update(name.partition(".")[0] for name in held)
 
     def arrived(self, trajectory_id: str) -> None:
         """Notes a delivery."""
         if trajectory_id in self._held:
             self._held.discard(trajectory_id)
+            self._since_s = None
             group_id = trajectory_id.partition(".")[0]
             self._groups[group_id] -= 1
             if not self._groups[group_id]:
@@ -109,7 +115,7 @@ class Awaited:
             self._arrived.add(trajectory_id)
 
     def look(self, now_s: float, limit_s: float) -> None:
-        """Awaits nothing any more when `limit_s` has passed since the first look."""
+        """Awaits nothing any more when none of the held came for `limit_s`, by these looks."""
         self._since_s = now_s if self._since_s is None else self._since_s
         if now_s > self._since_s + limit_s:
             for each in (self._servers, self._held, self._groups, self._arrived):

@@ -205,6 +205,11 @@ class AccountedReceiver(AsyncClosing):
         """What the queue gave and nobody took; below 0 for what was taken twice."""
         return self._receiver.given.less(self.given)
 
+    @property
+    def backlog(self) -> Sequence[TrajectoryId]:
+        """See `TrajectoryReceiver.backlog`; without those that were acknowledged before."""
+        return [each for each in self._receiver.backlog if each not in self._settled]
+
     async def get(self) -> Delivery:
         """Returns the next delivery, like `TrajectoryReceiver.get`; repeated deliveries count once.
 

@@ -165,7 +165,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             return f"num_workers must be between 1 and {MAX_WORKERS}, got {spec.num_workers}"
         if refusal := self._run.config.lora.refusal(spec.adapter):
             return refusal
-        if spec.reference and (refusal := self._run.config.security.refusal(spec.reference)):
+        if spec.reference and (refusal := self._run.config.submission_refusal(spec.reference)):
             return refusal
         if entry is not None and entry.spec.adapter != spec.adapter:
             return (

@@ -146,6 +146,26 @@ async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finishe
         assert [order.group_id for order in rig.orders(other)] == leased
 
 
+async def test_after_a_restart_nobody_gets_a_group_of_which_a_trajectory_lies_in_the_queue(
+    rig: Rig, tmp_path: Path
+) -> None:
+    rig, (first, second) = await restarted(rig, tmp_path)
+    other = rig.serving("b", 0)
+    rig.book.awaited.hold([f"{first}.0.0.5", f"{first}.1.0.5"])
+    rig.book.awaited.joined("a", [])
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == [second]
+    # The limit begins again with each that comes: a long queue takes its time.
+    rig.book.awaited.look(1000.0, 15.0)
+    rig.book.awaited.arrived(f"{first}.0.0.5")
+    rig.book.awaited.look(1015.1, 15.0)
+    await rig.lease()
+    assert rig.orders(other) == []
+    rig.book.awaited.arrived(f"{first}.1.0.5")
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == [first]
+
+
 async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_for_ever(
     rig: Rig, tmp_path: Path
 ) -> None:

@@ -54,3 +54,25 @@ def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem
     )
     servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]
     assert servicer._problem(spec) == problem
+
+
+@pytest.mark.parametrize(
+    ("address", "reference", "problem"),
+    [
+        ("127.0.0.1:7070", "os:Sums", ""),
+        ("10.0.0.5:7070", "ours.below:Sums", ""),
+        (
+            "10.0.0.5:7070",
+            "os:Sums",
+            "security.submitted_modules has no os, only ours (those of the run's environments, "
+            "since 10.0.0.5:7070 is not loopback)",
+        ),
+    ],
+)
+def test_off_loopback_clients_submit_modules_of_the_runs_own_environments_by_default(
+    address: str, reference: str, problem: str
+) -> None:
+    run = run_of(
+        controller={"address": address}, environments=[{"name": "e", "reference": "ours:Sums"}]
+    )
+    assert run.config.submission_refusal(reference) == problem

@@ -141,7 +141,7 @@ def digests_of(buckets: Sequence[Bucket], contents: Sequence[bytes]) -> list[byt
 
 
 class NotedMemory(HostMemory):
-    """Notes how many publishes had started when a rank first brought its parameters to the device."""
+    """Notes how many publishes had started when a rank first made its parameters resident."""
 
     def __init__(self, scene: "Scene", rank: int) -> None:
         super().__init__(OffloadSection())
