@@ -9,12 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.references.learner_scores import gaps_of  # noqa: E402
-from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+import torch
+from support.references.learner_scores import gaps_of
+from support.rigs.receiver_story import judge, run_rig
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 300

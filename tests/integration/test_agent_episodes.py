@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.rigs.waiting import until
-
-pytest.importorskip("vllm")
-pytest.importorskip("openai")
-
-from slipstream.core.types import (  # noqa: E402
+from slipstream.core.types import (
     Branch,
     FailureKind,
     PolicyVersion,
@@ -20,14 +15,15 @@ from slipstream.core.types import (  # noqa: E402
     Status,
     Trajectory,
 )
-from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway  # noqa: E402
-from slipstream.rollout_server.service import RolloutServer  # noqa: E402
-from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
-from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
-from support.fakes.chat_models import make_chat_model  # noqa: E402
-from support.fakes.fake_fleet import Connection, FakeFleet  # noqa: E402
-from support.fakes.scripted_engine import ScriptedEngine  # noqa: E402
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.service import RolloutServer
+from slipstream.v1 import environment_pb2, fleet_pb2
+from support.fakes.agent_rig import agent_config, script, scripted_engine
+from support.fakes.chat_models import make_chat_model
+from support.fakes.fake_fleet import Connection, FakeFleet
+from support.fakes.scripted_engine import ScriptedEngine
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

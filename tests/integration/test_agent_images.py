@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-
-pytest.importorskip("vllm")
-
-from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.rollout_server.episodes.recording import Recording  # noqa: E402
-from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
-from support.fakes.agent_rig import (  # noqa: E402
+from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from support.fakes.agent_rig import (
     SAMPLING,
     AgentRig,
     agent_config,
     scripted_engine,
 )
 
-from deploy.environments.colours import COLOURS, square_png  # noqa: E402
+from deploy.environments.colours import COLOURS, square_png
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,24 +7,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
-from support.rigs.waiting import until
-
-pytest.importorskip("vllm")
-openai = pytest.importorskip("openai")
-pytest.importorskip("anthropic")
-
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.rollout_server.engine_interface import RequestRefused  # noqa: E402
-from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
-from support.fakes.agent_rig import (  # noqa: E402
+from slipstream.core.errors import ConfigError
+from slipstream.rollout_server.engine_interface import RequestRefused
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from support.fakes.agent_rig import (
     SAMPLING,
     AgentRig,
-    agent_config,  # noqa: E402
+    agent_config,
     agent_rig,
     script,
 )
+from support.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

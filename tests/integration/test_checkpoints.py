@@ -7,19 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from slipstream.core.errors import CheckpointError  # noqa: E402
-from slipstream.protocol.checkpoints import (  # noqa: E402
+import torch
+from slipstream.core.errors import CheckpointError
+from slipstream.protocol.checkpoints import (
     check_files,
     checkpoint_path,
     complete_steps,
     read_manifest,
 )
-from support.ranks import checkpoint_ranks  # noqa: E402
-from support.ranks.rank_pool import RankPool, chosen_jobs, each_job  # noqa: E402
+from support.ranks import checkpoint_ranks
+from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
 
 PROGRAM = Path(checkpoint_ranks.__file__)
 TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}

@@ -4,11 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.receiver_worker import (  # noqa: E402
+from support.fakes.receiver_worker import (
     deltas,
     first_update_with_slow_recording,
     updates,
@@ -16,7 +12,7 @@ from support.fakes.receiver_worker import (  # noqa: E402
     updates_of_layers_with_scales,
     updates_while_experts_move,
 )
-from support.ranks.loader_ranks import (  # noqa: E402
+from support.ranks.loader_ranks import (
     SHAPES,
     Outcome,
     in_ranks,

@@ -4,10 +4,7 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+import torch
 
 
 def expanded(values: list[float], ends: list[int]) -> list[float]:

@@ -9,23 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
-
-torch = pytest.importorskip("torch")
-vllm = pytest.importorskip("vllm")
-
-from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.core.models.model_sizes import decoder_table  # noqa: E402
-from slipstream.core.models.vision.processors import load_processor  # noqa: E402
-from slipstream.core.settings.config import Config  # noqa: E402
-from slipstream.core.settings.engine_table import OWNED  # noqa: E402
-from slipstream.core.settings.sections import SamplingSection  # noqa: E402
-from slipstream.rollout_server.vllm.engine_arguments import tower_values  # noqa: E402
-from support.fakes.parity_models import make_mixture  # noqa: E402
-from support.fakes.small_configs import small_config  # noqa: E402
-from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
-from vllm import AsyncEngineArgs  # noqa: E402
+from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_sizes import decoder_table
+from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.engine_table import OWNED
+from slipstream.core.settings.sections import SamplingSection
+from slipstream.rollout_server.vllm.engine_arguments import tower_values
+from support.fakes.parity_models import make_mixture
+from support.fakes.small_configs import small_config
+from support.fakes.tiny_models import SMALLEST, make_model_folder
+from vllm import AsyncEngineArgs
 
 
 @pytest.fixture(scope="module")

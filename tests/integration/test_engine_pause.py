@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
-from slipstream.core.errors import WeightSyncError  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.protocol.codec import version_to_pb  # noqa: E402
-from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
-from slipstream.rollout_server.engine_interface import (  # noqa: E402
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
     Sampling,
 )
-from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd  # noqa: E402
-from slipstream.v1 import weights_pb2  # noqa: E402
-from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
+from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
+from slipstream.v1 import weights_pb2
+from vllm.v1.engine.exceptions import EngineDeadError
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)

@@ -7,20 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.client.launch.preflight import free_port
+from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from support.rigs.run_processes import (
     ROOT,
     check_ledger,
     run_command,
     summary_of,
     write_config,
 )
-from support.rigs.smallest_run import run_smallest  # noqa: E402
+from support.rigs.smallest_run import run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.fakes.small_configs import small_config
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
+from support.fakes.tiny_models import SMALLEST, make_model_folder
 
 BLOCK = 16
 DRAFT = 3

@@ -5,12 +5,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.rigs.run_processes import (
     ROLLOUT_SERVER,
     TRAINER,
     check_ledger,

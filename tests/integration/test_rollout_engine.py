@@ -7,13 +7,10 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.core.errors import ConfigError, WeightSyncError  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import (  # noqa: E402
+import torch
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
     GenerationFailed,
@@ -21,10 +18,10 @@ from slipstream.rollout_server.engine_interface import (  # noqa: E402
     Sampling,
     TextOptions,
 )
-from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
-from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
-from support.rigs.running_replies import until_generated  # noqa: E402
+from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
+from support.rigs.running_replies import until_generated
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

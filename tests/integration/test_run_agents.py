@@ -6,16 +6,12 @@ import zlib
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("vllm")
-pytest.importorskip("openai")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.fakes import letter_agents  # noqa: E402
-from support.rigs.adapter_runs import LORA  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+import torch
+import transformers
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.fakes import letter_agents
+from support.rigs.adapter_runs import LORA
+from support.rigs.run_processes import (
     check_ledger,
     command,
     connection,
@@ -24,7 +20,7 @@ from support.rigs.run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
-from support.rigs.smallest_run import SMALLEST  # noqa: E402
+from support.rigs.smallest_run import SMALLEST
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
 

@@ -6,13 +6,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.fakes.example_environments import Repeat  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.client.status import EnvironmentStatus, RunStatus
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.fakes.example_environments import Repeat
+from support.rigs.run_processes import (
     WORKER,
     address_of,
     check_ledger,

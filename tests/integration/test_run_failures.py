@@ -10,13 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.rigs.waiting import until
-
-pytest.importorskip("vllm")
-
-from slipstream.client import Client  # noqa: E402
-from slipstream.client.status import Event  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.client import Client
+from slipstream.client.status import Event
+from support.rigs.run_processes import (
     ROLLOUT_SERVER,
     TRAINER,
     check_ledger,
@@ -32,6 +28,7 @@ from support.rigs.run_processes import (  # noqa: E402
     until_step,
     write_config,
 )
+from support.rigs.waiting import until
 
 pytestmark = [
     pytest.mark.slow,

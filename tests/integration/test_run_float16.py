@@ -5,14 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.learner.controller.records.journal import read_records  # noqa: E402
-from support.rigs.run_processes import run_command  # noqa: E402
-from support.rigs.smallest_run import plain_engine, run_smallest  # noqa: E402
+import torch
+from safetensors.torch import load_file
+from slipstream.learner.controller.records.journal import read_records
+from support.rigs.run_processes import run_command
+from support.rigs.smallest_run import plain_engine, run_smallest
 
 __all__ = ["plain_engine"]
 pytestmark = [

@@ -4,10 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from support.rigs.run_processes import (  # noqa: E402
+from support.rigs.run_processes import (
     CONTROLLER,
     ROLLOUT_SERVER,
     TRAINER,

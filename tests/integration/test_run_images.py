@@ -5,14 +5,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from slipstream.core.models.vision.placed import image_tokens  # noqa: E402
-from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of  # noqa: E402
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from slipstream.client.launch.preflight import free_port
+from slipstream.core.models.vision.placed import image_tokens
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -5,12 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.tiny_models import make_model_folder  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+import torch
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     run_command,

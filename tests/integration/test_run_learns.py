@@ -4,13 +4,9 @@ import statistics
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from support.references.documented_metrics import tables  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.client.launch.preflight import free_port
+from support.references.documented_metrics import tables
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
     run_command,

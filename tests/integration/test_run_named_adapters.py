@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+import torch
+from safetensors.torch import load_file
+from slipstream.client.launch.preflight import free_port
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
     run_command,

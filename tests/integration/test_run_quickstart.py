@@ -10,22 +10,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.core.configuration.config_file import load_config  # noqa: E402
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.learner.controller.receipt import pack, unpack  # noqa: E402
-from slipstream.learner.controller.receipt_checks import check  # noqa: E402
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.references.documented_metrics import tables  # noqa: E402
-from support.rigs.changed_receipt import (  # noqa: E402
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
+from slipstream.learner.controller.receipt import pack, unpack
+from slipstream.learner.controller.receipt_checks import check
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.references.documented_metrics import tables
+from support.rigs.changed_receipt import (
     changed_receipt,
     in_journal,
     in_json,
 )
-from support.rigs.run_processes import (  # noqa: E402
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     plain_loop,
@@ -234,7 +230,8 @@ def test_the_screen_shows_only_our_own_lines(
 
 
 def test_the_exported_model_is_the_last_version(run: Path, summary: dict) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = run / "checkpoints" / "final"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

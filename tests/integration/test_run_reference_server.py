@@ -6,19 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.v1 import trainer_pb2  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.v1 import trainer_pb2
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
     run_command,
     summary_of,
     write_config,
 )
-from support.rigs.teacher_server import NAME, teacher_server  # noqa: E402
+from support.rigs.teacher_server import NAME, teacher_server
 
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
 

@@ -6,17 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.client.launch.placement import uses_gpus  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.client.launch.placement import uses_gpus
+from support.rigs.run_processes import (
     check_ledger,
     run_command,
     summary_of,
 )
-from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest  # noqa: E402
+from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

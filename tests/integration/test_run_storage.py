@@ -3,17 +3,13 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.run_processes import (  # noqa: E402
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
     run_command,
     summary_of,
 )
-from support.rigs.smallest_run import (  # noqa: E402
+from support.rigs.smallest_run import (
     SHORT,
     SMALLEST,
     own_settings,

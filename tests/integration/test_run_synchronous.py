@@ -3,13 +3,9 @@
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from slipstream.v1 import trainer_pb2  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.v1 import trainer_pb2
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     plain_loop,

@@ -5,14 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.fakes import example_tools  # noqa: E402
-from support.fakes.chat_models import make_chat_model  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.fakes import example_tools
+from support.fakes.chat_models import make_chat_model
+from support.rigs.run_processes import (
     check_ledger,
     command,
     connection,

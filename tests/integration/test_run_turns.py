@@ -3,10 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from support.rigs.run_processes import (  # noqa: E402
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     rows_of,

@@ -8,13 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import EngineDied, Sampling  # noqa: E402
-from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
-from support.rigs.engine_rig import engine_rig  # noqa: E402
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import EngineDied, Sampling
+from slipstream.rollout_server.weights.direct_line import DirectLine
+from support.rigs.engine_rig import engine_rig
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
