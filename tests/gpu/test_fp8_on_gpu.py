@@ -19,10 +19,7 @@ LIMIT_S = 300
 
 @pytest.mark.parametrize(
     ("method", "cache", "delta"),
-    [
-        ("fp8_per_channel", "auto", "off"),
-        ("fp8_per_channel", "fp8", "gpu"),
-    ],
+    [("fp8_per_channel", "auto", "off"), ("fp8_per_channel", "fp8", "gpu")],
 )
 @pytest.mark.parametrize("shape", ["biased", "qwen3-6-layers", "qwen3-0.6b"])
 def test_a_plan_quantises_as_vllms_loader_does(

@@ -12,10 +12,7 @@ from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server.engine_interface import (
-    Generation,
-    TextOptions,
-)
+from slipstream.rollout_server.engine_interface import Generation, TextOptions
 from support.fakes.plain_matrices import keep_matrices_plain
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_for

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from slipstream.core.types import (
-    Branch,
-    FailureKind,
-    PolicyVersion,
-    ServerId,
-    Status,
-    Trajectory,
-)
+from slipstream.core.types import Branch, FailureKind, PolicyVersion, ServerId, Status, Trajectory
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer

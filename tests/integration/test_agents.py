@@ -13,13 +13,7 @@ import pytest_asyncio
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
-from support.fakes.agent_rig import (
-    SAMPLING,
-    AgentRig,
-    agent_config,
-    agent_rig,
-    script,
-)
+from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
 from support.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -119,11 +113,7 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) 
         if word == "space":
             assert (blocks[0] == {"type": "text", "text": "\n\n"}) is stream
             blocks = [use]
-        result = {
-            "type": "tool_result",
-            "tool_use_id": use["id"],
-            "content": f"{word} {5 + turn}",
-        }
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": f"{word} {5 + turn}"}
         messages += [
             {"role": "assistant", "content": blocks},
             {"role": "user", "content": [result]},
@@ -361,10 +351,7 @@ async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -
     first = await client.responses.create(model="m", input="hi", instructions="Be short.")
     for instructions in ("Be short.", "Be long."):
         await client.responses.create(
-            model="m",
-            input="more",
-            instructions=instructions,
-            previous_response_id=first.id,
+            model="m", input="more", instructions=instructions, previous_response_id=first.id
         )
     assert rig.runs() == [2, 1]
 
@@ -454,8 +441,7 @@ async def test_an_error_of_the_engine_is_503_and_says_when_to_come_again(rig, st
     rig.engine.fail_with = "the engine abandoned it"
     async with rig.http() as client:
         answer = await client.post(
-            "/v1/chat/completions",
-            json={"model": "m", "messages": [QUESTION], "stream": stream},
+            "/v1/chat/completions", json={"model": "m", "messages": [QUESTION], "stream": stream}
         )
     if stream:
         # The stream had begun.
@@ -473,8 +459,7 @@ async def test_what_the_engine_refuses_is_the_clients_fault(rig, stream) -> None
     rig.engine.fail_with = RequestRefused("logprobs must be at most 20, got 21")
     async with rig.http() as client:
         answer = await client.post(
-            "/v1/chat/completions",
-            json={"model": "m", "messages": [QUESTION], "stream": stream},
+            "/v1/chat/completions", json={"model": "m", "messages": [QUESTION], "stream": stream}
         )
     if stream:
         assert '"code":400' in answer.text.replace(" ", "")

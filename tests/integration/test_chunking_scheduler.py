@@ -30,11 +30,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
     config = small_config(
         model={"path": str(folder), "dtype": "float32"},
         sampling={"max_reply_tokens": 64, "max_episode_tokens": 96},
-        rollout_server={
-            "max_episodes": 8,
-            "enforce_eager": True,
-            "engine": {"block_size": BLOCK},
-        },
+        rollout_server={"max_episodes": 8, "enforce_eager": True, "engine": {"block_size": BLOCK}},
     )
     return engine_config(config, seed=0)
 
@@ -804,10 +800,7 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
     for seed in range(SEEDS):
         ours, theirs = (
             start(
-                ours=each,
-                overlapping=overlapping,
-                num_blocks=num_blocks,
-                newer_runner=newer_runner,
+                ours=each, overlapping=overlapping, num_blocks=num_blocks, newer_runner=newer_runner
             )
             for each in (True, False)
         )

@@ -152,11 +152,7 @@ def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(fol
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["status"],
-        ["submit", "m:C"],
-        ["rollout-server", "config.toml", "--connect-timeout-s", "2"],
-    ],
+    [["status"], ["submit", "m:C"], ["rollout-server", "config.toml", "--connect-timeout-s", "2"]],
     ids=lambda arguments: arguments[0],
 )
 def test_a_server_that_is_no_controller_is_refused(

@@ -19,12 +19,7 @@ from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.rich_errors import Reason, error_info
-from slipstream.v1 import (
-    environment_pb2,
-    environment_pb2_grpc,
-    trainer_pb2,
-    trajectory_pb2,
-)
+from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
@@ -278,8 +273,7 @@ async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog
 
 async def test_evaluations_run_before_between_and_after(tmp_path):
     config = with_evaluations(
-        make_config(tmp_path, run__steps=6),
-        {"name": "held", "num_episodes": 10, "every_steps": 3},
+        make_config(tmp_path, run__steps=6), {"name": "held", "num_episodes": 10, "every_steps": 3}
     )
     trainer = FakeTrainer(config.controller.address, step_s=0.02)
     summary = await play(config, trainer=trainer)

@@ -12,11 +12,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
-from slipstream.rollout_server.engine_interface import (
-    EngineDied,
-    FinishReason,
-    Sampling,
-)
+from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
 from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
 from slipstream.v1 import weights_pb2
 from vllm.v1.engine.exceptions import EngineDeadError

@@ -14,14 +14,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.rollout_server.engine_interface import GenerationFailed, TextOptions
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.adapter_engine import (
-    RANK,
-    SAMPLING,
-    SEQUENCE,
-    Rig,
-    Weights,
-    adapters_for,
-)
+from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, Weights, adapters_for
 from support.rigs.started_engine import become_a_server, started_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

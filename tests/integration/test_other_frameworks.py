@@ -35,13 +35,7 @@ from slipstream.learner.controller.records.journal import read_batch, read_recor
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
-from support.rigs.run_processes import (
-    ROOT,
-    check_ledger,
-    command,
-    summary_of,
-    write_config,
-)
+from support.rigs.run_processes import ROOT, check_ledger, command, summary_of, write_config
 from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]

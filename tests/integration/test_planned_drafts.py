@@ -127,10 +127,7 @@ class Engine:
 
         init_none_hash(sha256)
         sampling = SamplingParams(
-            max_tokens=limit,
-            ignore_eos=True,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            max_tokens=limit, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
         )
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.tokens[name], self.logprobs[name] = [], []

@@ -284,13 +284,7 @@ def test_sequence_parallelism_needs_no_groups_of_its_own(swapped: list[dict]) ->
         assert found["groups_again"] == 0
 
 
-SAVED = (
-    "one",
-    "tp2-pp2-dp2",
-    "sp2-pp2-pp2-tied",
-    "tp2-sp2-dp2-offload",
-    "dp2-dp2-dp2-overlap",
-)
+SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "tp2-sp2-dp2-offload", "dp2-dp2-dp2-overlap")
 # The checkpoint, and the layout into which it is loaded.
 LOADED = (
     "one:one",

@@ -127,12 +127,7 @@ def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
     entry = {"name": "asks", "reference": "user_agents:AsksTheStart", "timeout_s": 60.0}
     learning = {"lora": LORA, "algorithm__learning_rate": 2e-2, "weights__verify_every": 2}
     write_config(
-        agents_folder(tmp_path),
-        tiny_model,
-        run__steps=8,
-        environments=[entry],
-        **SIZES,
-        **learning,
+        agents_folder(tmp_path), tiny_model, run__steps=8, environments=[entry], **SIZES, **learning
     )
     run = run_command("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
     assert run.returncode == 0, run.stdout + run.stderr

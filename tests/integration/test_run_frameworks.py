@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.run_processes import (
-    check_ledger,
-    rows_of,
-    run_command,
-    summary_of,
-    write_config,
-)
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of, write_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +35,7 @@ CASES = {
             "dataset": [
                 {"name": "coin_flip", "weight": 1.0},
                 {"name": "letter_counting", "weight": 2.0, "config": {"max_words": 8}},
-            ],
+            ]
         },
     ),
     "frozen-lake": ("gymnasium", GYMNASIUM, gym("FrozenLake-v1", 4, render_mode="ansi")),

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch.preflight import free_port
 from support.references.documented_metrics import tables
-from support.rigs.run_processes import (
-    check_ledger,
-    rows_of,
-    run_command,
-    summary_of,
-    write_config,
-)
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of, write_config
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,12 +8,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from slipstream.client.launch.preflight import free_port
-from support.rigs.run_processes import (
-    check_ledger,
-    rows_of,
-    run_command,
-    summary_of,
-)
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,11 +16,7 @@ from slipstream.learner.controller.receipt import pack, unpack
 from slipstream.learner.controller.receipt_checks import check
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.references.documented_metrics import tables
-from support.rigs.changed_receipt import (
-    changed_receipt,
-    in_journal,
-    in_json,
-)
+from support.rigs.changed_receipt import changed_receipt, in_journal, in_json
 from support.rigs.run_processes import (
     check_ledger,
     copy_environments,

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.v1 import trainer_pb2
-from support.rigs.run_processes import (
-    check_ledger,
-    rows_of,
-    run_command,
-    summary_of,
-    write_config,
-)
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of, write_config
 from support.rigs.teacher_server import NAME, teacher_server
 
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]

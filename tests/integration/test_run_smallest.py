@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.placement import uses_gpus
-from support.rigs.run_processes import (
-    check_ledger,
-    run_command,
-    summary_of,
-)
+from support.rigs.run_processes import check_ledger, run_command, summary_of
 from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -30,11 +26,7 @@ ARITHMETIC = "slipstream.environments.arithmetic:Arithmetic"
     ],
 )
 def test_a_run_chooses_all_but_model_environment_and_steps(
-    start: list[str],
-    name: str,
-    tmp_path: Path,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: list[str], name: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)

@@ -3,18 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.rigs.run_processes import (
-    check_ledger,
-    rows_of,
-    run_command,
-    summary_of,
-)
-from support.rigs.smallest_run import (
-    SHORT,
-    SMALLEST,
-    own_settings,
-    plain_engine,
-)
+from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of
+from support.rigs.smallest_run import SHORT, SMALLEST, own_settings, plain_engine
 
 __all__ = ["plain_engine"]
 pytestmark = [

@@ -12,13 +12,7 @@ from typing import Any
 
 from slipstream.client import Environment
 from slipstream.client.episode_host import EpisodeHost
-from slipstream.core.types import (
-    Branch,
-    FailureKind,
-    ServerId,
-    Status,
-    Trajectory,
-)
+from slipstream.core.types import Branch, FailureKind, ServerId, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.episodes.renderer import Renderer

@@ -128,10 +128,7 @@ def sent_to(model: torch.nn.Module, expert_ids: torch.Tensor) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        *((family, "one") for family in FAMILIES),
-        *((family, f"one{REPLAY}") for family in MIXTURES),
-    ],
+    [*((family, "one") for family in FAMILIES), *((family, f"one{REPLAY}") for family in MIXTURES)],
 )
 def test_one_rank_trains_images_like_plain_transformers(
     family: str, layout: str, folder: Path, trained

@@ -15,11 +15,7 @@ from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.published_qwen35 import write_as_published
 from support.ranks.vision_ranks import conversations, replied
-from support.references.plain_vision import (
-    Conversation,
-    plain_logprobs,
-    plain_model,
-)
+from support.references.plain_vision import Conversation, plain_logprobs, plain_model
 from support.rigs import vision_engine
 from support.rigs.adapter_engine import RANK, SCALE, Rig, adapters_for
 from support.rigs.sent_engine import run_engine

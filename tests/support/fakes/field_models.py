@@ -172,12 +172,7 @@ FAMILIES = {
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         LATENT
-        | {
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "n_group": 2,
-            "topk_group": 1,
-        },
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1},
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2},
     ),
     "deepseek2": Family(

@@ -36,11 +36,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
         {"model": {"dtype": "float16"}, "learner": {"optimizer": {"loss_scale_window": 1}}},
     ),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
-    "tp2-dropout": (
-        2,
-        "llama",
-        {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}},
-    ),
+    "tp2-dropout": (2, "llama", {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}}),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
     "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),

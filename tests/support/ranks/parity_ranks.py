@@ -114,11 +114,7 @@ def slow_sends() -> Iterator[None]:
 def recorded_inputs(policy: Policy) -> Iterator[dict]:
     """Records this rank's coordinates, and what enters its first chunk for each micro batch."""
     ranks = policy.ranks
-    found: dict = {
-        "dp": ranks.dp_rank,
-        "cp": ranks.cp_rank,
-        "micro_batches": [],
-    }
+    found: dict = {"dp": ranks.dp_rank, "cp": ranks.cp_rank, "micro_batches": []}
 
     def record(_: object, inputs: tuple, named: dict) -> None:
         bounds = named["packed_seq_params"].cu_seqlens_q.tolist()

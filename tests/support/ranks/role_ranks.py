@@ -111,10 +111,7 @@ def config_of(name: str, folder: Path) -> Config:
     table["learner"] |= layout.learner
     table["sampling"] |= layout.sampling
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
-    table["reference"] = {
-        "refresh_every_steps": REFRESH_STEPS,
-        "parallel": layout.reference,
-    }
+    table["reference"] = {"refresh_every_steps": REFRESH_STEPS, "parallel": layout.reference}
     if layout.model != "tied":
         table["algorithm"]["kl"]["estimator"] = "forward_top_k"
         table["reference"]["top_k"] = TOP_K
