@@ -23,6 +23,7 @@ from support.rigs.run_processes import (
     command,
     copy_environments,
     run_command,
+    succeed,
     write_config,
 )
 
@@ -215,8 +216,7 @@ def test_help_is_instant_since_it_imports_nothing_of_others() -> None:
 
 def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> None:
     override = "algorithm.max_staleness=5"
-    result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed("run", "config.toml", override, "--dry-run", cwd=folder)
     assert result.stderr == ""
     printed = tmp_path / "printed.toml"
     printed.write_text(result.stdout)
@@ -227,8 +227,7 @@ def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> N
 
 def test_dry_run_warns_of_stale_training_without_a_correction(folder: Path) -> None:
     override = 'algorithm.weight="none"'
-    result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed("run", "config.toml", override, "--dry-run", cwd=folder)
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("# Warning: ")]
     assert "algorithm.max_staleness is 2 without a correction" in note
 
@@ -242,8 +241,7 @@ def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
     ]
     first = run_command("learner", "config.toml", *settings, "--node-rank=0", cwd=folder)
     check_refused(first, "queue.redis_password_file: none: No such file")
-    second = run_command("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
-    assert second.returncode == 0, second.stderr
+    succeed("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
 
 
 STARTS_A_SERVER = (
@@ -307,16 +305,14 @@ def test_every_dry_run_checks_the_engine(command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["learner", "rollout-server"])
 def test_every_service_has_a_dry_run(command: str, folder: Path) -> None:
-    result = run_command(command, "config.toml", "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed(command, "config.toml", "--dry-run", cwd=folder)
     assert tomllib.loads(result.stdout)["run"]["name"] == "run"
 
 
 def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     override = 'environments.0.reference="nomodule:E"'
     check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
-    result = run_command("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    succeed("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
 
 
 async def test_of_two_commands_that_start_one_run_together_one_goes_on(

@@ -31,11 +31,17 @@ import pytest
 from slipstream.client.environment import Message, StepResult
 from slipstream.client.launch.preflight import free_port
 from slipstream.environments.frameworks.openenv import OpenEnv
-from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
-from support.rigs.run_processes import ROOT, check_ledger, command, summary_of, write_config
+from support.rigs.run_processes import (
+    ROOT,
+    check_ledger,
+    command,
+    summary_of,
+    trained_trajectories,
+    write_config,
+)
 from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
@@ -316,12 +322,7 @@ async def trained(folder: Path, entries: list[dict], **changes: object) -> Path:
 
 def were_trained(run: Path) -> set[str]:
     """The environments whose trajectories were trained."""
-    batches = [record for record in read_records(run / "journal") if record["kind"] == "batch"]
-    return {
-        trajectory.environment
-        for record in batches
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    }
+    return {trajectory.environment for trajectory in trained_trajectories(run)}
 
 
 @pytest.mark.slow

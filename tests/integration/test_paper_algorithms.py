@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
-from support.rigs.run_processes import ROOT, check_ledger, run_command, summary_of, write_config
+from support.rigs.run_processes import (
+    ROOT,
+    check_ledger,
+    succeed,
+    summary_of,
+    write_config,
+)
 from support.rigs.smallest_run import run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -49,13 +55,11 @@ def copy_algorithms(folder: Path) -> None:
 def test_it_learns_and_its_run_can_be_replayed(name: str, tmp_path: Path, tiny_model: Path) -> None:
     copy_algorithms(tmp_path)
     write_config(tmp_path, tiny_model, **SETTINGS[name])
-    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeed("run", "config.toml", cwd=tmp_path, limit_s=600)
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
-    replay = run_command("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
     assert len(replay.stdout.splitlines()) == summary["steps"]
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.fakes import letter_agents
 from support.rigs.adapter_runs import LORA
 from support.rigs.run_processes import (
     check_ledger,
     command,
     connection,
-    run_command,
+    succeed,
     summary_of,
+    trained_trajectories,
     until_step,
     write_config,
 )
@@ -48,15 +48,6 @@ SCORE = "import sys; print(open('reply.txt').read().split()[:1] == [sys.argv[1]]
 def agents_folder(folder: Path) -> Path:
     shutil.copy(letter_agents.__file__, folder / "user_agents.py")
     return folder
-
-
-def trajectories(run: Path) -> list:
-    return [
-        trajectory
-        for record in read_records(run / "journal")
-        if record["kind"] == "batch"
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    ]
 
 
 async def test_agents_of_every_kind_train_the_model_with_every_default(
@@ -97,7 +88,7 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
     check_ledger(summary)
-    found = trajectories(tmp_path / "run")
+    found = trained_trajectories(tmp_path / "run")
     assert {t.environment for t in found} == {"smallest", "plainly", "program", "served"}
     # The second call of an episode continues the tokens of the first one.
     twice = [t for t in found if t.metrics.get("attempts") == 2.0]
@@ -129,11 +120,10 @@ def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
     write_config(
         agents_folder(tmp_path), tiny_model, run__steps=8, environments=[entry], **SIZES, **learning
     )
-    run = run_command("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
-    assert run.returncode == 0, run.stdout + run.stderr
+    succeed("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)
-    found = trajectories(tmp_path / "run")
+    found = trained_trajectories(tmp_path / "run")
     # Many versions sampled the replies; beside all of them the judge said what version 0 says.
     assert len({span.version.step for t in found for span in t.version_spans}) > 3
     assert {t.metrics["said"] for t in found} == {float(zlib.crc32(likeliest(tiny_model)))}

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.learner.controller.records.journal import read_records
 from support.fakes.example_environments import Repeat
 from support.rigs.run_processes import (
     WORKER,
@@ -18,6 +18,7 @@ from support.rigs.run_processes import (
     copy_environments,
     run_command,
     summary_of,
+    trained_trajectories,
     until_status,
     until_step,
     write_config,
@@ -56,27 +57,9 @@ def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
     return {entry.name: entry for entry in status.environments}
 
 
-def trained_environments(run: Path) -> set[str]:
-    return {
-        trajectory.environment
-        for record in read_records(run / "journal")
-        if record["kind"] == "batch"
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    }
-
-
 def rewards_by_step(run: Path) -> list[float]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [entry["reward_mean"] for entry in map(json.loads, lines) if "reward_mean" in entry]
-
-
-def trained_tasks(run: Path) -> set[int]:
-    return {
-        trajectory.task_index
-        for record in read_records(run / "journal")
-        if record["kind"] == "batch"
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    }
 
 
 @pytest.mark.timeout(700)
@@ -108,7 +91,7 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     causes = [set_aside[task] for task in sorted(bad)]
     for cause, said in zip(causes, SABOTAGE, strict=True):
         assert said in cause
-    assert trained_tasks(tmp_path / "run") == set(range(25)) - bad
+    assert {t.task_index for t in trained_trajectories(tmp_path / "run")} == set(range(25)) - bad
     rewards = rewards_by_step(tmp_path / "run")
     assert fmean(rewards[-3:]) > 2 * fmean(rewards[:3]), rewards
 
@@ -203,4 +186,5 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)
     assert summary["max_lag_seen"] <= 2
-    assert trained_environments(tmp_path / "run") == {"configured", "submitted", "served"}
+    trained = {t.environment for t in trained_trajectories(tmp_path / "run")}
+    assert trained == {"configured", "submitted", "served"}

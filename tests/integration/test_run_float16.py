@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slipstream.learner.controller.records.journal import read_records
-from support.rigs.run_processes import run_command
+from support.rigs.run_processes import succeed
 from support.rigs.smallest_run import plain_engine, run_smallest
 
 __all__ = ["plain_engine"]
@@ -22,8 +22,7 @@ FLOAT16 = (f"run.steps={STEPS}", "model.dtype=float16", "weights.verify_every=1"
 def check_replay(run: Path) -> None:
     recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
     assert len(recorded) == STEPS
-    replay = run_command("replay", run, limit_s=200)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", run, limit_s=200)
     assert replay.stdout.count("as recorded") == STEPS
 
 

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of, write_config
+from support.rigs.run_processes import (
+    check_ledger,
+    rows_of,
+    succeed,
+    summary_of,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,8 +84,7 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         learner__micro_batch_tokens=4096,
         rollout_server__max_episodes=32,
     )
-    done = run_command("run", config, cwd=tmp_path, limit_s=1200.0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeed("run", config, cwd=tmp_path, limit_s=1200.0)
     summary = summary_of(tmp_path / "run")
     assert summary["steps"] == STEPS
     assert summary["ledger"]["failed"] == 0

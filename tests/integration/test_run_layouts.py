@@ -10,7 +10,7 @@ from support.fakes.tiny_models import make_model_folder
 from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
-    run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -70,8 +70,7 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(
         weights__verify_every=1,
         **LAYOUTS[layout],
     )
-    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=200)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeed("run", "config.toml", cwd=tmp_path, limit_s=200)
     assert result.stderr == ""
     summary = summary_of(tmp_path / "run")
     assert summary["steps"] == 3
@@ -84,6 +83,5 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(
         steps = [json.loads(line) for line in lines]
         assert [step["routing_unrecorded"] for step in steps] == [0.0] * 3
         assert all(0 <= step["routing_difference"] < 0.2 for step in steps)
-    replay = run_command("replay", tmp_path / "run", limit_s=100)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", tmp_path / "run", limit_s=100)
     assert replay.stdout.count("as recorded") == 3

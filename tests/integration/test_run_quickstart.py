@@ -23,6 +23,7 @@ from support.rigs.run_processes import (
     plain_loop,
     rows_of,
     run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -290,8 +291,7 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     subprocess.run(["tar", "-xzf", receipt], cwd=tmp_path, check=True)
     shutil.copytree(tiny_model, tmp_path / "copy")
     arguments = ["run", "--step", STEPS - 1, "model.path=copy"]
-    replay = run_command("replay", *arguments, cwd=tmp_path, limit_s=100)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", *arguments, cwd=tmp_path, limit_s=100)
     assert replay.stderr == ""
     assert [line.split() for line in replay.stdout.splitlines()] == [
         ["version", str(version), digest, "as", "recorded"]

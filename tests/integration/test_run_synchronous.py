@@ -10,7 +10,7 @@ from support.rigs.run_processes import (
     copy_environments,
     plain_loop,
     rows_of,
-    run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -34,8 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         queue__kind="redis",
         weights__transport="ipc",
     )
-    result = run_command("run", "config.toml", cwd=folder, limit_s=250)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeed("run", "config.toml", cwd=folder, limit_s=250)
     assert result.stderr == ""
     return folder / "run"
 

@@ -7,7 +7,7 @@ from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     rows_of,
-    run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -28,8 +28,7 @@ SETTINGS = {
 def test_a_run_in_turns_trains_what_its_engine_sampled(tmp_path: Path, tiny_model: Path) -> None:
     folder = copy_environments(tmp_path)
     write_config(folder, tiny_model, run__steps=5, **SETTINGS)
-    result = run_command("run", "config.toml", cwd=folder, limit_s=400)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeed("run", "config.toml", cwd=folder, limit_s=400)
     told = result.stdout
     # The learner has given its memory back before the engine starts.
     assert told.index("the trainer has") < told.index("rollout server server-0 joined")

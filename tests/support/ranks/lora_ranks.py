@@ -94,7 +94,7 @@ def config_of(name: str, folder: Path) -> Config:
         lora["dropout"] = 0.25
     if name in MIXTURES:
         lora["target_modules"] = ["linear_qkv", "linear_proj"]
-    # Where a step drops, its slope is known for these passes: routes of tokens may change in others.
+    # Where a step drops its slope is known for these passes; in others a route may change.
     passes = {} if name in DROPOUT else {"micro_batch_tokens": 400}
     own = {"learner": learner | {"world_size": world_size} | passes, "lora": lora}
     return settings_of(folder / model, own)
