@@ -13,6 +13,10 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
+from slipstream.rollout_server.vllm.engine import VllmEngine
+from slipstream.rollout_server.vllm.engine_requests import TokenCounter
+from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
+from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
 from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
 from slipstream.v1 import weights_pb2
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -27,8 +31,6 @@ class NotedCalls:
     """Stands for AsyncLLM: notes when it is called; `arrived` lets an update's buckets come."""
 
     def __init__(self) -> None:
-        from slipstream.rollout_server.vllm.engine_requests import TokenCounter
-
         self.noted: list[str] = []
         self.errored = False
         self.arrived = asyncio.Event()
@@ -98,8 +100,6 @@ class Rig:
     """An engine that has a plan for its copies and serves version 1."""
 
     def __init__(self, *, answer_limit_s: float = 120.0) -> None:
-        from slipstream.rollout_server.vllm.engine import VllmEngine
-
         self.llm, self.line = NotedCalls(), DirectLine(1)
         # The engine's end of the line.
         self.end = WorkerEnd(0)
@@ -369,8 +369,6 @@ async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
 def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies() -> (
     None
 ):
-    from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
-
     class Worker(WorkerExtension):
         waits = 0
 
@@ -397,8 +395,6 @@ def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless
 
 
 def test_copies_are_under_way_until_the_device_has_ended_them() -> None:
-    from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
-
     engine = object.__new__(SlipstreamWeightTransfer)
     seen = []
 

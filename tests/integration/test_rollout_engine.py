@@ -18,10 +18,14 @@ from slipstream.rollout_server.engine_interface import (
     Sampling,
     TextOptions,
 )
-from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS
+from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, check_outputs
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.running_replies import until_generated
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -119,10 +123,6 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
 
 async def sample_as(rig, kind: str, parameters: dict[str, object]):
     """24 requests of the same seeds, all known to the engine before its first step."""
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
     await rig.engine.pause()
     waiting = []
     for number in range(24):
@@ -192,9 +192,6 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
 
 
 async def test_outputs_of_another_vllm_are_refused() -> None:
-    from slipstream.rollout_server.vllm.chunking_scheduler import check_outputs
-    from vllm.v1.engine import EngineCoreOutput
-
     known = set(EngineCoreOutput.__struct_fields__)
     check_outputs(known)
     with pytest.raises(ConfigError, match=r"differ from 0\.32\.0's in: new_thing"):

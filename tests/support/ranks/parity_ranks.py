@@ -19,7 +19,7 @@ import torch.distributed as dist
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 
-from support.ranks.parity_layouts import LAYOUTS, batches, config_of, probe
+from support.ranks.parity_layouts import LAYOUTS, PARITY_STEPS, batches, config_of, probe
 from support.ranks.rank_program import kept, opened, score, weights_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def train(folder: Path, job: str) -> None:
 
     sequences, metrics = probe(config), []
     logprobs = [score(policy, sequences)]
-    for batch in batches(config):
+    for batch in batches(config)[:PARITY_STEPS]:
         with recorded_inputs(policy) as inputs:
             metrics.append(step.run(batch).metrics)
         if batch.step == 0:
