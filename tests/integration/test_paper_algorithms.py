@@ -96,22 +96,3 @@ def test_a_run_with_grpo_written_down_again_has_the_built_in_ones_bits(
     )
     assert replay.returncode == 0, replay.stdout + replay.stderr
     assert replay.stdout.count("as recorded") == summary["steps"]
-
-
-def test_all_five_are_functions_of_one_run(tmp_path: Path, tiny_model: Path) -> None:
-    # ALP's costs would make rewards negative, which MaxRL refuses.
-    settings = """
-        loss=deploy.algorithms.gmpo:loss
-        loss_args={ clip_high = 0.3 }
-        weight=deploy.algorithms.dppo:weight
-        advantage=deploy.algorithms.maxrl:advantage
-        reward=deploy.algorithms.alp:reward
-        reward_args={ beta = 0.0 }
-        filter=deploy.algorithms.difficulty:filter
-        filter_args={ low = 0.0, high = 1.0 }
-    """
-    lines = [f"algorithm.{line.strip()}" for line in settings.strip().splitlines()]
-    summary, rows = run_smallest(tmp_path, tiny_model, *lines)
-    assert (summary["state"], summary["steps"]) == ("finished", 3)
-    steps = [row for row in rows if "step" in row]
-    assert all({"gmpo_clipped", "dppo_masked"} <= set(row) for row in steps)
