@@ -6,7 +6,6 @@ import math
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from slipstream.core.configuration.config_file import parse_config
@@ -17,7 +16,7 @@ from benchmarks.asynchrony import speedup as asynchrony
 from benchmarks.asynchrony import step_windows
 from benchmarks.common.rig import SteeredController
 from benchmarks.common.shapes import SHAPES
-from benchmarks.common.workloads import reply_length, van_der_corput
+from benchmarks.common.workloads import reply_length
 from benchmarks.weights import broadcast as weight_broadcast
 from benchmarks.weights import wire
 
@@ -32,10 +31,6 @@ def test_every_stretch_of_lengths_has_nearly_the_same_sum_and_the_same_tail() ->
     sums = [sum(stretch) for stretch in stretches]
     assert (max(sums) - min(sums)) / statistics.fmean(sums) < 0.15
     assert min(max(stretch) for stretch in stretches) > 5 * 96
-
-
-def test_van_der_corput_mirrors_bits() -> None:
-    assert [van_der_corput(place) for place in range(5)] == [0.0, 0.5, 0.25, 0.75, 0.125]
 
 
 def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
@@ -138,26 +133,6 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         "| one buffer (limit) | 333.3 | 3.00 (3.00-4.00) | 1.00 | 4.00 (4.00-5.00) | 1.00 "
         "| 4.0 (4.0-5.0) | 1.00 |  |  |  |"
     )
-
-
-def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
-    def row(sent_s: float, *copied: int) -> dict[str, Any]:
-        names = ("started_s", "loaded_s", "serving_s", "served_s", "finished_s")
-        times = dict.fromkeys(names, 0.001)
-        servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}
-        return {**times, "sent_s": sent_s, "trainer": {"bytes_sent": 5.0}, "servers": servers}
-
-    found = weight_broadcast.Found()
-    found.ours["idle"] = [row(0.006, 1, 1), row(0.008, 1, 0)]
-    assert weight_broadcast.stages(found)[0] == "| stage | idle, ms |"
-    found.ours["busy"] = [row(0.030, 1)]
-    lines = weight_broadcast.stages(found)
-    assert lines[0] == "| stage | idle, ms | busy, ms |"
-    assert lines[3] == "| controller: sent | 7.00 (6.00-8.00) | 30.00 (30.00-30.00) |"
-    assert lines[-2:] == [
-        "| server: load | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) |",
-        "| server: loads by copy plan | 3 of 4 | 1 of 1 |",
-    ]
 
 
 def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:

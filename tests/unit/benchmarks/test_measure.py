@@ -75,7 +75,3 @@ def test_failure_of_a_part_is_kept_and_the_next_part_runs(
     assert list(failures) == ["first"]
     assert "no such GPU" in failures["first"]
     assert "no such GPU" in capsys.readouterr().out
-
-
-def test_table_is_markdown() -> None:
-    assert measure.table(["a", "b"], [[1, "x"]]) == ["| a | b |", "|---|---|", "| 1 | x |"]

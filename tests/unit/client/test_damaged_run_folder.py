@@ -145,14 +145,6 @@ def test_the_dashboard_shows_what_is_whole_of_a_run(
     assert reader.trajectories("one", None)["trajectories"] == []
 
 
-def test_trajectories_of_no_step_are_not_shown(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    rows = [{"step": 1}, {}, {"step": "a"}, {"step": None}]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "trajectories.jsonl").write_text(text)
-    assert RunFolders(tmp_path).trajectories(tmp_path.name, None)["trajectories"] == [{"step": 1}]
-
-
 def export_refusal(folder: Path, step: int | None) -> str:
     with pytest.raises(ConfigError) as caught:
         version_to_export(folder, step)

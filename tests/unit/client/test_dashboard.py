@@ -172,23 +172,6 @@ def test_the_page_has_each_place_that_its_script_fills() -> None:
     assert named - {"given"} <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
 
 
-def test_the_page_shows_context_and_samples_of_each_turn() -> None:
-    folder = Path(server.__file__).parent
-    script, style = ((folder / name).read_text() for name in ("page.js", "page.css"))
-    for name in ("context", "context_tokens", "sampled", "sampled_tokens"):
-        assert f"turn.{name}" in script
-    for kind in ("context", "sampled"):
-        assert f'{{ class: "{kind}" }}, turn.{kind})' in script
-        assert f".{kind} {{" in style
-
-
-def test_the_page_shows_all_that_is_known_of_a_branch() -> None:
-    script = (Path(server.__file__).parent / "page.js").read_text()
-    for name in ("name", "reward", "share", "sampled_tokens", "turns"):
-        assert f"branch.{name}" in script
-    assert "other.after?.branch === place" in script
-
-
 def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> None:
     with pytest.raises(ConfigError, match=f"^port {port} of this machine is taken, .* --port"):
         open_dashboard(runs, port)

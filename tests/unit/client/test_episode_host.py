@@ -4,11 +4,10 @@ import dataclasses
 import pytest
 from slipstream.client import Environment, Message, StepResult
 from slipstream.client.episode_host import EpisodeHost, answer_commands
-from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.tool_schemas import read_tools
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
-from support.fakes.fake_workers import Calculator, Empty, Good, Misbehaving, Plain
+from support.fakes.fake_workers import Calculator, Good, Misbehaving, Plain
 
 FAKE = "support.fakes.fake_workers"
 ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
@@ -218,11 +217,6 @@ async def test_calls_that_no_server_should_make_are_refused() -> None:
     assert answer.failure.kind == INFRASTRUCTURE
     await host.close_all()
     assert (await hanging).failure.message == "the episode was closed"
-
-
-def test_an_environment_without_tasks_is_refused() -> None:
-    with pytest.raises(EnvironmentFailed, match=r"Empty.tasks\(\) gives no task"):
-        EpisodeHost(Empty())
 
 
 async def test_a_loaded_environment_answers() -> None:

@@ -1,6 +1,5 @@
 """What models and environments write does not steer the terminal that shows it."""
 
-import importlib.metadata
 import io
 import os
 import subprocess
@@ -110,12 +109,6 @@ def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path) -> None:
 def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "no\x1b[2Jsuch.toml"]) == 2
     assert capsys.readouterr().err == "slipstream: no\\x1b[2Jsuch.toml: no such file\n"
-
-
-def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"slipstream {importlib.metadata.version('slipstream-rl')}\n"
 
 
 @pytest.mark.parametrize(

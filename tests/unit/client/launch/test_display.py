@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.display import Display, loading_line
+from slipstream.client.launch.display import Display
 from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
@@ -96,14 +96,6 @@ def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
     assert "suspended            a: KeyError\n  suspended            b: x\n" in text
 
 
-def test_the_table_says_that_publishes_are_those_since_the_last_start(tmp_path: Path) -> None:
-    _, text = shown(config_of(tmp_path))
-    assert "publishes            3 since the last start, 1 probe compared\n" in text
-    # Each server has a probe of its own, also one that takes its weights from storage.
-    _, text = shown(config_of(tmp_path), publishes=0, publishes_verified=2)
-    assert "publishes            0 since the last start, 2 probes compared\n" in text
-
-
 def test_a_run_shows_where_its_time_went_and_what_would_gain_most(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path))
     assert "time of the trainer  training 70%\n" in text
@@ -113,13 +105,6 @@ def test_a_run_shows_where_its_time_went_and_what_would_gain_most(tmp_path: Path
     _, text = shown(config_of(tmp_path), advice={"gains": gains, "prediction_error": -0.04})
     told = "max_staleness doubled would gain +31% steps/s (the last prediction was off by -4%)"
     assert f"advice               {told}\n" in text
-
-
-def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    begin = "loading model into 1 trainer rank"
-    assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
-    assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:7070"
 
 
 def test_one_round_of_evaluation_is_no_progress(tmp_path: Path) -> None:
