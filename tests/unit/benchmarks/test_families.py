@@ -88,9 +88,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-vl-moe", "gpt-oss"])
-def test_a_family_with_a_tower_replies_behind_images(
-    name: str, tmp_path: Path, commands: list[list[str]]
-) -> None:
+def test_a_family_with_a_tower_replies_behind_images(name, tmp_path, commands):
     measure_family(name, tmp_path / "family", 0, ARGUMENTS)
     assert ("--images" in commands[-1]) == bool(FAMILIES[name].tower)
     assert ("--replay" in commands[-1]) == (name in ("qwen3-vl-moe", "gpt-oss"))
@@ -103,9 +101,7 @@ def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[li
     assert line.split("|")[header.split("|").index(" gap with router replay ")] == " 0.25 "
 
 
-def test_a_family_that_fails_leaves_the_reason_and_its_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatch):
     def fail(command: list[str], log: Path, **_: object) -> str:
         if "--out" not in command:
             return ""
@@ -129,9 +125,7 @@ def test_a_family_that_fails_leaves_the_reason_and_its_logs(
 
 @pytest.mark.parametrize("tiny", [False, True], ids=["wide", "tiny"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_a_shape_that_is_trained(
-    name: str, *, tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_has_a_shape_that_is_trained(name, *, tiny, tmp_path, monkeypatch):
     family = FAMILIES[name]
     model = family.config(tiny=tiny)
     model.architectures = [family.architecture]

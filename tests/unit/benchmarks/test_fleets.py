@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import statistics
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,9 +73,7 @@ def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
 
 
 @pytest.mark.process
-def test_a_window_that_failed_leaves_what_was_measured_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_failed_leaves_what_was_measured_before(tmp_path, monkeypatch):
     monkeypatch.delenv("OUT", raising=False)
     arguments = argparse.Namespace(device="cpu", shape="small", out=tmp_path / "result.json")
     alone = {"generation_s": 2.0, "training_s": 1.0}

@@ -56,9 +56,7 @@ NO_ANSWER = (
         ("INTERNAL", "", False, SlipstreamError, f"the controller at {ADDRESS} failed: INTERNAL"),
     ],
 )
-def test_a_status_becomes_an_error_that_says_what_to_do(
-    code: str, details: str, wants_tls: bool, kind: type[SlipstreamError], message: str
-) -> None:
+def test_a_status_becomes_an_error_that_says_what_to_do(code, details, wants_tls, kind, message):
     errors = CallErrors(ADDRESS, wants_tls=wants_tls)
     found = errors.of_status(grpc.StatusCode[code], details)
     assert (type(found), str(found)) == (kind, message)

@@ -103,9 +103,7 @@ def test_only_a_run_whose_task_is_solved_says_so(runs: Path) -> None:
         assert RunFolders(runs).about("one")["summary"] == told
 
 
-def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(
-    runs: Path,
-) -> None:
+def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(runs):
     assert RunFolders(runs).overview()[0]["suspended_environments"] == {}
     (runs / "one" / "suspended.json").write_text('{"e": "KeyError: 1"}')
     assert RunFolders(runs).overview()[0]["suspended_environments"] == {"e": "KeyError: 1"}
@@ -255,9 +253,7 @@ def test_a_page_of_many_steps_shows_some_of_them_and_the_newest(tmp_path: Path) 
     assert answers["/api/runs/long/trajectories"]["steps"] == []
 
 
-def test_a_page_leaves_out_the_replies_of_old_steps_where_all_are_too_many(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_leaves_out_the_replies_of_old_steps_where_all_are_too_many(tmp_path, capsys):
     run = a_run(tmp_path, "wordy", {"step": 0})
     lines = [{"step": step, "reply": "a" * (3 << 20)} for step in range(1, 7)]
     (run / "trajectories.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))

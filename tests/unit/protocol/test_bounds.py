@@ -134,9 +134,7 @@ def beyond(message: Message, field: FieldDescriptor, bound: bounds_pb2.Bound) ->
 @pytest.mark.parametrize(
     ("message", "field"), [pytest.param(m, f, id=f.full_name[14:]) for m, f in bounded_fields()]
 )
-def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(
-    message: Descriptor, field: FieldDescriptor
-) -> None:
+def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(message, field):
     made, bound = message_factory.GetMessageClass(message)(), bound_of(field)
     assert bound is not None
     if not beyond(made, field, bound):

@@ -76,9 +76,7 @@ REFUSED = (
         (("OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^"), "OSError: full"),
     ],
 )
-def test_the_line_that_names_the_cause_is_found(
-    lines: tuple[str, ...], cause: str, tmp_path: Path
-) -> None:
+def test_the_line_that_names_the_cause_is_found(lines, cause, tmp_path):
     assert last_complaint(write(tmp_path / "log", *lines)) == cause
 
 
@@ -92,9 +90,7 @@ def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "])
-def test_the_exception_is_the_cause_and_not_the_end_of_its_text(
-    prefix: str, tmp_path: Path
-) -> None:
+def test_the_exception_is_the_cause_and_not_the_end_of_its_text(prefix, tmp_path):
     first, *traceback = REFUSED
     lines = [first, *(f"{prefix}{line}" for line in traceback)]
     noise = "2026-01-01 12:00:01 rank 0 WARNING x: the failure could not be reported: UNAVAILABLE"
@@ -185,9 +181,7 @@ async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: P
     )
 
 
-async def test_lines_of_a_growing_log_are_shown_once_and_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_lines_of_a_growing_log_are_shown_once_and_whole(tmp_path, capsys):
     log, ended = write(tmp_path / "log", "version 1", "noise"), asyncio.Event()
     show = asyncio.create_task(show_lines(log, "version ", ended))
     shown = ""
@@ -205,9 +199,7 @@ async def test_lines_of_a_growing_log_are_shown_once_and_whole(
     assert capsys.readouterr().out == "version 2\nversion 3\n"
 
 
-def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(tmp_path, monkeypatch):
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert with_full_disk("it ended", folder) == "it ended"
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
@@ -217,9 +209,7 @@ def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
 
 
 @pytest.mark.process
-async def test_the_end_of_a_program_names_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_program_names_a_full_disk(tmp_path, monkeypatch):
     trainer = await start_script(tmp_path, "trainer", "raise SystemExit('    return half_a_line')")
     assert await trainer.process.wait() == 1
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))

@@ -60,9 +60,7 @@ def test_questions_and_scores_are_the_packages_own() -> None:
         ("number", "eight", None),
     ],
 )
-def test_what_is_judged_follows_the_named_rule(
-    answer: str, reply: str, cut: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_judged_follows_the_named_rule(answer, reply, cut, monkeypatch):
     environment = ReasoningGym("chain_sum", answer=answer)
     asked: list[str | None] = []
     monkeypatch.setattr(

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms import functions
 from slipstream.learner.algorithms.advantages import (
     dr_grpo,
@@ -15,7 +14,7 @@ from slipstream.learner.algorithms.advantages import (
     rloo,
     whitened,
 )
-from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode
 from slipstream.learner.trainer.algorithms.sequences import shuffled
 from support.fakes.packed import algorithm
 
@@ -29,9 +28,7 @@ def scored(scores: Sequence[float] | FloatArray, groups: Sequence[str]) -> list[
     return [episode(group, reward, []) for group, reward in zip(groups, scores, strict=True)]
 
 
-def token_advantages(
-    episodes: Sequence[ScoredEpisode], settings: AlgorithmSection
-) -> list[TokenAdvantages]:
+def token_advantages(episodes, settings):
     return functions.token_advantages(settings, episodes, where="a test")
 
 

@@ -136,9 +136,7 @@ AGGREGATIONS = {
         ("sapo", {"tau_negative": 2.0}, "sapo", {"tau_neg": 2.0}),
     ],
 )
-def test_losses_and_gradients_are_verls(
-    loss: str, settings: dict, name: str, config: dict, aggregation: str
-) -> None:
+def test_losses_and_gradients_are_verls(loss, settings, name, config, aggregation):
     torch.manual_seed(5)
     mode, scale = AGGREGATIONS[aggregation]
     if name == "sapo":

@@ -131,9 +131,7 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         assert not rig.evaluator.is_done()
 
 
-async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(tmp_path):
     async with measuring(tmp_path) as rig:
         first, second = rig.joined("first"), rig.joined("second")
         rig.serve(first, 0)
@@ -161,9 +159,7 @@ async def test_a_server_with_an_order_for_another_version_is_not_measured(tmp_pa
         assert rig.leases(session) == 0
 
 
-async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(tmp_path):
     async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.serve(session, 0)

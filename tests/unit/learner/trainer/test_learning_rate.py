@@ -1,14 +1,11 @@
 import pytest
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.step import learning_rate
 from support.fakes.small_configs import small_config
 
 
-def config_with(
-    warmup_steps: int, decay: dict[str, JsonValue] | None = None, **tables: JsonValue
-) -> Config:
+def config_with(warmup_steps, decay=None, **tables):
     algorithm = {"learning_rate": 0.4, "warmup_steps": warmup_steps, **(decay or {})}
     algorithm["advantage"] = "gae" if tables else "grpo"
     return small_config(algorithm=algorithm, **tables)
@@ -47,9 +44,7 @@ def test_the_policys_warmup_begins_when_the_critics_is_over() -> None:
         ),
     ],
 )
-def test_learning_rate_falls_in_the_last_steps(
-    decay: dict[str, JsonValue], expected: list[float]
-) -> None:
+def test_learning_rate_falls_in_the_last_steps(decay, expected):
     config = config_with(4, decay)
     found = [10 * learning_rate(config, step) for step in range(10)]
     assert found == pytest.approx(expected)
@@ -76,8 +71,6 @@ def test_the_decay_ends_with_the_run_however_long_the_critic_learns_alone() -> N
         (10, {"decay": "linear"}, "got 10 and 1 for 10"),
     ],
 )
-def test_a_decay_that_cannot_be_is_refused(
-    warmup: int, decay: dict[str, JsonValue], said: str
-) -> None:
+def test_a_decay_that_cannot_be_is_refused(warmup, decay, said):
     with pytest.raises(ConfigError, match=said):
         config_with(warmup, decay)

@@ -101,9 +101,7 @@ def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
-async def answer_to(
-    channel: grpc.aio.Channel, method: str, credentials: Credentials, limit_s: float = 20.0
-) -> str:
+async def answer_to(channel, method, credentials, limit_s=20.0):
     """The code with which a call without a handler behind it ends: UNIMPLEMENTED if it is open."""
     call = channel.unary_unary(method)
     try:

@@ -133,9 +133,7 @@ def given_renderer(folder: Path, reply: str, prompt: str) -> Renderer:
 
 
 @pytest.mark.parametrize("name", list(GIVEN))
-def test_a_given_reply_is_what_the_template_writes_behind_its_prompt(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_given_reply_is_what_the_template_writes_behind_its_prompt(name, tmp_path):
     reply, prompt, trained = GIVEN[name]
     renderer = given_renderer(tmp_path, reply, prompt)
     for messages in ([user("a")], [user("a"), REPLY, user("c")]):

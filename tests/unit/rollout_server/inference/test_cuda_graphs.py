@@ -9,13 +9,7 @@ from slipstream.rollout_server.inference.step_rules import (
 )
 
 
-def values(
-    passed: dict[str, object] | None = None,
-    *,
-    wait_steps: int | None = None,
-    on_cpu: bool = False,
-    **settings: object,
-) -> dict[str, object]:
+def values(passed=None, *, wait_steps=None, on_cpu=False, **settings):
     section = RolloutServerSection.model_validate({"max_episodes": 512, **settings})
     return graph_values(section, passed or {}, wait_steps=wait_steps, on_cpu=on_cpu)
 

@@ -468,9 +468,7 @@ def test_a_batch_that_was_set_aside_is_read_back() -> None:
         ("by", 1),
     ],
 )
-def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(
-    field: str, value: object
-) -> None:
+def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(field, value):
     with pytest.raises(ProtocolError, match=f"line 5 of the journal .*{field}"):
         read_history(records_up_to({**SET_ASIDE, field: value}))
 

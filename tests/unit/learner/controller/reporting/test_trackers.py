@@ -365,9 +365,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
 
 @pytest.mark.process
 @needs("wandb")
-def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_id = log_twice(tmp_path, "wandb")
     files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))

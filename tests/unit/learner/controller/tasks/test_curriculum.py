@@ -6,10 +6,10 @@ import pytest
 from pydantic import JsonValue
 from slipstream.core.settings.sections import MAX_WINDOW, CurriculumSection
 from slipstream.core.types import GroupId, ServerId
-from slipstream.learner.controller.records.history import RunHistory, TaskResults, read_history
+from slipstream.learner.controller.records.history import TaskResults, read_history
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 KEY = ServerKey(ServerId("a"), 1)
@@ -19,9 +19,7 @@ def settings(**changes: object) -> CurriculumSection:
     return CurriculumSection.model_validate(changes)
 
 
-def book_with(
-    section: CurriculumSection, num_tasks: int, history: RunHistory | None = None
-) -> tuple[EnvironmentBook, EnvironmentEntry]:
+def book_with(section, num_tasks, history=None):
     book = EnvironmentBook(seed=1, max_failed_groups=2, curricula={"e": (section, 1.0)})
     if history is not None:
         book.restore(history)

@@ -65,9 +65,7 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
 
 
 @pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
-def test_what_another_adapter_sampled_is_quarantined(
-    tmp_path: Path, adapter: str, cause: str
-) -> None:
+def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
     run = Run.of(make_config(tmp_path), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(tmp_path / "journal") as journal:
@@ -90,9 +88,7 @@ def test_what_another_adapter_sampled_is_quarantined(
     assert cause in " ".join(event.text for event in run.events.kept())
 
 
-def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(
-    tmp_path: Path,
-) -> None:
+def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(tmp_path):
     run = Run.of(make_config(tmp_path), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(tmp_path / "journal") as journal:
