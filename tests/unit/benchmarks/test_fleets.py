@@ -103,12 +103,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         # The trainer waited for the servers, and the first of these for the second.
         "trainer": {"wire_s": 0.009, "wire_bytes": 1e9, "bytes_sent": 1e9},
         "servers": {
-            "server-0": {
-                "paused_s": 0.012,
-                "steps_s": 0.005,
-                "wire_s": 0.006,
-                "receive_s": 0.0064,
-            },
+            "server-0": {"paused_s": 0.012, "steps_s": 0.005, "wire_s": 0.006, "receive_s": 0.0064},
             "server-1": {"paused_s": 0.011, "wire_s": 0.005, "receive_s": 0.0054},
         },
     }

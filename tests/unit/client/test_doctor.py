@@ -201,10 +201,7 @@ def test_an_engine_that_cannot_start_is_a_problem(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("sections", "size"),
-    [
-        ({"lora": {"rank": 8}}, "2.0 MB"),
-        ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB"),
-    ],
+    [({"lora": {"rank": 8}}, "2.0 MB"), ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB")],
     ids=["adapters", "offload"],
 )
 def test_what_a_rank_does_not_hold_is_not_counted(tmp_path, sections, size):
@@ -263,10 +260,7 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
         ),
         # It takes vLLM ten seconds to start; a dry run asks it too, in test_command_line.py.
         pytest.param(
-            {},
-            Verdict.OK,
-            "vLLM has what is passed through to it: block_s",
-            marks=pytest.mark.slow,
+            {}, Verdict.OK, "vLLM has what is passed through to it: block_s", marks=pytest.mark.slow
         ),
     ],
 )

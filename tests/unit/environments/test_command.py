@@ -260,12 +260,7 @@ async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_
         assert result.agent_result.reward == 5, result
         # The folder is the program's: what it left there runs in the sandbox as well.
         score = python("import json; print(json.loads(open('score.txt').read()))")
-        scored = Command(
-            python(*code),
-            tasks,
-            score_command=score,
-            **options,
-        )
+        scored = Command(python(*code), tasks, score_command=score, **options)
         failed = await played(scored)
         assert "score_command failed: exit status 1" in failed.failure.message, failed
 

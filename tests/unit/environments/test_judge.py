@@ -129,13 +129,7 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpo
 
 
 @pytest.mark.parametrize(
-    ("said", "number"),
-    [
-        ("7", 7),
-        ("9\n\nScore: .5", 0.5),
-        ("+1e0", 1),
-        ("**8**", 8),
-    ],
+    ("said", "number"), [("7", 7), ("9\n\nScore: .5", 0.5), ("+1e0", 1), ("**8**", 8)]
 )
 async def test_the_number_of_the_last_line_counts(said, number, endpoint):
     assert await score(endpoint, said) == number

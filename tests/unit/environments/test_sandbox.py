@@ -58,14 +58,7 @@ async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(backend, mon
     )
     variables, rest = finished.stdout.decode().split("] ", 1)
     seen = set(ast.literal_eval(variables + "]"))
-    assert seen <= {
-        "HOME",
-        "LANG",
-        "LC_CTYPE",
-        "PATH",
-        "PWD",
-        "TMPDIR",
-    }
+    assert seen <= {"HOME", "LANG", "LC_CTYPE", "PATH", "PWD", "TMPDIR"}
     assert rest == "['__main__.py', 'a'] inside given\n"
     assert (finished.status, finished.stderr, finished.ended_by) == (7, b"words\n", "")
 

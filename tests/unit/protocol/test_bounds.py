@@ -5,12 +5,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.protocol.bounds import (
-    bound_of,
-    check_bounds,
-    decode,
-    max_message_bytes,
-)
+from slipstream.protocol.bounds import bound_of, check_bounds, decode, max_message_bytes
 from slipstream.v1 import (
     bounds_pb2,
     environment_pb2,

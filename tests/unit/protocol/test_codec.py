@@ -227,10 +227,7 @@ def test_a_trajectory_knows_its_identity_and_its_sampled_tokens() -> None:
     trajectory = dataclasses.replace(
         make_trajectory(2, 3),
         run_lengths=(1, 2, 1, 1),
-        version_spans=(
-            VersionSpan(2, PolicyVersion(0, 7)),
-            VersionSpan(1, PolicyVersion(0, 6)),
-        ),
+        version_spans=(VersionSpan(2, PolicyVersion(0, 7)), VersionSpan(1, PolicyVersion(0, 6))),
     )
     assert trajectory.trajectory_id == "g000123.3.0.1234567890abcdef"
     assert trajectory.sampled_mask().tolist() == [False, True, True, False, True]

@@ -69,10 +69,7 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken after")
                 yield pb.DeliverResponse(acknowledged_ids=[request.trajectory_id])
 
-    async with (
-        serving(Breaking(), tmp_path) as channel,
-        GrpcSender(channel, OPEN, 1_000) as sender,
-    ):
+    async with serving(Breaking(), tmp_path) as channel, GrpcSender(channel, OPEN, 1_000) as sender:
         for number in range(10):
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)

@@ -115,10 +115,7 @@ def message_of(error: BaseException) -> str:
 )
 async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, lose, shows):
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with (
-            asyncio.timeout(LIMIT_S),
-            RedisReceiver(server.url(), "run") as receiver,
-        ):
+        async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
             async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
                 for number in range(4):
                     await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)

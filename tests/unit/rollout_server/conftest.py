@@ -72,13 +72,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
             server = RolloutServer(
-                config,
-                fleet.address,
-                ServerId("server-0"),
-                engine,
-                renderer,
-                gateway,
-                waits=waits,
+                config, fleet.address, ServerId("server-0"), engine, renderer, gateway, waits=waits
             )
             task = asyncio.create_task(server.run(stop))
             try:

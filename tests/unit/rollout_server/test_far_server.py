@@ -10,12 +10,7 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS
-from support.rigs.stored_versions import (
-    StoredVersions,
-    changed_content,
-    digests_of,
-    first_content,
-)
+from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED

@@ -11,12 +11,7 @@ from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
-from support.rigs.stored_versions import (
-    StoredVersions,
-    changed_content,
-    digests_of,
-    first_content,
-)
+from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
 from support.rigs.waiting import until
 
 READY = fleet_pb2.PUBLISH_PHASE_READY

@@ -240,8 +240,7 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
 async def test_a_server_without_the_model_or_its_room_is_refused(endpoint, checked) -> None:
     endpoint.max_model_len = 32
     with pytest.raises(
-        ConfigError,
-        match="^reference.server: the .* = 33 tokens, got max_model_len 32",
+        ConfigError, match="^reference.server: the .* = 33 tokens, got max_model_len 32"
     ):
         await check_reference_server(checked, checked.reference.server)
     wrong = checked.reference.server.model_copy(update={"model": "student"})

@@ -493,10 +493,7 @@ async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(serve
     await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_SERVING)
     assert server.engine.running.is_set()
     assert server.engine.version == PolicyVersion(0, 6)
-    assert phases(connection) == [
-        fleet_pb2.PUBLISH_PHASE_LOADED,
-        fleet_pb2.PUBLISH_PHASE_SERVING,
-    ]
+    assert phases(connection) == [fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING]
 
 
 async def test_what_was_loaded_is_not_served_when_the_commit_has_other_digests(server) -> None:

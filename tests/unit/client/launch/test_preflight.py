@@ -34,11 +34,7 @@ from slipstream.client.launch.queue_server import ask_queue
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
-from slipstream.core.settings.config import (
-    Config,
-    EnvironmentSection,
-    SecuritySection,
-)
+from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -182,12 +178,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_certificate_that_clients_refuse_is_told_at_once(
-    certificate: str,
-    ca: str | None,
-    host: str,
-    cause: str,
-    authority: Path,
-    secrets: Path,
+    certificate: str, ca: str | None, host: str, cause: str, authority: Path, secrets: Path
 ) -> None:
     file = authority / f"{certificate}.pem"
     security = SecuritySection(

@@ -53,11 +53,7 @@ async def kept(folder, *codes, reached=()):
         return next(answers, None)
 
     ranks = ScriptedRanks(
-        config,
-        Placement(),
-        ranks=range(len(codes)),
-        warn=told.append,
-        milestones=milestones,
+        config, Placement(), ranks=range(len(codes)), warn=told.append, milestones=milestones
     )
     ranks.codes = codes
     await ranks.start([])

@@ -20,11 +20,7 @@ SEEING = {
 QWEN35 = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 2}}
 BLIND = {"architectures": ["Qwen3ForCausalLM"], **DECODER}
 FP8 = {"quantization": "fp8_per_channel"}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "block",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
 
 def problems(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:

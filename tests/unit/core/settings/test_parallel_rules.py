@@ -167,10 +167,7 @@ STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
         "",
     ),
     (
-        {
-            "account_for_loss_in_pipeline_split": True,
-            "num_layers_in_first_pipeline_stage": 3,
-        },
+        {"account_for_loss_in_pipeline_split": True, "num_layers_in_first_pipeline_stage": 3},
         {"pp": 2},
         8,
         "account_for_loss_in_pipeline_split excludes num_layers_in_first_pipeline_stage",
@@ -233,11 +230,7 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         "learner.transformer.recompute_num_layers needs recompute_granularity = 'full'",
     ),
     (
-        {
-            "transformer": {"cpu_offloading": True},
-            "world_size": 2,
-            "parallel": {"pp": 2},
-        },
+        {"transformer": {"cpu_offloading": True}, "world_size": 2, "parallel": {"pp": 2}},
         "learner.transformer.cpu_offloading needs pp = 1, got pp = 2",
     ),
     (

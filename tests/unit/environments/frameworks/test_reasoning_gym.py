@@ -73,10 +73,7 @@ def test_what_is_judged_follows_the_named_rule(answer, reply, cut, monkeypatch):
 
 def test_several_datasets_come_by_their_weights_with_their_own_scorers() -> None:
     environment = ReasoningGym(
-        [
-            {"name": "chain_sum", "weight": 3, "config": EASY},
-            {"name": "spell_backward"},
-        ],
+        [{"name": "chain_sum", "weight": 3, "config": EASY}, {"name": "spell_backward"}],
         num_tasks=60,
     )
     names = [task["metadata"]["source_dataset"] for task in environment.tasks()]

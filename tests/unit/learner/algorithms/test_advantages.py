@@ -74,10 +74,7 @@ def test_groups_need_not_stand_together() -> None:
 def test_groups_are_compared_within_themselves_only() -> None:
     # Over the whole batch the second group's rewards would all be above the mean.
     scores = np.array([0.0, 1.0, 10.0, 11.0])
-    for found in (
-        grpo(scored(scores, list("aabb"))),
-        rloo(scored(scores, list("aabb"))),
-    ):
+    for found in (grpo(scored(scores, list("aabb"))), rloo(scored(scores, list("aabb")))):
         assert np.sign(found).tolist() == [-1, 1, -1, 1]
 
 

@@ -69,12 +69,7 @@ TOKENS = (NUM_TOKENS / (NUM_TOKENS - 1)) ** 0.5
     ("kind", "formula", "settings", "scale"),
     [
         ("grpo", "compute_grpo_outcome_advantage", {}, MEMBERS),
-        (
-            "dr_grpo",
-            "compute_grpo_outcome_advantage",
-            {"norm_adv_by_std_in_grpo": False},
-            1,
-        ),
+        ("dr_grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}, 1),
         ("rloo", "compute_rloo_outcome_advantage", {}, 1),
         (
             "reinforce_pp_baseline",

@@ -51,12 +51,7 @@ class Rig:
         self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         scheduler = Scheduler(self.run, books, nothing)
         self.evaluator = Evaluator(
-            self.run,
-            books,
-            intake,
-            self.publisher,
-            scheduler,
-            on_result=self.results.append,
+            self.run, books, intake, self.publisher, scheduler, on_result=self.results.append
         )
 
     def joined(self, name: str) -> ServerSession:
@@ -207,11 +202,7 @@ def test_pass_at_2_of_4_replies_with_1_that_passes_is_one_half():
 
 
 def test_rewards_lengths_and_cut_off_replies_are_told():
-    episodes = [
-        episode(0, 0.0, 2, 4),
-        episode(1, 1.0, 6, truncated=True),
-        episode(2, 4.0, 8),
-    ]
+    episodes = [episode(0, 0.0, 2, 4), episode(1, 1.0, 6, truncated=True), episode(2, 4.0, 8)]
     found = evaluation_statistics(episodes, num_failed=2, pass_at=(1,), pass_reward=1.0)
     assert found == {
         "reward_mean": pytest.approx(5 / 3),

@@ -38,10 +38,7 @@ def test_the_policys_warmup_begins_when_the_critics_is_over() -> None:
             [*(1, 2, 3), *(4,) * 4, 3.5, 3, 2.5],
         ),
         ({"decay": "sqrt", "decay_steps": 4}, [*(1, 2, 3), *(4,) * 4, 2, 4 - 8**0.5, 4 - 12**0.5]),
-        (
-            {"decay": "cosine", "decay_steps": 4},
-            [*(1, 2, 3), *(4,) * 4, 2 + 2**0.5, 2, 2 - 2**0.5],
-        ),
+        ({"decay": "cosine", "decay_steps": 4}, [*(1, 2, 3), *(4,) * 4, 2 + 2**0.5, 2, 2 - 2**0.5]),
     ],
 )
 def test_learning_rate_falls_in_the_last_steps(decay, expected):

@@ -92,8 +92,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"],
+    "address", ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"]
 )
 def test_loopback_needs_neither_tls_nor_a_token(address: str) -> None:
     assert is_loopback(address)

@@ -24,13 +24,7 @@ from slipstream.protocol.access.security import (
     open_channel,
 )
 from slipstream.protocol.access.tokens import RIGHTS, Tokens, may_call, role_of, role_token
-from slipstream.v1 import (
-    environment_pb2,
-    fleet_pb2,
-    status_pb2,
-    trainer_pb2,
-    trajectory_pb2,
-)
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.waiting import until
 
 TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)

@@ -30,8 +30,7 @@ def texts(scene: Scene) -> list[str]:
 def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
     digests = DIGESTS if phase == LOADED else []
     scene.publisher.report(
-        session,
-        fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests),
+        session, fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests)
     )
 
 

@@ -126,12 +126,7 @@ class Run:
             return
         self.version, self.attempt = self.version + 1, 0
         self.journal.append(
-            "step",
-            step=step,
-            version=[0, step + 1],
-            digest=f"d{step}",
-            lags=[[0, 10]],
-            several=1,
+            "step", step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1
         )
 
     def set_aside(self, step: int, name: str, groups: list[Group]) -> None:

@@ -15,12 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker, crc32c
-from slipstream.learner.controller.reporting.trackers import (
-    COLUMNS,
-    RunIds,
-    Trackers,
-    ways_to_open,
-)
+from slipstream.learner.controller.reporting.trackers import COLUMNS, RunIds, Trackers, ways_to_open
 from support.rigs.controller_runs import make_config
 
 EPISODE = {
@@ -262,11 +257,7 @@ class FakeService(types.ModuleType):
 def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
     service = FakeService()
     monkeypatch.setitem(sys.modules, "wandb", service)
-    config = make_config(
-        tmp_path,
-        tracking__trackers=["wandb"],
-        tracking__project="sums",
-    )
+    config = make_config(tmp_path, tracking__trackers=["wandb"], tracking__project="sums")
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
     tracker = ways_to_open(config, config.run_dir, print)["wandb"]()

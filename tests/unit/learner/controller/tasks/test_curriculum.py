@@ -98,9 +98,7 @@ def test_a_group_that_is_played_again_counts_once() -> None:
 def test_a_resumed_run_chooses_as_one_that_was_never_stopped(section: CurriculumSection) -> None:
     """The controller is stopped after every choice; the journal alone has the results."""
     live, entry = book_with(section, num_tasks=6)
-    records: list[dict[str, JsonValue]] = [
-        {"kind": "start", "format": 1, "run_id": "r-1"},
-    ]
+    records: list[dict[str, JsonValue]] = [{"kind": "start", "format": 1, "run_id": "r-1"}]
     for number in range(40):
         resumed, again = book_with(section, 6, read_history(records))
         chosen = live.next_task(entry)

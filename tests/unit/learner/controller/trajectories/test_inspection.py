@@ -38,9 +38,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     book.max_staleness = 0
     fleet.epochs.join(KEY)
     trajectory = dataclasses.replace(
-        GOOD,
-        group_id=group.group_id,
-        version_spans=(VersionSpan(2, PolicyVersion(0, oldest)),),
+        GOOD, group_id=group.group_id, version_spans=(VersionSpan(2, PolicyVersion(0, oldest)),)
     )
     with Journal(tmp_path / "journal") as journal:
         journal.append("start", format=1, run_id="r")

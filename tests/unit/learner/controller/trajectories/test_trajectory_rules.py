@@ -59,10 +59,7 @@ def test_nothing_speaks_against_a_good_trajectory() -> None:
     [
         ({"server_epoch": 0xE}, "no rollout server a ever had the epoch e"),
         ({"images": (b"1", b"2")}, "it has 2 images, sampling.max_images is 1"),
-        (
-            {"images": (b"1234",)},
-            "it has an image of 4 bytes, sampling.max_image_bytes is 3",
-        ),
+        ({"images": (b"1234",)}, "it has an image of 4 bytes, sampling.max_image_bytes is 3"),
         ({"server_id": ServerId("b")}, "no rollout server b ever had the epoch f"),
         (
             {"version_spans": (VersionSpan(2, PolicyVersion(0, 8)),)},

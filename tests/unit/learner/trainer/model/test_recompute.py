@@ -49,8 +49,7 @@ def test_nothing_is_recomputed_for_layers_that_keep_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pp", "vpp", "expected"),
-    [(1, None, [1]), (4, None, [4, 3, 2, 1]), (2, 2, [5, 3])],
+    ("pp", "vpp", "expected"), [(1, None, [1]), (4, None, [4, 3, 2, 1]), (2, 2, [5, 3])]
 )
 def test_earlier_stages_hold_more_micro_batches(pp, vpp, expected):
     parallel = ParallelSection(pp=pp, vpp=vpp)

@@ -69,11 +69,7 @@ def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(chunk_logits
     padded = torch.cat([weight, torch.zeros(5, HIDDEN, dtype=weight.dtype)])
     outer, bend = torch.randn(2, TOKENS, dtype=torch.float64)
     projection = Projection(
-        temperature,
-        VOCAB,
-        entropy_gradient=entropy_gradient,
-        chunk_logits=chunk_logits,
-        cap=cap,
+        temperature, VOCAB, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits, cap=cap
     )
 
     def gradients(found: Tensor, entropy: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -91,8 +87,7 @@ def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(chunk_logits
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(entropy, expected_entropy)
     torch.testing.assert_close(
-        gradients(found, entropy, states, part),
-        gradients(expected, expected_entropy, states, part),
+        gradients(found, entropy, states, part), gradients(expected, expected_entropy, states, part)
     )
 
 
