@@ -66,6 +66,8 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch):
+    # A shell that finds the program by its name is told that name.
+    monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", [".venv/bin/slipstream", "run", "a.toml", "run.steps=10"])
     how = "resume it with: .venv/bin/slipstream run a.toml run.steps=10"
     # What has failed would fail again as it is.
