@@ -9,7 +9,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from slipstream.core.configuration.automatic import chosen_settings
 from slipstream.core.models.model_sizes import ModelSizes
-from slipstream.core.settings.algorithm_functions import FUNCTIONS
+from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
 from slipstream.core.settings.config import (
     Config,
     CriticSection,
@@ -51,7 +51,10 @@ AUTOMATIC = {
 LIKE = {
     "evaluations": ("environments", tuple(PlayedSection.model_fields)),
     "environments.algorithm": ("algorithm", OWN),
-    "critic": ("learner", ("ddp", "optimizer", "transformer", "parallel")),
+    "critic": (
+        "learner",
+        ("weight_decay", "grad_clip", "ddp", "optimizer", "transformer", "parallel"),
+    ),
     "reference": ("learner", ("transformer", "parallel")),
     "queue.rollout_server": ("queue.controller", tuple(QueueUserSection.model_fields)),
 }
@@ -75,6 +78,8 @@ PAGES = {
         ("queue", "weights", "security", "debug"),
     ),
 }
+# The key of a setting, its values with the default, and its meaning.
+Row: typing.TypeAlias = tuple[str, str, str]
 LINK = re.compile(r"(?<=\]\()(?!https?:)")
 FIELD = re.compile(r"    (\w+): ")
 COMMENT = re.compile(r"    # (.*)")
@@ -84,36 +89,34 @@ INTRODUCTION = """\
 
 One TOML file describes a run: `slipstream run deploy/configs/quickstart.toml`. A run must say its
 model, environment and number of steps, as [smallest.toml](../deploy/configs/smallest.toml) does, or
-no file at all:
+without a file:
 
 ```
 slipstream run --model models/tiny --environment slipstream.environments.echo:Echo --steps 5
 ```
 
-All else has a default.
+All other settings have defaults.
 
 PAGES
 
-`python docs/generate_configuration.py` writes these pages from the settings' models.
+`python docs/generate_configuration.py` writes these pages from the settings' models. In brackets
+are the values of a setting and, behind a semicolon, its default.
 
-- An unknown key is refused, with the nearest known ones. A wrong value is refused with the value
-  and the rule. Either is one line on stderr and exit code 2, before anything is loaded.
-- `section.key=value` behind the file replaces a setting; the value is TOML, and what is no TOML is
-  taken as a string. Entries of lists are counted from 0:
+- An unknown key is refused with the nearest known ones, a wrong value with the rule: one line on
+  stderr and exit code 2, before anything is loaded.
+- `section.key=value` behind the file replaces a setting. The value is TOML, or else a string.
+  Entries of lists are counted from 0:
 
   ```
   slipstream run deploy/configs/quickstart.toml run.name=second environments.0.weight=2.0
   ```
 
 - `--dry-run` checks the file, the model folder, the installed packages and the controller's port,
-  prints all settings with their defaults, and starts nothing. What stands in `learner.ddp`,
-  `optimizer` and `transformer` is checked for name and type and tried on Megatron's own objects,
-  what stands in `rollout_server.engine` on the types of vLLM's. Either check takes some ten
-  seconds, most of them for imports, and is left out where nothing is passed. Environments are not
-  loaded. Its exit code is 2 for settings that cannot work, and 1 where they are right but nothing
-  could start on this machine: weights that are not there, GPUs that do not fit.
-- Numbers are finite, counts at most 2,147,483,647, times 1 ms to 30 years; texts are one line.
-- A run writes its resolved settings to `config.toml` in its folder, for its owner's eyes only. Its
+  prints all settings and starts nothing. It tries settings that are passed on to Megatron and vLLM
+  on their own types. Environments are not loaded. The exit code is 2 for settings that cannot
+  work, and 1 where nothing could start on this machine.
+- Numbers are finite, counts at most 2,147,483,647, times 1 ms to 30 years. Texts are one line.
+- A run writes its resolved settings to `config.toml` in its folder, readable by its owner only. The
   first line has the digest of the others: remove it when you change the file.
 - Times are in seconds (`_s`), sizes in bytes (`_bytes`), mebibytes (`_mib`) or gibibytes (`_gib`).
   Paths are relative to the working directory.
@@ -121,33 +124,30 @@ PAGES
 ## What a run chooses by itself
 
 A default of *automatic* follows from the other settings and the model's `config.json`, never from
-the machine, so that all hosts of a run choose the same. A stated value wins. The first lines of a
-run show what was chosen; `config.toml` in its folder has it, with the names under `automatic`. A
-run that goes on keeps it. With P parameters and W bytes of weights:
+the machine. A stated value wins. The first lines of a run and its `config.toml` show what was
+chosen, and a run that goes on keeps it. With P parameters and W bytes of weights:
 
-| setting | value |
-|---|---|
-| `run.name`, a name of `environments` | model's folder and environments; the class in lower case |
-| `algorithm.group_size` | 8; 1 where `advantage` is score or none |
-| `algorithm.groups_per_step` | 128 episodes a step, 512 if P >= 1e9; a multiple of `mini_batches` |
-| `algorithm.learning_rate` | 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times |
-| `algorithm.warmup_steps` | a thirtieth of the steps, 10 at most; 0 if P < 5e7 |
-| `algorithm.router_replay` | rollout for a mixture of experts where nothing excludes it |
-| `sampling.max_episode_tokens` | 4,096 or what replies need, at most the model's context |
-| `sampling.max_reply_tokens` | three quarters of it |
-| `learner.micro_batch_tokens` | a rank's share of two episodes, 4,096 to 8,192; one at least |
-| `learner.use_distributed_optimizer` | true with several data or context parallel ranks and Adam |
-| `sequence_parallel` | true with `tp` > 1 |
-| `learner.offload.gradients` and `optimizer` | true with `controller.turns` sleep |
-| `learner.threads` | 4 if P >= 1e9, else 1 |
-| `learner.timeout_s` | 1,800 if P >= 1e8, else 600 |
-| `rollout_server.max_episodes` | the episodes of a step, 64 to 256 |
-| `rollout_server.tensor_parallel_size` | 1, 2, 4 or 8: at most 40 GB of weights on a GPU |
-| `queue.max_bytes` | the longest episodes of `max_staleness` + 1 steps, 256 MiB at least |
-| `weights.bucket_mib` | about W / 32, 64 to 512 |
-| `weights.bucket_deadline_s` | 10 s for 64 MiB, 2 to 60 |
-| `weights.join_deadline_s` | 20 s, and 1 s for 10 MB of W; 120 at most |
-| `lora.publish` | adapters with `lora.adapters`, else merged |
+- `run.name`, a name of `environments`: model's folder and environments; the class in lower case.
+- `algorithm.group_size`: 8; 1 where `advantage` is score or none.
+- `algorithm.groups_per_step`: 128 episodes a step, 512 if P >= 1e9; a multiple of `mini_batches`.
+- `algorithm.learning_rate`: 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times.
+- `algorithm.warmup_steps`: a thirtieth of the steps, 10 at most; 0 if P < 5e7.
+- `algorithm.router_replay`: rollout for a mixture of experts where nothing excludes it.
+- `sampling.max_episode_tokens`: 4,096 or what replies need, at most the model's context.
+- `sampling.max_reply_tokens`: three quarters of it.
+- `learner.micro_batch_tokens`: a rank's share of two episodes, 4,096 to 8,192; one at least.
+- `learner.use_distributed_optimizer`: true with several data or context parallel ranks and Adam.
+- `sequence_parallel`: true with `tp` > 1.
+- `learner.offload.gradients` and `optimizer`: true with `controller.turns` sleep.
+- `learner.threads`: 4 if P >= 1e9, else 1.
+- `learner.timeout_s`: 1,800 if P >= 1e8, else 600.
+- `rollout_server.max_episodes`: the episodes of a step, 64 to 256.
+- `rollout_server.tensor_parallel_size`: 1, 2, 4 or 8: at most 40 GB of weights on a GPU.
+- `queue.max_bytes`: the longest episodes of `max_staleness` + 1 steps, 256 MiB at least.
+- `weights.bucket_mib`: about W / 32, 64 to 512.
+- `weights.bucket_deadline_s`: 10 s for 64 MiB, 2 to 60.
+- `weights.join_deadline_s`: 20 s, and 1 s for 10 MB of W; 120 at most.
+- `lora.publish`: adapters with `lora.adapters`, else merged.
 """
 
 
@@ -160,7 +160,10 @@ def pages() -> dict[Path, str]:
     table = "\n".join(["| page | tables |", "|---|---|", *rows])
     found = {DOCS / "configuration.md": INTRODUCTION.replace("PAGES\n", f"{table}\n")}
     for name, (title, sections) in PAGES.items():
-        lines = [f"# {title}\n", "[Configuration](configuration.md) says how settings are given.\n"]
+        lines = [
+            f"# {title}\n",
+            "[Configuration](configuration.md) says how to read and set these.\n",
+        ]
         for section in sections:
             model, is_list = _model(Config.model_fields[section])
             if model is None:
@@ -180,36 +183,46 @@ def main() -> None:
 
 def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     yield f"## `{title}`\n"
-    yield f"{inspect.getdoc(model)}\n"
     other, alike = LIKE.get(path, ("", ()))
+    if len(alike) == len(model.model_fields):
+        yield f"All as in `{other}`.\n"
+        return
+    yield f"{inspect.getdoc(model)}\n"
     if alike:
         yield f"These mean the same as in `{other}`: {', '.join(f'`{name}`' for name in alike)}.\n"
-    if len(alike) == len(model.model_fields):
-        return
-    yield "| key | values | default | meaning |"
-    yield "|---|---|---|---|"
-    nested = []
-    comments = _comments(model)
-    schema = model.model_json_schema()["properties"]
+    rows = [f"- {key} ({values}): {meaning}" for key, values, meaning in _rows(model, path, alike)]
+    yield "\n".join([*rows, ""])
     for name, field in model.model_fields.items():
         inner, _ = _model(field)
-        if name in alike:
-            continue
-        # Tables that stand elsewhere on the page are rows.
-        if inner is not None and not comments.get(name, "").startswith("A table like"):
-            nested.append((name, inner))
+        if inner is not None and name not in alike:
+            yield from _section(f"[{path}.{name}]", inner, f"{path}.{name}")
+    for kind in FUNCTIONS if path == "algorithm" else ():
+        yield from _arguments(kind)
+
+
+def _arguments(kind: FunctionKind) -> Iterator[str]:
+    """The arguments of the built-in functions of a kind, each with those that have it."""
+    names: dict[Row, list[str]] = {}
+    for function, model in FUNCTIONS[kind].items():
+        for row in _rows(model, ""):
+            names.setdefault(row, []).append(f"`{function}`")
+    if names:
+        yield f"## `[algorithm.{kind}_args]`\n"
+        for (key, values, meaning), functions in names.items():
+            yield f"- {key} of {', '.join(functions)} ({values}): {meaning}"
+        yield ""
+
+
+def _rows(model: type[BaseModel], path: str, left_out: Sequence[str] = ()) -> Iterator[Row]:
+    """A row for each setting that is no table of its own."""
+    comments = _comments(model)
+    schema = model.model_json_schema().get("properties", {})
+    for name, field in model.model_fields.items():
+        if name in left_out or _model(field)[0] is not None:
             continue
         default = "automatic" if f"{path}.{name}" in AUTOMATIC else _default(field)
-        cells = (f"`{name}`", _values(schema[name]), default, comments.get(name, ""))
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    yield ""
-    for name, inner in nested:
-        yield from _section(f"[{path}.{name}]", inner, f"{path}.{name}")
-    for kind, functions in FUNCTIONS.items() if path == "algorithm" else ():
-        for arguments in filter(lambda one: one.model_fields, dict.fromkeys(functions.values())):
-            names = ", ".join(name for name, one in functions.items() if one is arguments)
-            title = f"[algorithm.{kind}_args] of {names}"
-            yield from _section(title, arguments, f"algorithm.{kind}_args")
+        values = "; ".join(filter(None, (_values(schema[name]), default)))
+        yield f"`{name}`", values, comments.get(name, "")
 
 
 def _model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
@@ -253,7 +266,7 @@ def _values(schema: dict[str, typing.Any]) -> str:
         return f"list of {_values(schema['items'])}"
     if "$ref" in schema:
         return "table"
-    names = {"integer": "integer", "number": "number", "boolean": "`true`, `false`"}
+    names = {"integer": "integer", "number": "number", "boolean": "boolean"}
     names |= {"string": "string", "object": "table"}
     text = "path" if schema.get("format") == "path" else names[schema["type"]]
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -265,14 +278,15 @@ def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
     if field.default is None:
-        return "none"
-    if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
-    if isinstance(field.default, tuple):
-        return f"`{list(field.default)}`"
-    if isinstance(field.default, int | float | dict):
-        return f"`{field.default}`"
-    return f'`"{field.default}"`'
+        return ""
+    value = field.default
+    if isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, tuple):
+        value = list(value)
+    elif not isinstance(value, int | float | dict):
+        value = f'"{value}"'
+    return f"`{value}`"
 
 
 if __name__ == "__main__":

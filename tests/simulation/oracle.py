@@ -12,6 +12,8 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
 
+from simulation.fleet import NUM_TASKS
+
 if TYPE_CHECKING:
     from simulation.world import World
 
@@ -43,6 +45,7 @@ class _Judge:
 
     def _read_journal(self) -> None:
         batches: dict[int, tuple[dict, tuple[int, int]]] = {}
+        evaluated: list[int] = []
         steps: set[int] = set()
         for place, record in self._records().values():
             if record["kind"] == "end":
@@ -51,10 +54,16 @@ class _Judge:
                 batches[record["step"]] = record, place
             elif record["kind"] == "step":
                 steps.add(record["step"])
+            elif record["kind"] == "evaluation":
+                evaluated.append(record["version"])
+                if record["episodes"] + record["failed"] != NUM_TASKS:
+                    self._wrong.append(f"an evaluation has other than {NUM_TASKS}: {record}")
         for step, (record, place) in batches.items():
             self._read_batch(step, record, place, is_trained=step in steps)
         if not self._world.violations and len(steps) != self._world.shape.steps:
             self._wrong.append(f"the journal has {len(steps)} steps of {self._world.shape.steps}")
+        if not self._world.violations:
+            self._check_evaluations(evaluated)
         for token, times in self._tokens.items():
             if times > 1:
                 self._wrong.append(f"token {token} is in {times} batches")
@@ -113,6 +122,16 @@ class _Judge:
             self._wrong.append(
                 f"step {step + 1} trains token {token} of version {found.version}: lag {lag}"
             )
+
+    def _check_evaluations(self, versions: list[int]) -> None:
+        """The last version is measured, and none twice; a newer one may stand for one before."""
+        shape = self._world.shape
+        every, due = shape.evaluate_every, set()
+        if every is not None:
+            due = {0, shape.steps, *(range(0, shape.steps, every) if every else ())}
+        is_right = len(versions) == len(set(versions)) <= len(due)
+        if not is_right or (due and versions[-1:] != [shape.steps]):
+            self._wrong.append(f"versions {versions} were evaluated, due were {sorted(due)}")
 
     def _check_acknowledged(self) -> None:
         for trajectory_id, synced in self._world.acknowledged.items():

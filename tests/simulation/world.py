@@ -32,6 +32,7 @@ from slipstream.v1 import trajectory_pb2
 
 from simulation.disk import Disk, OwnedJournal, close_files
 from simulation.fleet import (
+    NUM_TASKS,
     NumberRenderer,
     SimulatedEngine,
     SimulatedGateway,
@@ -62,6 +63,9 @@ class Shape:
     checkpoint_every: int
     verify_every: int
     noise: bool
+    filters: bool
+    # Every how many steps an evaluation is due; None without evaluations.
+    evaluate_every: int | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "groups_per_step": shape.groups_per_step,
             "max_staleness": shape.max_staleness,
             "learning_rate": 1e-3,
+            "filter": "unequal_rewards" if shape.filters else "none",
         },
         "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 64, "max_turns": 1},
         "controller": {
@@ -128,6 +133,9 @@ def config_of(shape: Shape, folder: Path) -> Config:
         },
         "environments": [{"name": "e", "reference": "m:E"}],
     }
+    if shape.evaluate_every is not None:
+        played = {"name": "v", "reference": "m:V", "every_steps": shape.evaluate_every}
+        table["evaluations"] = [{**played, "num_episodes": NUM_TASKS}]
     return parse_config(table, source="simulation")
 
 
@@ -142,6 +150,8 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
         checkpoint_every=rnd.choice((0, 1, 2)),
         verify_every=rnd.choice((1, 2, 10)),
         noise=rnd.random() < 0.4,
+        filters=rnd.random() < 0.3,
+        evaluate_every=rnd.choice((None, None, 0, 1, 2)),
     )
     names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
     faults = [

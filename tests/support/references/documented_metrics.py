@@ -5,6 +5,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[3] / "docs"
 NAME = re.compile(r"`([^`]+)`")
+CHOICE = re.compile(r"\{([^{}]*)\}")
 
 
 def tables(heading: str, page: str = "metrics.md") -> list[list[str]]:
@@ -13,5 +14,14 @@ def tables(heading: str, page: str = "metrics.md") -> list[list[str]]:
     found: list[list[str]] = []
     for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
         cells = [line.split("|")[1] for line in block.splitlines()[2:]]
-        found.append([name for cell in cells for name in NAME.findall(cell)])
+        found.append([one for cell in cells for name in NAME.findall(cell) for one in names(name)])
     return found
+
+
+def names(family: str) -> list[str]:
+    """The names that `prefix_{a,b}` stands for, in their order."""
+    found = CHOICE.search(family)
+    if not found:
+        return [family]
+    before, after = family[: found.start()], family[found.end() :]
+    return [name for part in found[1].split(",") for name in names(before + part + after)]

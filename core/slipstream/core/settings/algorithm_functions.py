@@ -23,18 +23,18 @@ Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 class ClipArguments(Section):
     """The arguments of `gspo` and `cispo`."""
 
-    # Clip range of the ratio: 1 - clip_low .. 1 + clip_high.
+    # The ratio is clipped to 1 - clip_low .. 1 + clip_high.
     clip_low: float = Field(0.2, gt=0, le=1)
     # See `clip_low`.
     clip_high: float = Field(0.2, gt=0)
-    # Denominator of the ratio in the loss: the policy before the step, or the behavior policy.
+    # Denominator of the ratio, the policy before the step or the behavior policy.
     ratio: Anchor = "proximal"
 
 
 class PpoArguments(ClipArguments):
     """The arguments of `ppo`."""
 
-    # Bound of the loss of tokens with negative advantage, in advantages. None: no bound.
+    # Bound of the loss of tokens with negative advantage, in advantages.
     dual_clip: float | None = Field(None, gt=1)
 
 
@@ -45,7 +45,7 @@ class SapoArguments(Section):
     tau_positive: float = Field(1.0, gt=0)
     # Temperature of the gate where it is not.
     tau_negative: float = Field(1.05, gt=0)
-    # See `ppo`.
+    # Denominator of the ratio, the policy before the step or the behavior policy.
     ratio: Anchor = "proximal"
 
 
@@ -54,22 +54,21 @@ class GaeArguments(Section):
 
     # Discount of each sampled token.
     gamma: float = Field(1.0, gt=0, le=1)
-    # 0: one-step differences of the values; 1: returns minus values.
+    # 0 means one-step differences of the values, 1 returns minus values.
     lam: float = Field(0.95, ge=0, le=1)
-    # Scale the advantages of a batch to mean 0 and deviation 1 over its tokens.
+    # Scale a batch's advantages to mean 0 and deviation 1 over its tokens.
     normalize: bool = True
 
 
 class BandArguments(Section):
     """The arguments of `none`: tokens outside a band leave the loss, all others have weight 1."""
 
-    # IcePop: tokens with a ratio outside the band leave the loss. None: all stay.
+    # IcePop, by which tokens with a ratio outside the band leave the loss. By default all stay.
     token_band: Band | None = None
-    # Sequences whose geometric mean of the ratios is outside the band leave the loss. None: all
-    # stay.
+    # The same for sequences, by the geometric mean of their ratios.
     sequence_band: Band | None = None
-    # Numerator of the ratios: the policy before the step, from which a loss measures its own ratio,
-    # or the present policy, for a loss without one.
+    # Numerator of the ratios, the policy before the step or, for a loss without a ratio, the
+    # present one.
     to: Literal["proximal", "present"] = "proximal"
 
     @model_validator(mode="after")
@@ -84,7 +83,7 @@ class BandArguments(Section):
 class CapArguments(BandArguments):
     """The arguments of `token` and `sequence`."""
 
-    # Upper bound of the weight; larger weights are cut to it.
+    # Upper bound of the weight.
     cap: float = Field(2.0, gt=0)
 
 
@@ -93,7 +92,7 @@ class OverlongArguments(Section):
 
     # Subtracted from the reward of an episode whose longest reply has `max_reply_tokens`.
     penalty: float = Field(1.0, gt=0)
-    # Number of last tokens over which the penalty rises linearly.
+    # Last tokens over which the penalty rises linearly.
     cache_tokens: Positive
 
 

@@ -40,13 +40,12 @@ def _function(kind: FunctionKind, default: str) -> str:
 class KlSection(Section):
     """A penalty on the divergence from the reference model."""
 
-    # Factor of the penalty; 0: no penalty.
+    # Factor of the penalty. 0 means none.
     coefficient: float = Field(0.0, ge=0)
-    # loss: a term beside the policy's loss; reward: subtracted from the reward of each token.
+    # `loss` adds a term to the policy's loss, `reward` subtracts from the reward of each token.
     placement: Literal["loss", "reward"] = "loss"
-    # Estimator of the divergence at a sampled token. In the loss k1 does not move the policy.
-    # forward_top_k, reverse_top_k: the divergence over the reference's most likely tokens, the rest
-    # as one; they need the loss and reference.top_k.
+    # Estimator at a sampled token, where `k1` needs `reward`. The top-k ones compare the
+    # reference's most likely tokens and need `loss` and `reference.top_k`.
     estimator: KlEstimator = "k3"
 
     @property
@@ -56,7 +55,7 @@ class KlSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The algorithm of a step; by default GRPO with truncated importance sampling.
+    """The algorithm of a step, by default GRPO with truncated importance sampling.
 
     [Algorithms](algorithms.md) has the formulas and the published methods.
     """
@@ -65,72 +64,67 @@ class AlgorithmSection(Section):
     group_size: Positive = 8
     # Groups in one training step.
     groups_per_step: Positive = 16
-    # Bound of the lag of every trained token, in versions; 0: synchronous.
+    # Largest lag of a trained token, in versions. 0 is synchronous training.
     max_staleness: int = Field(2, ge=0)
-    # Learning rate of the policy after the warmup and before the decay.
+    # Learning rate of the policy between warmup and decay.
     learning_rate: float = Field(1e-5, gt=0)
-    # Steps over which the learning rate rises linearly, beginning with 1 / warmup_steps of it.
+    # Steps over which the learning rate rises linearly, from 1 / `warmup_steps` of it.
     warmup_steps: int = Field(0, ge=0)
-    # Shape in which the learning rate falls until the end of the run. With x from 0 to 1 it falls
-    # by x (linear), by (1 - cos(pi x)) / 2 (cosine) or by the root of x (sqrt).
+    # Shape in which the learning rate falls until the end. With x from 0 to 1 it falls by x
+    # (linear), (1 - cos(pi x)) / 2 (cosine) or the root of x (sqrt).
     decay: DecayKind = "none"
-    # Last steps of the run, in which the learning rate falls; before them it is constant. None: all
-    # steps after the warmup.
+    # Last steps, in which the learning rate falls. By default all after the warmup.
     decay_steps: Positive | None = None
     # Share of the learning rate at which the decay ends, just after the last step.
     decay_to: float = Field(0.0, ge=0, lt=1)
-    # Optimizer steps of one pass over a batch; each takes an equal share of its groups.
+    # Optimizer steps of a pass over a batch, each with an equal share of its groups.
     mini_batches: Positive = 1
-    # Passes over a batch. Ratios and corrections are those to the policy before the first pass.
+    # Passes over a batch. Ratios refer to the policy before the first.
     epochs: Positive = 1
-    # Estimator of the advantage of a sampled token, from the rewards. This and the four functions
-    # below may be functions of one's own.
+    # Estimator of a token's advantage from the rewards. This and the next four functions may be
+    # [your own](guides/own-algorithms.md).
     advantage: Advantage = _function("advantage", "grpo")
-    # Arguments of the function; those of the built-in ones are below.
+    # Arguments of the function, below for built-in ones.
     advantage_args: Arguments = Field({}, validate_default=True)
     # Objective of a token, from the ratio of the policies and the advantage.
     loss: Loss = _function("loss", "ppo")
     # Arguments of the function.
     loss_args: Arguments = Field({}, validate_default=True)
-    # Factor of a token in the loss, which corrects for tokens that another policy sampled: older
-    # weights, other kernels. With the importance ratio of the learner's policy to the behavior
-    # policy, token: its own ratio; sequence: the product of the ratios of its sequence; none: 1.
+    # Factor of a token in the loss, which corrects for sampling by another policy: its importance
+    # ratio (`token`) or the product of its sequence's.
     weight: Weight = _function("weight", "token")
     # Arguments of the function.
     weight_args: Arguments = Field({}, validate_default=True)
-    # Change of the rewards of a group. overlong: long replies pay a penalty; none: no change.
+    # Change of a group's rewards. With `overlong` long replies pay a penalty.
     reward: Reward = _function("reward", "none")
     # Arguments of the function.
     reward_args: Arguments = Field({}, validate_default=True)
-    # Groups that are trained; others are leased in place of the rest. unequal_rewards: those with
-    # two different rewards, penalties included; none: all.
+    # Groups that are trained, while others are leased for the rest. `unequal_rewards` takes those
+    # with two different rewards.
     filter: Filter = _function("filter", "none")
     # Arguments of the function.
     filter_args: Arguments = Field({}, validate_default=True)
-    # Truncated episodes leave the loss and the statistics of their group.
+    # Leave truncated episodes out of the loss and of their group's statistics.
     leave_out_truncated: bool = False
-    # The run ends when the groups of this many steps were left out while one batch was formed: as
-    # finished if all these groups are solved, else as failed.
+    # The run ends when one batch cost the filter groups of this many steps: finished if all are
+    # solved, else failed.
     max_filtered_batches: Positive = 20
-    # Full reward of an episode from the environment: a group is solved when all episodes reach it.
-    # A curriculum reads it too.
+    # Full reward of an episode. A group is solved when all of its episodes reach it.
     solved_reward: float = 1.0
-    # Weights of tokens in the loss. token_mean: each token counts alike; sequence_mean: each
-    # sequence counts alike; fixed: the sum of each sequence is divided by `fixed_tokens`.
+    # Each token (`token_mean`) or each sequence (`sequence_mean`) counts alike in the loss, or each
+    # sequence's sum is divided by `fixed_tokens` (`fixed`).
     aggregation: AggregationKind = "token_mean"
-    # Constant length of a sequence with `fixed`; None: sampling.max_reply_tokens.
+    # Constant length of a sequence with `fixed`, by default `sampling.max_reply_tokens`.
     fixed_tokens: Positive | None = None
-    # Factor of the entropy in the objective; 0: no entropy term.
+    # Factor of the entropy in the objective.
     entropy_coefficient: float = Field(0.0, ge=0)
     # A table of its own, below.
     kl: KlSection = KlSection()
-    # Routing of a mixture of experts in training. rollout: servers record the experts of each
-    # token,
-    # and the policy sends the token to the same experts; off: the policy's routers choose.
+    # Whether a mixture of experts sends tokens to the experts that servers recorded, or lets the
+    # policy's routers choose.
     router_replay: Literal["off", "rollout"] = "off"
-    # How well learner and engine agree on the probability of a token that the same weights sampled.
-    # close: up to rounding; bits: in every bit, with the engine's own kernels in the learner, for
-    # dense models whose matrices are not split. A token that differs then ends the run.
+    # Agreement of learner and engine on a token's probability, up to rounding (`close`) or [in
+    # every bit](guides/agreement.md) (`bits`), where a token that differs ends the run.
     agreement: Literal["close", "bits"] = "close"
 
     @field_validator(*(f"{kind}_args" for kind in KINDS))

@@ -23,8 +23,8 @@ OWN = (
 
 
 class _LossWeight(Section):
-    # Factor of all losses of the environment's tokens. Means still divide by the tokens of all
-    # environments, so that 0.5 halves the environment's gradient and changes no other's.
+    # Factor of the losses of the environment's tokens. Means still divide by the tokens of all
+    # environments.
     loss_weight: float = Field(1.0, gt=0)
 
 
@@ -41,11 +41,11 @@ _Settings = create_model("_Settings", __base__=_LossWeight, **_own_fields())
 
 
 class EnvironmentAlgorithmSection(_Settings):
-    """The algorithm for the episodes of one environment.
+    """The algorithm for the episodes of one environment, over the run's table `algorithm`.
 
-    What is left out is the run's, in the table `algorithm`. A table here replaces the run's whole
-    table. Settings of a step as a whole are refused. `advantage` is `gae` in all environments or in
-    none. Its statistics are those of the environments with the same function and arguments.
+    A table here replaces the run's whole table. Settings of a step as a whole are refused.
+    `advantage` is `gae` in all environments or in none. Its statistics are those of the
+    environments with the same function and arguments.
     """
 
     if TYPE_CHECKING:

@@ -52,30 +52,26 @@ AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
 
 class LoraSection(Section):
-    """Low-rank adapters are trained in place of the policy's parameters, which stay as they are."""
+    """Low-rank adapters that are trained in place of the policy's parameters."""
 
-    # Rank of the adapters, a multiple of `learner.parallel.tp`; 0: no adapters, all parameters are
-    # trained.
+    # Rank of the adapters, a multiple of `learner.parallel.tp`. With 0 all parameters are trained.
     rank: int = Field(0, ge=0)
     # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: float = Field(32.0, gt=0)
-    # Share of an adapter's inputs that training drops, drawn from `run.seed`, the step, the
-    # mini-batch and the rank. Rollouts and log-probabilities before a step drop nothing.
+    # Share of an adapter's inputs that training drops. Rollouts and log-probabilities before a step
+    # drop nothing.
     dropout: float = Field(0.0, ge=0, lt=1)
-    # Matrices that get an adapter, by Megatron's or Hugging Face's names. Matrices that Megatron
-    # fuses (q_proj, k_proj, v_proj; gate_proj, up_proj) must be named together and share their
-    # first factor. In latent attention linear_qkv names all matrices before the attention. In delta
-    # nets it also names in_proj_qkvz and in_proj_ba, and linear_proj names out_proj.
+    # Matrices with adapters, by Megatron's or Hugging Face's names. Parts of a fused matrix go
+    # together and share a factor. `linear_qkv` also names the matrices before latent attention, and
+    # with `linear_proj` those of delta nets.
     target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
-    # merged: a publish carries merged weights, as many bytes as without adapters; adapters: the
-    # adapters alone, which vLLM computes next to the matrices. The first publish to a server, and
-    # the first after a restart of the trainer, then also carries the matrices. On GPUs vLLM
-    # computes adapters in half precision only: not with `model.dtype` "float32".
+    # `merged` sends merged weights, `adapters` the adapters alone once a server has the matrices.
+    # On GPUs that needs half precision.
     publish: Literal["merged", "adapters"] = "merged"
 
-    # Names of several adapters, all of this rank and alpha, of which each environment trains and
-    # samples with one (`environments[].adapter`). Empty: all environments share one.
+    # Names of several adapters, one for each environment (`environments[].adapter`). By default all
+    # share one.
     adapters: Annotated[tuple[AdapterName, ...], Field(max_length=MAX_ADAPTERS)] = ()
 
     @property

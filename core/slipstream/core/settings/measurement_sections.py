@@ -40,45 +40,42 @@ class PlayedSection(Section):
 
     # Unique in the run.
     name: Annotated[str, Field(min_length=1, max_length=100)]
-    # "package.module:Class"; the controller's working directory is searched first.
+    # "package.module:Class". The controller's working directory is searched first.
     reference: Reference
     # Keyword arguments of the class.
     args: dict[str, JsonValue] = {}
-    # Limit of one reset or step of the environment.
+    # Limit of one reset or step.
     timeout_s: Seconds = 60.0
-    # Worker processes next to each rollout server.
+    # Worker processes beside each rollout server.
     num_workers: Positive = 1
-    # Passed by name to the chat template for this environment, before those of
-    # rollout_server.chat_template_kwargs.
+    # Passed by name to the chat template, before those of `rollout_server.chat_template_kwargs`.
     chat_template_kwargs: TemplateValues = {}
-    # Interpreter of the workers, such as that of an environment of `python -m venv` with other
-    # versions of packages. By default the rollout server's own.
+    # Interpreter of the workers, such as a virtual environment's. By default the rollout server's
+    # own.
     python: Path | None = None
-    # The one of lora.adapters that samples its episodes and learns from them, if the run has any.
+    # The one of `lora.adapters` that samples and trains its episodes.
     adapter: str | None = None
 
 
 class EvaluationSection(PlayedSection):
     """One environment that is only evaluated, never trained on."""
 
-    # Episodes of one round: all samples of all its tasks. Every round takes the same tasks with the
-    # same seeds. With fewer tasks a round has fewer episodes.
+    # Most episodes of a round, all samples of all tasks.
     num_episodes: Positive = 64
-    # Episodes of each task; a number above 1 needs a temperature above 0.
+    # Episodes of each task. More than 1 need a temperature above 0.
     samples_per_task: Positive = 1
-    # Each k for which pass@k is reported: the chance that one of k replies passes. At most
-    # `samples_per_task`.
+    # Each k, up to `samples_per_task`, for pass@k, the chance that one of k replies passes.
     pass_at: tuple[Positive, ...] = (1,)
     # Smallest reward of a reply that passes.
     pass_reward: float = 1.0
-    # Evaluate after every n-th step (0: none), and always before the first and after the last. A
-    # round that is due for one evaluation measures all.
+    # Steps between rounds, besides those before the first and after the last step. A round measures
+    # all evaluations.
     every_steps: int = Field(0, ge=0)
-    # Sampling temperature, 0.01 or more; 0: always the most probable token.
+    # Sampling temperature, 0.01 or more, or 0 for the most probable token.
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE)
-    # Like sampling.top_p, which is the default.
+    # By default `sampling.top_p`.
     top_p: float | None = Field(None, gt=0, le=1)
-    # Most sampled tokens of one reply; by default sampling.max_reply_tokens.
+    # By default `sampling.max_reply_tokens`.
     max_reply_tokens: Positive | None = None
 
     @model_validator(mode="after")
@@ -108,16 +105,15 @@ class EvaluationSection(PlayedSection):
 class TrackingSection(Section):
     """Trackers that get the metrics of a run, besides the screen and metrics.jsonl."""
 
-    # Any of these together; for wandb and mlflow see docs/guides/watching.md.
+    # Any of these together, as [watching](guides/watching.md) explains.
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    # The project of Weights & Biases, the experiment of MLflow.
+    # Project of Weights & Biases, or experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
-    # Address at which Prometheus reads the controller's /metrics; unset: no process listens. The
-    # trainer takes the next port, each rollout server the first free one behind that; with port 0
-    # all take any free ones. Off loopback this needs TLS and security.metrics_token_file.
+    # Address of the controller's /metrics. The trainer takes the next port, rollout servers those
+    # behind it. Off loopback it needs TLS and `security.metrics_token_file`.
     prometheus: Address | None = None
-    # URL of a collector of OpenTelemetry that gets a trace of each group, step and publish, by OTLP
-    # over HTTP: "http://127.0.0.1:4318/v1/traces". Off loopback it must be https.
+    # OpenTelemetry collector for [traces](guides/prometheus.md), such as
+    # http://127.0.0.1:4318/v1/traces. Off loopback it must be https.
     traces_url: str | None = None
 
     @field_validator("traces_url")
@@ -145,9 +141,9 @@ class TrackingSection(Section):
 class ProfileSection(Section):
     """A window of steps under torch's profiler: a Chrome trace of each rank in `RUN/profile`."""
 
-    # First step of the window, counted from 1 as on the screen. Without it nothing is profiled.
+    # First step of the window, counted from 1. Without it nothing is profiled.
     start_step: int | None = Field(None, ge=1)
-    # Steps of the window. A trace has some hundred thousand lines for each step.
+    # Steps of the window. A trace has some hundred thousand lines for each.
     num_steps: Positive = 1
     # Trainer ranks that are profiled.
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
@@ -158,29 +154,28 @@ class ProfileSection(Section):
 
 
 class DebugSection(Section):
-    """Settings for tests, measurements and strange devices: no run needs one of them."""
+    """Settings for tests, measurements and strange devices, which no run needs."""
 
     # Record a window of steps.
     profile: ProfileSection = ProfileSection()
-    # Control experiment: permute the rewards of a batch at random, so that nothing can be learnt.
+    # Permute a batch's rewards at random, a control experiment in which nothing can be learnt.
     shuffle_rewards: bool = False
-    # Share of a rank's GPU memory that the logits of one micro batch's trained tokens may take. If
-    # they need more, the backward pass computes them a second time, in chunks.
+    # Share of a GPU's memory that a micro batch's logits may take before the backward pass computes
+    # them again in chunks.
     kept_logits_share: float = Field(0.08, ge=0, le=1)
-    # Dense bfloat16 TFLOP/s of one rank's device, for the metric mfu; else the known value for
-    # A100, H100, H200 and B200.
+    # Dense bfloat16 TFLOP/s of a rank's device, for the metric mfu. Known for A100, H100, H200 and
+    # B200.
     peak_tflops: float | None = Field(None, gt=0)
-    # Steps for which new prompts may wait until there is one for every 32 replies under way, so
-    # that most steps are one CUDA graph. By default 32 on GPUs with CUDA graphs, 0 elsewhere.
+    # Steps for which prompts may wait until there is one for every 32 replies. By default 32 with
+    # CUDA graphs, else 0.
     prompt_wait_steps: int | None = Field(None, ge=0)
-    # Largest gap of a probe, in nats: the typical error of a logit, estimated from
-    # log-probabilities. Default: 1e-3 with model.dtype float32, 0.16 with bfloat16, where rounding
-    # alone gives 0.06, 0.02 with float16; 0.5 with engines in FP8.
+    # Largest [gap of a probe](internals/wire_weights.md#the-probe). By default 1e-3 in float32,
+    # 0.16 in bfloat16, 0.02 in float16, 0.5 with FP8.
     probe_tolerance: float | None = Field(None, gt=0)
-    # Continue after the end-of-text token, up to the limits: for benchmarks.
+    # Continue after the end-of-text token up to the limits, for benchmarks.
     ignore_eos: bool = False
-    # Element type of the logits in both; model: the same as `dtype`. Learner and engine round
-    # logits in half precision differently, so that their log-probabilities differ more.
+    # Element type of the logits in learner and engine. `model` is `model.dtype`, with which
+    # log-probabilities differ more.
     head_dtype: Literal["float32", "model"] = "float32"
 
 

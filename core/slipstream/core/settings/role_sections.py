@@ -20,45 +20,44 @@ _OWN = ("parallel", "ddp", "optimizer", "transformer", "weight_decay", "grad_cli
 class ReferenceServerSection(Section):
     """A vLLM server that answers for the reference model, as OpenAI's API with `prompt_logprobs`.
 
-    Each rollout server asks it about every episode that may be trained, and sends its answer with
-    the trajectory. Its tokenizer must be the policy's.
+    Rollout servers ask it about every episode that may be trained. Its tokenizer must be the
+    policy's.
     """
 
-    # The address of its API, such as http://127.0.0.1:9000/v1.
+    # Address of its API, such as http://127.0.0.1:9000/v1.
     base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/[^\s]*)?/v1/?$")]
-    # The name of the model there.
+    # Name of the model there.
     model: str
-    # A file with the server's key, if the server asks for one.
+    # File with the server's key, if it asks for one.
     api_key_file: Path | None = None
-    # Calls that one rollout server has open at one time.
+    # Open calls of one rollout server.
     max_open: Positive = 16
-    # Limit of one call. A later call follows after 408, 409, 429, 5xx and broken connections too.
+    # Limit of one call. Another follows, also after 408, 409, 429, 5xx and broken connections.
     timeout_s: Seconds = 120.0
-    # Calls after the first one; then the episode fails.
+    # Calls after the first, before the episode fails.
     max_retries: int = Field(5, ge=0)
 
 
 class ReferenceSection(Section):
     """The model from which the policy's divergence is measured, on the policy's ranks.
 
-    It exists when `algorithm.kl.coefficient` > 0, with the defaults if the table is left out.
-    Without a table `parallel` it has the policy's layout. With `lora.rank` > 0 and the defaults it
-    is the policy with its adapters switched off, and takes no memory of its own; not with
-    `algorithm.router_replay`.
+    It exists when `algorithm.kl.coefficient` > 0. Without a table `parallel` it has the policy's
+    layout. With `lora.rank` > 0 and the defaults it is the policy with its adapters switched off
+    and takes no memory of its own, but not with `algorithm.router_replay`.
     """
 
-    # A Hugging Face folder; by default model.path.
+    # Hugging Face folder, by default `model.path`.
     path: Path | None = None
-    # Element type of its parameters; by default model.dtype.
+    # Element type, by default `model.dtype`.
     dtype: ElementType | None = None
-    # Take the policy's weights after every n-th step; 0: never.
+    # Take the policy's weights after every n-th step. 0 means never.
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.
     parallel: ParallelSection | None = None
     # Like learner.transformer, whose settings it has by default.
     transformer: dict[str, JsonValue] | None = None
-    # Most likely tokens of each position, for `kl.estimator` forward_top_k and reverse_top_k; 0:
-    # the sampled tokens alone. A server gives at most its own --max-logprobs, 20 by default.
+    # Most likely tokens of each position, for the top-k estimators. A server gives at most its
+    # --max-logprobs, 20 by default.
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)
     # A table of its own, below: the model is behind a server, and the ranks load none.
     server: ReferenceServerSection | None = None
@@ -76,23 +75,23 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    """The model that estimates the expected return; for `algorithm.advantage = "gae"`.
+    """The model that estimates the expected return, for `algorithm.advantage = "gae"`.
 
-    Its body starts like the policy's, its head from `run.seed`. Mini-batches are the policy's.
-    Without a table `parallel` it has the policy's layout.
+    Its body starts like the policy's, its head from `run.seed`. It has the policy's mini-batches
+    and, without a table `parallel`, its layout.
     """
 
-    # A Hugging Face folder for its body; by default model.path.
+    # Hugging Face folder of its body, by default `model.path`.
     path: Path | None = None
-    # Learning rate of the critic, constant.
+    # Constant learning rate.
     learning_rate: float = Field(gt=0)
-    # First steps that train the critic alone: the policy's learning rate is 0.
+    # First steps, which train the critic alone.
     warmup_steps: int = Field(0, ge=0)
-    # Distance from its old value beyond which a value lowers its loss no further; 0: no bound.
+    # Distance from its old value beyond which a value lowers its loss no further. 0 means no bound.
     value_clip: float = Field(0.2, ge=0)
-    # Decoupled weight decay; norms and biases have none.
+    # Decoupled weight decay. Norms and biases have none.
     weight_decay: float = Field(0.0, ge=0)
-    # Largest gradient norm; 0: no limit.
+    # Largest gradient norm. 0 means no limit.
     grad_clip: float = Field(1.0, ge=0)
     # A table of its own, below.
     parallel: ParallelSection | None = None

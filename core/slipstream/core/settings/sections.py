@@ -40,35 +40,31 @@ StorageUrl = Annotated[str, AfterValidator(_check_storage)]
 class WeightsSection(Section):
     """The transport of new weights to the rollout servers."""
 
-    # nccl: between GPUs; ipc: within one host, also on a shared GPU; gloo: TCP, from main memory.
-    # auto: gloo if any part computes on a CPU, ipc on a shared GPU, else nccl.
+    # `nccl` goes between GPUs, `ipc` within a host, also on a shared GPU, and `gloo` over TCP.
+    # `auto` is gloo if any part computes on a CPU, ipc on a shared GPU, else nccl.
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    # Address of trainer rank 0's machine that the transport of weights uses.
+    # Address of trainer rank 0's machine that the transport uses.
     host: Host = "127.0.0.1"
-    # Size at which a bucket is closed; the size of the largest tensor, if that is more.
+    # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
-    # Engines receive new weights next to those that serve, and requests wait only for the copies.
-    # It takes the memory of the weights on the wire, on a GPU out of `gpu_memory_utilization`.
-    # auto: while requests run, if there is room; on a GPU for up to a sixth of that share.
+    # Receive weights [beside those that serve](internals/weights.md#beside-the-weights-that-serve),
+    # so that requests wait only for copies. It takes as much memory again. `auto` decides for each
+    # update.
     stage_on_server: StageSetting = "auto"
-    # Send only the elements that changed since the last publish, if that is at most half as long.
-    # The trainer keeps the published weights for it, gpu: next to its own weights, with an eighth
-    # more; host: in main memory, which takes longer. An engine's worker takes memory for one
-    # bucket.
+    # Send [changed elements alone](internals/weight_changes.md#changes-alone), where that is at
+    # most half as long. The trainer keeps what it sent on its GPU (`gpu`) or in main memory
+    # (`host`).
     delta: DeltaSetting = "off"
-    # Folder, or URL of fsspec such as s3://bucket/prefix, into which the trainer writes versions
-    # for servers with rollout_server.weights_from = "storage". A server may have its own name for
-    # it. Without it no server takes weights from storage.
+    # Folder or fsspec URL, such as s3://bucket/prefix, of versions for servers with `weights_from`
+    # storage. Each server may name it differently.
     storage_url: StorageUrl | None = None
-    # Limit of writing a version to storage, and of fetching a version from there.
+    # Limit of writing a version to storage and of fetching one.
     storage_deadline_s: Silence = 600.0
-    # Limit of one bucket; the trainer also waits this long for a server that is not ready, or
-    # loads.
+    # Limit of one bucket, and of the trainer's wait for a slow server.
     bucket_deadline_s: float = Field(2.0, ge=0.1)
-    # Limit of preparing, of joining the communicator and of loading the received weights.
+    # Limit of preparing, of joining the communicator and of loading received weights.
     join_deadline_s: Silence = 20.0
-    # Prove every n-th publish by the log-probabilities of a probe, besides its digests; the first
-    # publish always has a probe.
+    # Prove every n-th publish, and the first, by the log-probabilities of a probe besides digests.
     verify_every: Positive = 10
 
 
@@ -80,40 +76,35 @@ MAX_TURNS = 256
 class SamplingSection(Section):
     """Sampling of replies, and limits of an episode's length."""
 
-    # Sampling temperature, by which the learner divides its logits too, but for replies that an
-    # environment gives: these are trained at temperature 1. The bounds are vLLM's.
+    # Temperature of sampling and of the learner's logits. An environment's own replies are trained
+    # at 1.
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    # Sampling uses the smallest set of tokens with this probability; the learner ignores it.
+    # Sampling uses the smallest set of tokens with this probability. The learner ignores it.
     top_p: float = Field(1.0, gt=0, le=1)
-    # Sampling uses this many of the most probable tokens; the learner ignores it. 0: no limit.
+    # Sampling uses this many of the most probable tokens, or all with 0. The learner ignores it.
     top_k: int = Field(0, ge=0)
-    # Most sampled tokens of one reply.
+    # Most sampled tokens of a reply.
     max_reply_tokens: Positive = 3072
-    # Most replies of one episode; 0: 256. An environment ends its episodes, and so do the limits of
-    # tokens.
+    # Most replies of an episode. 0 means 256.
     max_turns: int = Field(0, ge=0)
-    # Most tokens of an episode, context and sampled. It bounds each branch of an agent's episode.
+    # Most tokens, sampled or not, of an episode and of each of its branches.
     max_episode_tokens: Positive = 4096
-    # Most tokens of all branches of an episode together. 0: `max_episode_tokens`.
+    # Most tokens of all branches of an episode. 0 means `max_episode_tokens`.
     max_total_tokens: int = Field(0, ge=0)
-    # Most branches of an episode, the conversations that an agent has with the model.
+    # Most branches of an episode, an agent's conversations with the model.
     max_branches: int = Field(16, ge=1, le=256)
-    # Most tokens of a task before the first reply; by default one less than max_episode_tokens.
-    # Prompts are never cut.
+    # Most tokens before the first reply, by default one less than `max_episode_tokens`. Prompts are
+    # never cut.
     max_prompt_tokens: Positive | None = None
-    # Treatment of a task with a longer prompt. skip: the task is set aside and counted, and another
-    # task takes its place; refuse: the run fails and names the task.
+    # A task with a longer prompt is set aside (`skip`) or fails the run (`refuse`).
     long_prompts: Literal["skip", "refuse"] = "skip"
-    # Token ids besides the end-of-text token at which a reply ends, for example that of <|eom_id|>.
-    # The token that ends a reply belongs to it, and is trained.
+    # Token ids besides the end-of-text token at which a reply ends. They are trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    # Texts at which a reply ends. The token that completes the first such text belongs to the
-    # reply. Special tokens count as their text. Servers then detokenize all replies: prefer
-    # stop_token_ids.
+    # Texts at which a reply ends, behind the token that completes one. `stop_token_ids` costs less.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    # Most images of an episode. 0: an episode with an image fails. More need a model with vision.
+    # Most images of an episode, for models with vision. An episode with more fails.
     max_images: int = Field(0, ge=0, le=64)
-    # Most bytes of an image, encoded. A lease reserves `max_images` of them in the queue.
+    # Most bytes of an encoded image. A lease reserves `max_images` of them in the queue.
     max_image_bytes: int = Field(262144, ge=1, le=16777216)
 
     @property
@@ -138,11 +129,11 @@ QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
 
 
 class QueueUserSection(Section):
-    """The user as which one end of the queue logs in to Redis, not the one in `redis_url`."""
+    """The user as which one end of the queue logs in to Redis."""
 
-    # Name of the user; docs/security.md has the rights that it needs.
+    # Name of the user, with the rights that [security](security.md) lists.
     user: Annotated[str, Field(min_length=1)]
-    # File with the user's password.
+    # File with the password.
     password_file: Path
 
 
@@ -156,18 +147,19 @@ _REDIS_URL = re.compile(
 class QueueSection(Section):
     """The queue in which finished trajectories wait for the journal."""
 
-    # grpc: in the memory of the rollout servers; redis: on the disk of a Redis or Valkey server.
+    # `grpc` keeps trajectories in the rollout servers' memory, `redis` on the disk of Redis or
+    # Valkey.
     kind: Literal["grpc", "redis"] = "grpc"
-    # redis://, rediss:// or unix:// ; without it `slipstream run` starts a server.
+    # URL with redis://, rediss:// or unix://. Without it `slipstream run` starts a server.
     redis_url: str | None = None
-    # File with the password, which is then left out of `redis_url`.
+    # File with the password, if `redis_url` has none.
     redis_password_file: Path | None = None
     # A table of its own, below: the controller's user.
     controller: QueueUserSection | None = None
     # A table of its own, below: the rollout servers' user.
     rollout_server: QueueUserSection | None = None
-    # Bytes that may wait in the queue: of each server (grpc), of all servers together (redis). When
-    # it is full, servers wait. Leases of all servers together reserve no more than this.
+    # Most bytes that wait in the queue of each server (grpc) or of all (redis), and that all leases
+    # reserve.
     max_bytes: Positive = 256 << 20
 
     def user_of(self, end: QueueEnd) -> QueueUserSection | None:
@@ -207,40 +199,37 @@ MAX_WINDOW = 16
 
 
 class CurriculumSection(Section):
-    """The choice of an environment's next task by the mean rewards of the task's newest groups.
+    """The choice of an environment's next task by the rewards of the task's newest groups.
 
     Tasks are drawn in proportion to 4 p (1 - p), where p is the mean success of the task's newest
-    groups; a task without a result counts as 1. Success runs from 0 at `failed_reward` to 1 at
-    `solved_reward` of the environment's algorithm.
-
-    Without this table each task comes once, in a seeded order, and then again. The controller
-    journals each reward that the choice reads, so a run that goes on chooses as it would have.
+    groups, from 0 at `failed_reward` to 1 at `solved_reward` of the environment's algorithm. A task
+    without a result counts as 1. Without this table each task comes once, in a seeded order, and
+    then again.
     """
 
-    # Number of newest groups of a task that count.
+    # Newest groups of a task that count.
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 2
-    # A group whose mean reward is this or less has failed: its success is 0.
+    # Mean reward up to which a group's success is 0.
     failed_reward: float = 0.0
-    # Smallest value in place of 4 p (1 - p).
+    # Smallest value used for 4 p (1 - p).
     floor: float = Field(0.05, ge=0.01, le=1)
 
 
 class CheckpointSection(Section):
     """Checkpoints, from which a run continues after a crash, and starting weights."""
 
-    # Write a checkpoint after every n-th step, and one when the run ends; 0: none at all.
+    # Steps between checkpoints, besides the one when the run ends. 0 means none at all.
     every_steps: int = Field(50, ge=0)
-    # Keep the newest n checkpoints; older ones are removed when a newer one is complete.
+    # Number of newest checkpoints that are kept.
     keep_last: Positive = 2
-    # Also keep every checkpoint whose version is a multiple of n; 0: keep no others.
+    # Also keep checkpoints whose version is a multiple of this. 0 keeps no others.
     keep_every: int = Field(0, ge=0)
-    # Copy to main memory and write during training; if false, training waits for the write.
+    # Copy to main memory and write during training. If false, training waits.
     asynchronous: bool = True
-    # Start from these weights: a folder of Megatron's distributed checkpoint files (torch_dist) in
-    # any layout, from a run's checkpoint or a conversion. `model.path` still gives shape and
-    # tokenizer. Without it, start from the weights of `model.path`.
+    # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
+    # shape and tokenizer.
     load: Path | None = None
-    # Keep the recorded batches that a checkpoint covers: `slipstream replay` needs all of them.
+    # Keep batches that a checkpoint covers. `slipstream replay` needs all of them.
     keep_batches: bool = True
 
 
@@ -254,39 +243,35 @@ class RunSection(Section):
 
     # Name of the run and of its folder.
     name: Annotated[str, Field(pattern=RUN_NAME, max_length=100)]
-    # Number of training steps, and so the last version.
+    # Number of training steps, which is also the last version.
     steps: Positive
-    # All files of the run are in `dir`/`name`.
+    # Folder that holds the run's folder.
     dir: Path = Path("runs")
-    # Seed of the trainer and of the order and seeds of tasks. The engine draws its own seed at each
-    # start.
+    # Seed of the trainer, of the order of tasks and of their seeds. The engine draws its own.
     seed: int = Field(0, ge=0)
-    # What to do when the folder already holds this run. auto: continue from its last checkpoint and
-    # journal; never: refuse; must: refuse when there is nothing to continue from.
+    # If the folder holds this run already, `auto` continues it and `never` refuses. `must` refuses
+    # if there is none.
     resume: Literal["auto", "never", "must"] = "auto"
-    # What to do when the run goes on and the source of one of its own functions is not what it was.
-    # accept: such a run can no longer be replayed.
+    # Whether a run may go on when its own functions have changed. It can then no longer be
+    # replayed.
     changed_functions: Literal["refuse", "accept"] = "refuse"
 
 
 class ModelSection(Section):
     """The model, a Hugging Face folder with its tokenizer."""
 
-    # A folder with config.json, safetensors and a tokenizer, or OWNER/NAME of the Hugging Face hub,
-    # maybe with @ and a commit, tag or branch. Its chat template may be a file of its own,
-    # rollout_server.chat_template.
+    # Hugging Face folder with config.json, safetensors and tokenizer, or OWNER/NAME[@REVISION] on
+    # the hub.
     path: Path
-    # Element type of the learner's parameters and of the rollout engine. float16 has three
-    # more bits of precision than bfloat16 and ends at 65504: the start refuses models that come
-    # near it.
+    # Element type of the learner's parameters and of the engine. With float16 models that come near
+    # 65504 are refused.
     dtype: ElementType = "bfloat16"
 
 
 class EnvironmentSection(PlayedSection):
     """One environment whose episodes are trained on."""
 
-    # Share of the trained groups, relative to the other environments' weights, with at most twice
-    # that share of the leases.
+    # Share of trained groups relative to the other environments, and at most twice that of leases.
     weight: float = Field(1.0, gt=0)
     # A table of its own, below.
     curriculum: CurriculumSection | None = None
@@ -297,58 +282,53 @@ class EnvironmentSection(PlayedSection):
 class ControllerSection(Section):
     """The controller, to whose address all other parts connect."""
 
-    # Address of the controller; addresses other than loopback need TLS and a token.
+    # Address of the controller. Off loopback it needs TLS and a token.
     address: Address = "127.0.0.1:7070"
-    # Time between two reports of a rollout server. From the 65th on a server that joins reports
-    # less often, at least three times in `heartbeat_timeout_s`.
+    # Time between two reports of a rollout server. From the 65th on, servers report less often.
     heartbeat_s: float = Field(0.5, ge=0.01)
-    # Silence after which a rollout server counts as dead, without time in which the controller
-    # itself did not run.
+    # Silence after which a rollout server counts as dead, while the controller itself runs.
     heartbeat_timeout_s: Silence = 5.0
     # Attempts at an episode before its group goes on without it.
     max_attempts: Positive = 3
-    # Share of a group that must finish, at least two members; it is trained with these, and else
-    # set aside.
+    # Share of a group, and at least two members, that must finish. Otherwise the group is set
+    # aside.
     min_group_share: float = Field(0.5, gt=0, le=1)
-    # Time of serving in which some episode of a leased group must end; else the group is leased
-    # elsewhere, which counts as an attempt.
+    # Serving time in which some episode of a lease must end. The group otherwise goes elsewhere,
+    # which counts as an attempt.
     lease_timeout_s: Silence = 3600.0
-    # An environment is suspended when this many of its newest groups, in the order of their leases,
-    # were all set aside.
+    # An environment is suspended when this many groups in a row, by their leases, were set aside.
     max_failed_groups: Positive = 32
-    # Consecutive batches that may be set aside because the trainer cannot train them; the next one
-    # fails the run.
+    # Batches in a row that may be set aside because they cannot be trained. The next one fails the
+    # run.
     max_set_aside_batches: int = Field(3, ge=0)
-    # The run stops after this time of serving in which no step was made, no episode ended and the
-    # trainer did nothing (micro batches, loading, saving, exporting). Cancelled episodes do not
-    # count, nor failures of engines, connections and reference.server. The run also stops this long
-    # after the deadline of a publish.
+    # The run stops after this time of serving without a step, an ended episode or work of the
+    # trainer, and this long after a publish's deadline. Cancelled episodes and failures of engines,
+    # connections and `reference.server` do not count as ended.
     stall_timeout_s: Silence = 600.0
-    # The run stops when no rollout server was connected for this time; the first server has
-    # rollout_server.start_timeout_s more.
+    # The run stops after this time without a rollout server. The first one has
+    # `rollout_server.start_timeout_s` more.
     fleet_timeout_s: Silence = 600.0
-    # Write some trajectories of every n-th step as text.
+    # Steps between samples of trajectories, which are written as text.
     sample_every_steps: Positive = 10
-    # Use of a GPU that learner and rollout servers share. off: both compute at the same time;
-    # pause: engines rest while the learner trains; sleep: they also give their memory back, and
-    # the learner its own (learner.offload) while they generate.
+    # Use of a GPU that learner and servers share. With `pause` engines rest during training, with
+    # `sleep` each also gives memory back while the other computes.
     turns: Literal["off", "pause", "sleep"] = "off"
 
 
 class ParallelSection(Section):
-    """Sizes of Megatron's parallel groups; the remaining ranks are data parallel."""
+    """Sizes of Megatron's parallel groups. The remaining ranks are data parallel."""
 
-    # Tensor parallel: ranks that share each matrix.
+    # Tensor parallel ranks, which share each matrix.
     tp: Positive = 1
     # Pipeline stages.
     pp: Positive = 1
-    # Context parallel: ranks that share each sequence.
+    # Context parallel ranks, which share each sequence.
     cp: Positive = 1
-    # Expert parallel: ranks over which the experts are spread, independent of tp and cp.
+    # Expert parallel ranks, which share the experts, independent of tp and cp.
     ep: Positive = 1
-    # Tensor parallel of experts: ranks that share each expert's matrices; by default tp.
+    # Ranks that share each expert's matrices, by default tp.
     etp: Positive | None = None
-    # Virtual pipeline stages of each pipeline rank.
+    # Virtual pipeline stages of each rank.
     vpp: Positive | None = None
     # Split the tokens of norms and dropout over the tensor parallel ranks.
     sequence_parallel: bool = False
@@ -359,9 +339,9 @@ class OffloadSection(Section):
 
     # Parameters, between steps except for export and probes.
     parameters: bool = False
-    # Gradients, between steps; they are dropped, not copied.
+    # Gradients, between steps. They are dropped, not copied.
     gradients: bool = False
-    # The optimizer's state, always except in the optimizer's step.
+    # Optimizer state, except in the optimizer's step.
     optimizer: bool = False
 
     @property
@@ -373,39 +353,36 @@ class OffloadSection(Section):
 class LearnerSection(Section):
     """The trainer ranks."""
 
-    # Number of ranks over all nodes.
+    # Number of ranks on all nodes.
     world_size: Positive = 1
-    # Number of ranks on each node; by default all of them.
+    # Number of ranks on each node, by default all.
     ranks_per_node: Positive | None = None
-    # Address at which the ranks meet: host of node 0 and a free port there (0: any, on one node).
+    # Host of node 0 and a free port there, where ranks meet. One node may have port 0.
     master: Address = "127.0.0.1:0"
-    # Tokens of one packed micro batch, on each of the context parallel ranks that share it.
+    # Tokens of a packed micro batch on each context parallel rank.
     micro_batch_tokens: Positive = 4096
-    # Shortest common beginning, in tokens, that is computed once for the sequences of a micro
-    # batch, such as the prompt of a group; 0: each sequence computes its own.
+    # Shortest [common beginning](internals/trainer.md#common-beginnings) that is computed once in a
+    # micro batch. 0 means never.
     shared_prefix_tokens: int = Field(32, ge=0)
-    # GPUs of the ranks on one machine, by number or UUID as in CUDA_VISIBLE_DEVICES; else the
-    # first GPUs.
+    # GPUs of the ranks on a machine, as in CUDA_VISIBLE_DEVICES. By default the first ones.
     devices: tuple[int | str, ...] | None = None
-    # Largest share of its GPU's memory that torch may hold in a rank.
+    # Largest share of a GPU's memory that torch may hold in a rank.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
-    # Layers that compute their activations again in the backward pass. off: those of
-    # `learner.transformer`, by default none; auto: as many as the memory of the GPUs needs,
-    # measured in the first training pass. On a CPU none.
+    # Layers whose activations the backward pass computes again, as in `learner.transformer` (`off`)
+    # or as GPU memory needs (`auto`).
     recompute: Literal["off", "auto"] = "off"
-    # CPU threads of each rank; 0: all.
+    # CPU threads of each rank. 0 means all.
     threads: int = Field(1, ge=0)
-    # Decoupled weight decay; norms and biases have none.
+    # Decoupled weight decay. Norms and biases have none.
     weight_decay: float = Field(0.0, ge=0)
     # Betas of AdamW.
     adam_betas: tuple[Decay, Decay] = (0.9, 0.95)
     # Epsilon of AdamW.
     adam_eps: float = Field(1e-8, gt=0)
-    # Largest gradient norm; 0: no limit.
+    # Largest gradient norm. 0 means no limit.
     grad_clip: float = Field(1.0, ge=0)
-    # How weights in bfloat16 are made of the optimizer's float32 masters after an update. nearest:
-    # one moves once its updates add up to half the distance to its neighbour; stochastic: up or
-    # down, each as often as it is near, so that served weights follow small learning rates.
+    # Rounding of float32 masters to bfloat16. `stochastic` goes up or down, each as often as it is
+    # near, which suits small learning rates.
     rounding: Literal["nearest", "stochastic"] = "nearest"
     # Split the optimizer's state over the data parallel ranks.
     use_distributed_optimizer: bool = False
@@ -413,17 +390,16 @@ class LearnerSection(Section):
     parallel: ParallelSection = ParallelSection()
     # A table of its own, below.
     offload: OffloadSection = OffloadSection()
-    # Passed by name to Megatron's DistributedDataParallelConfig, OptimizerConfig and model
-    # provider.
+    # Passed by name to Megatron's DistributedDataParallelConfig.
     ddp: dict[str, JsonValue] = {}
-    # See `ddp`.
+    # Passed by name to Megatron's OptimizerConfig.
     optimizer: dict[str, JsonValue] = {}
-    # See `ddp`.
+    # Passed by name to the model provider.
     transformer: dict[str, JsonValue] = {}
-    # Write the trained model as a Hugging Face folder when the run ends, unless it has failed.
+    # Write the trained model as a Hugging Face folder at the end, unless the run failed.
     export_final: bool = True
-    # Silence of a rank after which the trainer stops: the limit of one collective, and of a disk
-    # that moves no byte of a checkpoint.
+    # Silence of a rank, in a collective or while a disk moves no byte, after which the trainer
+    # stops.
     timeout_s: Silence = 600.0
 
 
@@ -437,66 +413,58 @@ class RolloutServerSection(Section):
 
     # Number of servers that `slipstream run` starts.
     count: Positive = 1
-    # Most episodes that run at the same time on a server.
+    # Most episodes at one time on a server.
     max_episodes: Positive = 64
-    # The same for a slower server, on a GPU that the learner uses too. By default max_episodes.
+    # The same for a server on a GPU that the learner uses too, by default `max_episodes`.
     shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
-    # GPUs of the servers on one machine, `tensor_parallel_size` for each, by number or UUID as in
-    # CUDA_VISIBLE_DEVICES; else the GPUs after the learner's, or the only GPU.
+    # GPUs of the servers on a machine, by default those after the learner's or the only one.
     devices: tuple[int | str, ...] | None = None
-    # Share of a GPU's memory for the engine; on a CPU `kv_cache_gib` counts. If left out on a GPU
-    # that the learner uses too: 0.4, divided by the number of servers there.
+    # The engine's share of a GPU's memory. On a learner's GPU the default is 0.4 divided by the
+    # servers there.
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    # Memory of the engine's KV cache on a CPU.
+    # Memory of the KV cache on a CPU.
     kv_cache_gib: Positive = 1
-    # CPU threads of the engine; 0: all.
+    # CPU threads of the engine. 0 means all.
     threads: int = Field(1, ge=0)
-    # Use neither torch.compile nor CUDA graphs. Default: false on GPUs and true on CPUs, where the
-    # engine then starts sooner. False on CPUs needs a C++ compiler.
+    # Use neither torch.compile nor CUDA graphs. By default only on CPUs, where false needs a C++
+    # compiler.
     enforce_eager: bool | None = None
-    # Draft tokens and sample several in one step; replies are distributed as without. shared:
-    # drafts from the prompt, the group and earlier replies. Engines for more than 256 episodes make
-    # none.
+    # `shared` drafts tokens from the prompt, the group and earlier replies. Engines for more than
+    # 256 episodes draft none.
     drafts: Literal["off", "shared"] = "off"
     # Longest draft, in tokens. With many replies under way drafts are shorter.
     draft_tokens: int = Field(4, ge=1, le=16)
-    # Cache prefixes. A cached prefix never serves a request of a newer version.
+    # Cache prefixes. None serves a request of a newer version.
     enable_prefix_caching: bool = True
-    # Compute the context of running replies again with new weights: each token is then exactly
-    # what the weights of its version sample. False: replies continue on keys and values of older
-    # weights.
+    # Compute the context of running replies again with new weights. If false, they keep the old
+    # one.
     recompute_context: bool = True
-    # vLLM's parser of the model's tool calls: hermes, llama3_json, mistral and so on. Tools need
-    # it.
+    # vLLM's parser of tool calls, such as hermes. Tools need it.
     tool_parser: str | None = None
-    # vLLM's parser of the model's reasoning: qwen3, deepseek_r1 and so on. Without it reasoning is
-    # part of the reply.
+    # vLLM's parser of reasoning, such as qwen3. Without it reasoning is part of the reply.
     reasoning_parser: str | None = None
-    # File of a chat template in place of the tokenizer's, for agents and other environments.
+    # File of a chat template in place of the tokenizer's.
     chat_template: Path | None = None
-    # Passed by name to the chat template, such as `enable_thinking = false`. Those of an
-    # environment come before them, those of an agent's request before both.
+    # Passed by name to the chat template, behind those of an environment and of an agent's request.
     chat_template_kwargs: TemplateValues = {}
-    # trainer: new weights come from the trainer's ranks, over weights.transport. storage: the
-    # server fetches them from weights.storage_url while it serves, for a server behind a slow link.
+    # `trainer` receives weights over `weights.transport`. `storage` fetches them from
+    # `weights.storage_url` while it serves, for slow links.
     weights_from: Literal["trainer", "storage"] = "trainer"
-    # Precision of the engine's linear layers, under vLLM's name. fp8_per_channel: weights in
-    # float8 with a scale for each row. Needs a GPU of compute capability 8.9; CPUs are slow.
+    # `fp8_per_channel` keeps linear layers in float8 with a scale for each row, for GPUs of compute
+    # capability 8.9.
     quantization: Quantization = "off"
-    # Passed by name to vLLM's AsyncEngineArgs: max_num_batched_tokens, kv_cache_dtype,
-    # compilation_config and so on.
+    # Passed by name to vLLM's AsyncEngineArgs.
     engine: dict[str, JsonValue] = {}
-    # Time for running episodes to end when the server is told to leave (SIGTERM, `slipstream
-    # drain`); then they run elsewhere.
+    # Time for running episodes to end when the server is told to leave. The rest runs elsewhere.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of the engine's start.
     start_timeout_s: Silence = 600.0
-    # Memory of an environment worker with its child processes; a worker that takes more is ended.
-    # By default half of the machine's or the container's memory.
+    # Memory at which an environment worker with its children is ended, by default half of the
+    # machine's or container's.
     environment_memory_gib: float | None = Field(None, gt=0)
-    # Most processes of an environment worker with its child processes; one with more is ended.
+    # Most processes of an environment worker with its children, beyond which it is ended.
     environment_processes: Positive = 1000
 
     @property
@@ -517,26 +485,25 @@ class RolloutServerSection(Section):
 class SecuritySection(Section):
     """TLS and the token; addresses other than loopback need both."""
 
-    # PEM file of the certificate that this end shows, needs `tls_key`: that of the service, on a
-    # host without one that of a caller.
+    # PEM file of the certificate that this end shows, the service's or a caller's. It needs
+    # `tls_key`.
     tls_certificate: Path | None = None
-    # PEM file of the certificate's key.
+    # PEM file of its key.
     tls_key: Path | None = None
-    # PEM file of the authority by which callers verify the controller; else its certificate.
+    # PEM file of the authority by which callers verify the controller. By default its certificate.
     tls_ca: Path | None = None
-    # PEM file of the authority whose certificates callers must show; none need one without it.
+    # PEM file of the authority whose certificates callers must show. By default they need none.
     tls_client_ca: Path | None = None
-    # File with a secret of at least 32 characters that every caller sends: the run's, or that of
-    # the host's role.
+    # File with a secret of at least 32 characters that callers send, the run's or the host's
+    # role's.
     token_file: Path | None = None
-    # File with another one, which Prometheus sends: it opens /metrics (tracking.prometheus) alone.
+    # File with the token of Prometheus, which opens /metrics alone.
     metrics_token_file: Path | None = None
-    # Modules of the environments that clients may submit, each with all below it. Such a class runs
-    # on every rollout host. None: any module while the controller is on loopback, else only those
-    # of the run's own environments.
+    # Modules, with all below them, whose environments clients may submit to every rollout host. By
+    # default any while the controller is on loopback, else those of the run's environments.
     submitted_modules: tuple[str, ...] | None = None
-    # Let torch's rendezvous and the transport of weights, which have neither TLS nor a token, use
-    # addresses that are not private.
+    # Let torch's rendezvous and the weights' transport, which have neither TLS nor token, use
+    # public addresses.
     allow_public_addresses: bool = False
 
     @model_validator(mode="after")
