@@ -127,6 +127,26 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
     )
 
 
+def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
+    def row(sent_s: float, *copied: int) -> dict[str, object]:
+        names = ("started_s", "loaded_s", "serving_s", "served_s", "finished_s")
+        times = dict.fromkeys(names, 0.001)
+        servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}
+        return {**times, "sent_s": sent_s, "trainer": {"bytes_sent": 5.0}, "servers": servers}
+
+    found = weight_broadcast.Found()
+    found.ours["idle"] = [row(0.006, 1, 1), row(0.008, 1, 0)]
+    assert weight_broadcast.stages(found)[0] == "| stage | idle, ms |"
+    found.ours["busy"] = [row(0.030, 1)]
+    lines = weight_broadcast.stages(found)
+    assert lines[0] == "| stage | idle, ms | busy, ms |"
+    assert lines[3] == "| controller: sent | 7.00 (6.00-8.00) | 30.00 (30.00-30.00) |"
+    assert lines[-2:] == [
+        "| server: load | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) |",
+        "| server: loads by copy plan | 3 of 4 | 1 of 1 |",
+    ]
+
+
 def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:
     answers = [
         {"wire_s": 0.014, "host_s": 0.015, "digests": ["a"]},

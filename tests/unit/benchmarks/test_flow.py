@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.rollout.engines import Turn, reply_tokens
-from benchmarks.rollout.flow import ROUND
+from benchmarks.rollout.flow import ROUND, WAVE, table_of
 from benchmarks.rollout.flow_engine import LEVERS, Board
 
 
@@ -37,6 +37,22 @@ def test_a_board_tells_what_was_counted_since_a_copy() -> None:
     assert found["prompts"] == {**dict.fromkeys(found["prompts"], 0), "FULL": 2}
     assert found["first_token_s"]["number"] == 3
     assert found["first_token_s"]["p50"] == 0.2
+
+
+def test_the_table_compares_with_the_wave() -> None:
+    kind = dict.fromkeys(("plan", "start", "sample", "take"), 0.25)
+    kind |= {"steps": 100, "whole": 1.0, "tokens": 0, "replies": 50_000}
+    graphs = {"NONE": 0, "PIECEWISE": 0, "FULL": 100}
+    nothing = dict.fromkeys((*kind, *graphs), 0)
+    turn = {"window_s": 1.0, "decoding": kind | graphs, "prompts": nothing}
+    turns = {
+        WAVE: [turn | {"tokens": 50_000}],
+        "flow": [turn | {"tokens": 48_000, "first_token_s": {"p50": 0.1, "p99": 0.3}}],
+    }
+    assert table_of(turns)[3] == (
+        "| flow | 48,000 (48,000-48,000) | 0.960 | 0.00 | 1.00, 0.00, 0.00 | 500 | 10.00 "
+        "| 10.0, - | 100, 300 |"
+    )
 
 
 def test_every_lever_of_a_round_can_be_set() -> None:

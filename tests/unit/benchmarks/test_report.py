@@ -18,6 +18,12 @@ def test_a_page_shows_its_results_as_they_are(page: Path) -> None:
     assert report.fill(text, report.RESULTS) == text, "run python -m benchmarks.common.report"
 
 
+def test_a_result_that_is_not_there_is_not_measured_yet(tmp_path: Path) -> None:
+    page = "<!-- results y -->\nold\n<!-- end -->\n"
+    filled = "<!-- results y -->\nNot measured yet.\n<!-- end -->\n"
+    assert report.fill(page, tmp_path) == report.fill(filled, tmp_path) == filled
+
+
 def test_every_result_with_a_table_is_shown() -> None:
     shown = set(re.findall(r"<!-- results (\S+) -->", "".join(page.read_text() for page in PAGES)))
     made = {path.stem: json.loads(path.read_text()) for path in report.RESULTS.glob("*.json")}

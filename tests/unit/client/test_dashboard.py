@@ -79,6 +79,8 @@ def test_long_files_come_in_parts(runs: Path) -> None:
 
 def test_trajectories_are_those_of_the_newest_step_unless_one_is_named(runs: Path) -> None:
     rows = [{"step": step, "reply": f"{step}-{n}"} for step in (0, 10) for n in range(2)]
+    # Those of no step are not shown.
+    rows += [{}, {"step": "a"}, {"step": None}]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (runs / "one" / "trajectories.jsonl").write_text(text)
     newest = RunFolders(runs).trajectories("one", None)
@@ -168,6 +170,18 @@ def test_the_page_has_each_place_that_its_script_fills() -> None:
     assert {"waiting", "unended"} <= named
     # A page that was sent has its data there.
     assert named - {"given"} <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
+
+
+def test_the_page_shows_all_that_is_known_of_a_turn_and_of_a_branch() -> None:
+    folder = Path(server.__file__).parent
+    script, style = ((folder / name).read_text() for name in ("page.js", "page.css"))
+    for kind in ("context", "sampled"):
+        assert f'{{ class: "{kind}" }}, turn.{kind})' in script
+        assert f"turn.{kind}_tokens" in script
+        assert f".{kind} {{" in style
+    for name in ("name", "reward", "share", "sampled_tokens", "turns"):
+        assert f"branch.{name}" in script
+    assert "other.after?.branch === place" in script
 
 
 def test_a_taken_port_and_a_missing_folder_are_named(runs: Path, port: int) -> None:

@@ -110,3 +110,7 @@ def test_evaluations_show_what_their_newest_round_measured() -> None:
     assert lines[5] == "new ready 3 - - - - - -"
     # No episode has a reward.
     assert lines[6] == "failed ready 3 0 - - - 0 4"
+    alone = environment_lines(entries[:1])
+    assert (len(alone), alone[0].split()[0]) == (2, "evaluation")
+    trained.groups_accepted = 1
+    assert environment_lines([environment_from_pb(trained)])[1].split()[-1] == "0.000"

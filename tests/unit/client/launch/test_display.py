@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.display import Display
+from slipstream.client.launch.display import Display, loading_line
 from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
@@ -101,10 +101,18 @@ def test_a_run_shows_where_its_time_went_and_what_would_gain_most(tmp_path: Path
     assert "time of the trainer  training 70%\n" in text
     assert "time of the servers  sampling 50%\n" in text
     assert "advice" not in text
+    assert "publishes            3 since the last start, 1 probe compared\n" in text
     gains = {"one rollout server more": 0.2, "max_staleness doubled": 0.31}
     _, text = shown(config_of(tmp_path), advice={"gains": gains, "prediction_error": -0.04})
     told = "max_staleness doubled would gain +31% steps/s (the last prediction was off by -4%)"
     assert f"advice               {told}\n" in text
+
+
+def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    begin = "loading model into 1 trainer rank"
+    assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
+    assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:7070"
 
 
 def test_one_round_of_evaluation_is_no_progress(tmp_path: Path) -> None:

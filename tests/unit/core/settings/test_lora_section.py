@@ -43,6 +43,7 @@ NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
         (PUBLISHED, {"num_experts": 4}, "lora.publish must be merged with adapters on experts, go"),
         (NAMED, {"num_experts": 4}, "lora.adapters must be empty with adapters on experts, got co"),
         (PUBLISHED | ATTENTION, {"num_experts": 4}, ""),
+        (NAMED | ATTENTION, {"num_experts": 4}, ""),
         # Files hold the experts as one tensor; that is told before anything else.
         ({"rank": 8}, FUSED, NO_FUSED),
         (PUBLISHED, FUSED, NO_FUSED),

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,28 @@ def test_a_file_that_was_removed_begins_anew(tmp_path):
     file.close()
 
 
+def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
+    told: list[str] = []
+    run = tmp_path / "run"
+    run.mkdir()
+    path = run / "metrics.jsonl"
+    file, events = (
+        ResultFile(path, told.append),
+        TensorBoardTracker(run / "tensorboard", told.append),
+    )
+    shutil.rmtree(run)
+    for number in range(3):
+        file.append(b"1\n")
+        events.log(number, {"loss": 1.0})
+    assert not run.exists()
+    assert len([line for line in told if "cannot be written" in line]) == len(told) == 2
+    run.mkdir()
+    file.append(b"2\n")
+    assert told[2:] == [f"{path} is written again; 3 records were lost"]
+    file.close()
+    events.close()
+
+
 def steps_of(path: Path) -> list[int]:
     """The length of each record but the first, which holds the version."""
     data, found = path.read_bytes(), []
@@ -90,6 +113,18 @@ def test_an_event_file_without_room_holds_whole_records_only(tmp_path, full):
     file.log(2, {"loss": 1.0})
     assert len(steps_of(path)) == 1
     assert told[1:] == [f"{path} is written again; 1 records were lost"]
+    file.close()
+
+
+def test_an_event_file_that_begins_without_room_begins_later(tmp_path, full):
+    told: list[str] = []
+    with full(5):
+        file = TensorBoardTracker(tmp_path / "tensorboard", told.append)
+        file.log(1, {"loss": 1.0})
+    file.log(2, {"loss": 1.0})
+    whole = [path for path in (tmp_path / "tensorboard").iterdir() if path.stat().st_size]
+    assert [len(steps_of(path)) for path in whole] == [1]
+    assert told[-1] == f"{whole[0]} is written again; 1 records were lost"
     file.close()
 
 
@@ -249,3 +284,11 @@ def test_a_last_line_that_a_crash_tore_is_taken_away_without_a_word(tmp_path, na
     assert (tmp_path / name).read_bytes() == WHOLE
     assert told == []
     recorder.close()
+
+
+def test_what_is_no_file_is_one_warning(tmp_path: Path) -> None:
+    for name in FILES:
+        (tmp_path / name).mkdir()
+    recorder, told = opened(tmp_path)
+    recorder.close()
+    assert [line.split(" cannot be")[0] for line in told] == [str(tmp_path / n) for n in FILES]
