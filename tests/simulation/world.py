@@ -124,6 +124,7 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "heartbeat_timeout_s": 4.0,
             "fleet_timeout_s": 600.0,
             "lease_timeout_s": 30.0,
+            "max_set_aside_batches": 100,
         },
         "rollout_server": {"max_episodes": 8, "drain_timeout_s": 2.0},
         "weights": {
