@@ -55,6 +55,13 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             "self._journal.durable()",
         ),
     ),
+    "a later log does not make the earlier ones durable": (
+        Change(
+            f"{CONTROLLER}.records.journal:Journal.__init__",
+            "os.fsync(earlier.fileno())",
+            "pass",
+        ),
+    ),
     "no epoch fence for trainers": (
         Change(f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"),
     ),
@@ -157,12 +164,13 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         Change(f"{ORDERS}._reject", "await self._dispatcher.cancel_all()", "pass"),
     ),
 }
-# What the issue of a promise names: each must be caught in continuous integration.
+# Each must be caught in continuous integration.
 NAMED = (
     "acknowledge a batch before the journal has it",
     "no epoch fence for trainers",
     "serve after a failed load",
     "no check at batching",
+    "a later log does not make the earlier ones durable",
 )
 
 

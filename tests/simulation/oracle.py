@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 
 from slipstream.core.run_folder import journal_logs, log_number
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.records.history import attempt_of
+from slipstream.learner.controller.records.journal import batch_path
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
+
+from simulation.fleet import NUM_TASKS
+from simulation.trainer import is_trainable
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -43,18 +48,30 @@ class _Judge:
 
     def _read_journal(self) -> None:
         batches: dict[int, tuple[dict, tuple[int, int]]] = {}
+        written: dict[str, tuple[dict, tuple[int, int]]] = {}
+        evaluated: list[int] = []
         steps: set[int] = set()
         for place, record in self._records().values():
             if record["kind"] == "end":
                 self._ended[record["id"]] = place
             elif record["kind"] == "batch":
                 batches[record["step"]] = record, place
+                written[record["batch_id"]] = record, place
+            elif record["kind"] == "batch_set_aside":
+                batches.pop(record["step"])
+                self._set_aside(*written[record["batch_id"]], record["ids"])
             elif record["kind"] == "step":
                 steps.add(record["step"])
+            elif record["kind"] == "evaluation":
+                evaluated.append(record["version"])
+                if record["episodes"] + record["failed"] != NUM_TASKS:
+                    self._wrong.append(f"an evaluation has other than {NUM_TASKS}: {record}")
         for step, (record, place) in batches.items():
             self._read_batch(step, record, place, is_trained=step in steps)
         if not self._world.violations and len(steps) != self._world.shape.steps:
             self._wrong.append(f"the journal has {len(steps)} steps of {self._world.shape.steps}")
+        if not self._world.violations:
+            self._check_evaluations(evaluated)
         for token, times in self._tokens.items():
             if times > 1:
                 self._wrong.append(f"token {token} is in {times} batches")
@@ -81,7 +98,7 @@ class _Judge:
     def _read_batch(
         self, step: int, record: dict, place: tuple[int, int], *, is_trained: bool
     ) -> None:
-        path = self._folder / "batches" / f"step-{step:06d}.pb"
+        path = batch_path(self._folder, step, attempt_of(record["batch_id"]))
         if not path.is_file():
             self._wrong.append(f"{path.name} is missing")
             return
@@ -92,13 +109,26 @@ class _Judge:
         groups: Counter[str] = Counter()
         for message in trainer_pb2.RecordedBatch.FromString(data).trajectories:
             trajectory = trajectory_from_pb(message)
-            self._ended[trajectory.trajectory_id] = place
+            # Members that were put back were acknowledged with their first batch.
+            self._ended.setdefault(trajectory.trajectory_id, place)
             groups[trajectory.group_id] += 1
+            if not is_trainable(trajectory.group_id) and is_trained:
+                self._wrong.append(f"step {step + 1} trains {trajectory.group_id}")
             sampled = trajectory.token_ids[_sampled(trajectory.run_lengths)]
             versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
             for token, version in zip(sampled.tolist(), versions, strict=True):
                 self._check_token(step, token, version)
                 self.trained += is_trained
+
+    def _set_aside(self, record: dict, place: tuple[int, int], ids: list[str]) -> None:
+        """Notes who was acknowledged with a batch that was set aside."""
+        path = batch_path(self._folder, record["step"], attempt_of(record["batch_id"]))
+        there = trainer_pb2.RecordedBatch.FromString(path.read_bytes()).trajectories
+        for trajectory in map(trajectory_from_pb, there):
+            self._ended[trajectory.trajectory_id] = place
+        for trajectory_id in ids:
+            if is_trainable(trajectory_id.partition(".")[0]):
+                self._wrong.append(f"{trajectory_id} was set aside, and nothing is wrong with it")
 
     def _check_token(self, step: int, token: int, claimed: PolicyVersion) -> None:
         world = self._world
@@ -113,6 +143,16 @@ class _Judge:
             self._wrong.append(
                 f"step {step + 1} trains token {token} of version {found.version}: lag {lag}"
             )
+
+    def _check_evaluations(self, versions: list[int]) -> None:
+        """The last version is measured, and none twice; a newer one may stand for one before."""
+        shape = self._world.shape
+        every, due = shape.evaluate_every, set()
+        if every is not None:
+            due = {0, shape.steps, *(range(0, shape.steps, every) if every else ())}
+        is_right = len(versions) == len(set(versions)) <= len(due)
+        if not is_right or (due and versions[-1:] != [shape.steps]):
+            self._wrong.append(f"versions {versions} were evaluated, due were {sorted(due)}")
 
     def _check_acknowledged(self) -> None:
         for trajectory_id, synced in self._world.acknowledged.items():

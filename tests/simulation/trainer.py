@@ -206,6 +206,13 @@ class SimulatedTrainer:
         assert header.step == self.version.step
         assert len(batch) == header.num_trajectories
         await asyncio.sleep(self._random.uniform(0.05, 0.5))
+        faulty = sorted({t.group_id for t in batch if not is_trainable(t.group_id)})
+        if faulty:
+            fault = pb.DataFault(step=header.step, batch_id=header.batch_id, group_ids=faulty)
+            failure = pb.TrainerFailure(message="its data are bad", data=fault)
+            if not (await self._call("ReportFailure", failure)).set_aside:
+                raise TrainerGone("the batch was not set aside")
+            return
         self.weights = trained(self.weights, batch, self._noise)
         version = PolicyVersion(self.version.incarnation, header.step + 1)
         report = pb.StepReport(
@@ -295,6 +302,11 @@ class SimulatedTrainer:
         self._truth.checkpoint = (self.version, self.weights)
         goodbye = pb.TrainerGoodbye(weight_digest=self.weights, export_path="checkpoints/final")
         await self._call("Finish", goodbye)
+
+
+def is_trainable(group_id: str) -> bool:
+    """Whether the data of a group can be trained: the same in every life of the trainer."""
+    return hashlib.blake2b(group_id.encode(), digest_size=1).digest()[0] % 16 != 1
 
 
 def trained(weights: bytes, batch: Sequence[Trajectory], noise: bytes = b"") -> bytes:

@@ -354,9 +354,7 @@ async def test_the_reward_function_that_is_shown_judges(tmp_path: Path) -> None:
     assert (result.reward, result.metrics) == (pytest.approx(0.992), {"right": True})
 
 
-async def test_reward_functions_of_verl_and_trl_judge_as_the_page_wraps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reward_functions_of_verl_and_trl_judge_as_the_page_wraps_them(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     files = pytest.importorskip("pyarrow.parquet")
     page = ROOT / "docs" / "guides" / "migration.md"

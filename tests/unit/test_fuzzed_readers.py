@@ -62,10 +62,7 @@ ONCE_BROKEN = [
     ("dashboard metrics.jsonl", b"\xb8\n[1]\n{\n"),
     ("dashboard suspended.json", b"\xb8"),
     *(
-        (
-            "results metrics.jsonl",
-            rows(changed),
-        )
+        ("results metrics.jsonl", rows(changed))
         for changed in (
             {"servers_serving": None},
             {"servers_serving": 10**400},

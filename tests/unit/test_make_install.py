@@ -53,9 +53,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_loaded() -> None:
     assert problem(3, 12, PLENTY) == ""
 
 
-def make(
-    *words: str, folder: Path = ROOT, environ: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
+def make(*words, folder=ROOT, environ):
     # A make that runs these tests has set MAKEFLAGS and MAKELEVEL: this one would name its folder.
     ours = ("MAKE", "MFLAGS", "PIP_")
     outside = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
@@ -148,9 +146,7 @@ def index(tmp_path: Path) -> Iterator[Index]:
         thread.join()
 
 
-def install_torch(
-    folder: Path, index: Index, *words: str, links: str = ""
-) -> subprocess.CompletedProcess[str]:
+def install_torch(folder, index, *words, links=""):
     """`make install` as far as torch, where pip's own index is `pypi` and PyTorch's `pytorch`."""
     write_programs(folder, python=REAL_PYTHON, pip=ONLY_TORCH)
     environ = {
@@ -173,9 +169,7 @@ def installed_torch(folder: Path) -> str:
 
 
 @pytest.mark.process
-def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_none(
-    tmp_path: Path, index: Index
-) -> None:
+def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_none(tmp_path, index):
     index.add("pypi", "2.13.0", cuda="13.0")
     index.add("pytorch", "2.13.0+cpu")
     done = install_torch(tmp_path, index)
@@ -184,9 +178,7 @@ def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_no
 
 
 @pytest.mark.process
-def test_no_other_index_is_asked_where_the_configured_one_has_the_cpu_build(
-    tmp_path: Path, index: Index
-) -> None:
+def test_no_other_index_is_asked_where_the_configured_one_has_the_cpu_build(tmp_path, index):
     index.add("pypi", "2.13.0", cuda="13.0")
     index.add("folder", "2.13.0+cpu")
     done = install_torch(tmp_path, index, links=str(tmp_path / "indexes" / "folder" / "torch"))

@@ -90,9 +90,7 @@ def test_pip_installs_a_lock_into_an_empty_folder_from_addresses_with_digests(
     assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
-def test_a_stack_takes_the_extension_that_was_built_for_its_torch(
-    tmp_path: Path, lists: Path
-) -> None:
+def test_a_stack_takes_the_extension_that_was_built_for_its_torch(tmp_path, lists):
     wheels = tmp_path / "dist"
     write_wheel(wheels, "slipstream_rl", "0.1.0")
     built = {

@@ -87,13 +87,11 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return noted
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-vl-moe"])
-def test_a_family_with_a_tower_replies_behind_images(
-    name: str, tmp_path: Path, commands: list[list[str]]
-) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-vl-moe", "gpt-oss"])
+def test_a_family_with_a_tower_replies_behind_images(name, tmp_path, commands):
     measure_family(name, tmp_path / "family", 0, ARGUMENTS)
     assert ("--images" in commands[-1]) == bool(FAMILIES[name].tower)
-    assert ("--replay" in commands[-1]) == (name == "qwen3-vl-moe")
+    assert ("--replay" in commands[-1]) == (name in ("qwen3-vl-moe", "gpt-oss"))
 
 
 def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[list[str]]) -> None:
@@ -103,9 +101,7 @@ def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[li
     assert line.split("|")[header.split("|").index(" gap with router replay ")] == " 0.25 "
 
 
-def test_a_family_that_fails_leaves_the_reason_and_its_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatch):
     def fail(command: list[str], log: Path, **_: object) -> str:
         if "--out" not in command:
             return ""
@@ -129,9 +125,7 @@ def test_a_family_that_fails_leaves_the_reason_and_its_logs(
 
 @pytest.mark.parametrize("tiny", [False, True], ids=["wide", "tiny"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_a_shape_that_is_trained(
-    name: str, *, tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_has_a_shape_that_is_trained(name, *, tiny, tmp_path, monkeypatch):
     family = FAMILIES[name]
     model = family.config(tiny=tiny)
     model.architectures = [family.architecture]
@@ -152,13 +146,6 @@ def test_rows_of_an_earlier_call_on_the_same_device_stay(tmp_path: Path) -> None
     assert earlier_rows(path, device="cuda", steps=3) == {"olmoe": row}
     assert earlier_rows(path, device="cpu", steps=3) == {}
     assert earlier_rows(path, device="cuda", steps=2) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "replays"), [("qwen3", False), ("gpt-oss", True), ("qwen3-vl-moe", True)]
-)
-def test_routers_of_mixtures_are_replayed(name: str, replays: bool) -> None:
-    assert FAMILIES[name].replays == replays
 
 
 def test_a_made_mistral3_names_the_tokens_of_images(tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ import argparse
 import json
 import math
 import statistics
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from slipstream.core.configuration.config_file import parse_config
@@ -17,7 +15,7 @@ from benchmarks.asynchrony import speedup as asynchrony
 from benchmarks.asynchrony import step_windows
 from benchmarks.common.rig import SteeredController
 from benchmarks.common.shapes import SHAPES
-from benchmarks.common.workloads import reply_length, van_der_corput
+from benchmarks.common.workloads import reply_length
 from benchmarks.weights import broadcast as weight_broadcast
 from benchmarks.weights import wire
 
@@ -32,10 +30,6 @@ def test_every_stretch_of_lengths_has_nearly_the_same_sum_and_the_same_tail() ->
     sums = [sum(stretch) for stretch in stretches]
     assert (max(sums) - min(sums)) / statistics.fmean(sums) < 0.15
     assert min(max(stretch) for stretch in stretches) > 5 * 96
-
-
-def test_van_der_corput_mirrors_bits() -> None:
-    assert [van_der_corput(place) for place in range(5)] == [0.0, 0.5, 0.25, 0.75, 0.125]
 
 
 def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
@@ -79,9 +73,7 @@ def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
 
 
 @pytest.mark.process
-def test_a_window_that_failed_leaves_what_was_measured_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_failed_leaves_what_was_measured_before(tmp_path, monkeypatch):
     monkeypatch.delenv("OUT", raising=False)
     arguments = argparse.Namespace(device="cpu", shape="small", out=tmp_path / "result.json")
     alone = {"generation_s": 2.0, "training_s": 1.0}
@@ -111,12 +103,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         # The trainer waited for the servers, and the first of these for the second.
         "trainer": {"wire_s": 0.009, "wire_bytes": 1e9, "bytes_sent": 1e9},
         "servers": {
-            "server-0": {
-                "paused_s": 0.012,
-                "steps_s": 0.005,
-                "wire_s": 0.006,
-                "receive_s": 0.0064,
-            },
+            "server-0": {"paused_s": 0.012, "steps_s": 0.005, "wire_s": 0.006, "receive_s": 0.0064},
             "server-1": {"paused_s": 0.011, "wire_s": 0.005, "receive_s": 0.0054},
         },
     }
@@ -141,7 +128,7 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
 
 
 def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
-    def row(sent_s: float, *copied: int) -> dict[str, Any]:
+    def row(sent_s: float, *copied: int) -> dict[str, object]:
         names = ("started_s", "loaded_s", "serving_s", "served_s", "finished_s")
         times = dict.fromkeys(names, 0.001)
         servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}

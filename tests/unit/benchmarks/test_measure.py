@@ -19,9 +19,7 @@ def test_spread_is_the_median_with_least_and_greatest() -> None:
 
 
 @pytest.mark.process
-def test_result_says_machine_versions_and_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_result_says_machine_versions_and_command(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setattr(sys, "argv", [str(measure.ROOT / "benchmarks/a/x.py"), "--repeats", "5"])
     path = measure.write_result("x", {"figure": 1.5}, tmp_path / "results" / "x.json")
@@ -45,16 +43,12 @@ def test_result_does_not_say_where_files_lay(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("seen", "shown"), [("", "1,0"), ("2,3", "3,2"), ("GPU-a,GPU-b", "GPU-b,GPU-a")]
 )
-def test_gpus_of_a_child_are_among_those_of_its_parent(
-    seen: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_of_a_child_are_among_those_of_its_parent(seen, shown, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     assert measure.visible([1, 0]) == shown
 
 
-def test_rows_are_written_while_a_benchmark_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_written_while_a_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     measure.note("x", {"repeat": 1})
     measure.note("x", {"repeat": 2})
@@ -64,9 +58,7 @@ def test_rows_are_written_while_a_benchmark_runs(
     ]
 
 
-def test_failure_of_a_part_is_kept_and_the_next_part_runs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_failure_of_a_part_is_kept_and_the_next_part_runs(capsys):
     failures: dict[str, str] = {}
     with measure.part("first", failures):
         raise RuntimeError("no such GPU")
@@ -75,7 +67,3 @@ def test_failure_of_a_part_is_kept_and_the_next_part_runs(
     assert list(failures) == ["first"]
     assert "no such GPU" in failures["first"]
     assert "no such GPU" in capsys.readouterr().out
-
-
-def test_table_is_markdown() -> None:
-    assert measure.table(["a", "b"], [[1, "x"]]) == ["| a | b |", "|---|---|", "| 1 | x |"]

@@ -15,9 +15,7 @@ from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_o
 from benchmarks.whole_systems.work import VARIABLE, Replies, Work
 
 
-def system_of(
-    monkeypatch: pytest.MonkeyPatch, ahead: int, fixed_steps: int, steps: int
-) -> tuple[System, list[dict[str, Any]]]:
+def system_of(monkeypatch, ahead, fixed_steps, steps):
     """A system whose steps take as many seconds as their number says."""
     rows = [
         {"step": step, "step_s": float(step), "trained_tokens": 10.0}
@@ -32,9 +30,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(monkeypatch):
     system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
     found = windows(system)
     # Replies are drawn up to five steps ahead; a window has five steps, and two settle.
@@ -51,9 +47,7 @@ def test_a_window_has_whole_waves_of_replies(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)])
-def test_fewer_steps_of_fixed_lengths_have_no_window(
-    ahead: int, wave: int, fewest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_steps_of_fixed_lengths_have_no_window(ahead, wave, fewest, monkeypatch):
     for fixed_steps in (fewest - 1, fewest):
         system, _ = system_of(monkeypatch, ahead, fixed_steps, steps=50)
         system = dataclasses.replace(system, wave=wave)
@@ -68,9 +62,7 @@ def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatc
     assert numbers(found["lognormal"]) == [7, 8]
 
 
-def test_a_system_that_was_cut_short_has_whole_windows_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_system_that_was_cut_short_has_whole_windows_only(monkeypatch):
     system, rows = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
     del rows[33:]
     assert numbers(windows(system)["lognormal"]) == list(range(26, 31))
@@ -78,9 +70,7 @@ def test_a_system_that_was_cut_short_has_whole_windows_only(
     assert "lognormal" not in windows(system)
 
 
-def test_replies_of_the_first_lengths_that_come_late_count_for_no_lengths(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replies_of_the_first_lengths_that_come_late_count_for_no_lengths(monkeypatch):
     system, rows = system_of(monkeypatch, ahead=4, fixed_steps=20, steps=40)
     system = dataclasses.replace(system, work=Work(fixed=20 * 16, tokens=512))
     for row in [*rows[:20], rows[25]]:
@@ -110,9 +100,7 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
         ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
     ],
 )
-def test_the_words_of_a_system_are_settings_of_its_run(
-    name: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path):
     sizes = {"memory": 0.3, "kv_gib": 1, "shared_episodes": 32, "episodes": 64}
     work = {"group": 4, "sequences": 16, "staleness": 4, "micro_tokens": 4096, "run_s": 60.0}
     arguments = argparse.Namespace(device="cuda", systems=[known(name)], **sizes, **work)

@@ -569,9 +569,7 @@ async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -
     await gateway.close()
 
 
-async def test_runs_that_do_not_end_are_named_and_bounded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_runs_that_do_not_end_are_named_and_bounded(capsys):
     released = threading.Event()
 
     class Stays(Agent):

@@ -14,9 +14,7 @@ from slipstream.client.cli import EXAMPLES, _parser, parse
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_of_a_command_is_one_that_it_takes(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_a_command_is_one_that_it_takes(name, capsys):
     program, command, *rest = shlex.split(EXAMPLES[name])
     assert (program, command) == ("slipstream", name)
     execute = parse([command, *rest]).execute

@@ -39,9 +39,7 @@ def second(tmp_path: Path) -> Path:
     return a_run(tmp_path / "second", rows(20, 2.0), algorithm=algorithm)
 
 
-def test_settings_that_differ_and_means_are_printed(
-    first: Path, second: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_differ_and_means_are_printed(first, second, capsys):
     assert compare([first, second], None) == 0
     text = capsys.readouterr().out
     lines = {line.rsplit(maxsplit=2)[0]: line.split()[-2:] for line in text.splitlines() if line}

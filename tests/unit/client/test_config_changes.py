@@ -1,7 +1,6 @@
 """What may change between the start of a run and its resume."""
 
 import json
-from pathlib import Path
 
 import pytest
 from slipstream.client.run_folder import FIXED, GROWING, check_resumable
@@ -53,9 +52,7 @@ def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(0, 1), (2, 0)])
-def test_a_tower_that_is_left_out_without_images_neither_comes_nor_goes(
-    tmp_path: Path, before: int, now: int
-) -> None:
+def test_a_tower_that_is_left_out_without_images_neither_comes_nor_goes(tmp_path, before, now):
     decoder = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 2}
     names = {
         "nested": "Mistral3ForConditionalGeneration",
@@ -121,9 +118,7 @@ REFERENCE = {"algorithm__kl": {"coefficient": 0.1}, "reference__refresh_every_st
         ),
     ],
 )
-def test_a_model_that_checkpoints_hold_stays_and_none_is_added(
-    key: str, beside: dict, beside_without: dict
-) -> None:
+def test_a_model_that_checkpoints_hold_stays_and_none_is_added(key, beside, beside_without):
     with_it, without = config(**beside), config(**beside_without)
     with pytest.raises(ConfigError, match=f"{key} cannot be left out when a run goes on"):
         check_resumable(with_it, without)

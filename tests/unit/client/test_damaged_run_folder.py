@@ -66,9 +66,7 @@ def damage(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["folder", "NUL block", "no UTF-8", "another value", "missing", "empty"]
 )
-def test_damaged_settings_are_refused_in_one_line_with_what_to_do(
-    tmp_path: Path, kind: str
-) -> None:
+def test_damaged_settings_are_refused_in_one_line_with_what_to_do(tmp_path, kind):
     config = run_of(tmp_path)
     path = config.run_dir / "config.toml"
     damage(path, kind)
@@ -77,9 +75,7 @@ def test_damaged_settings_are_refused_in_one_line_with_what_to_do(
     assert "from a copy of the run" in line
 
 
-def test_settings_of_which_the_first_line_was_removed_are_those_of_their_user(
-    tmp_path: Path,
-) -> None:
+def test_settings_of_which_the_first_line_was_removed_are_those_of_their_user(tmp_path):
     config = run_of(tmp_path)
     path = config.run_dir / "config.toml"
     assert load_config(path) == config
@@ -117,18 +113,14 @@ SPOILS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-def test_a_damaged_summary_does_not_keep_a_run_from_going_on(
-    tmp_path: Path, spoil: Callable[[Path], object]
-) -> None:
+def test_a_damaged_summary_does_not_keep_a_run_from_going_on(tmp_path, spoil):
     config = run_of(tmp_path)
     spoil(config.run_dir / "summary.json")
     assert check_run_folder(config)
 
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-def test_the_dashboard_shows_what_is_whole_of_a_run(
-    tmp_path: Path, spoil: Callable[[Path], object]
-) -> None:
+def test_the_dashboard_shows_what_is_whole_of_a_run(tmp_path, spoil):
     folder = tmp_path / "one"
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
@@ -143,14 +135,6 @@ def test_the_dashboard_shows_what_is_whole_of_a_run(
     assert line["name"] == "one"
     json.dumps(reader.about("one"))
     assert reader.trajectories("one", None)["trajectories"] == []
-
-
-def test_trajectories_of_no_step_are_not_shown(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    rows = [{"step": 1}, {}, {"step": "a"}, {"step": None}]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "trajectories.jsonl").write_text(text)
-    assert RunFolders(tmp_path).trajectories(tmp_path.name, None)["trajectories"] == [{"step": 1}]
 
 
 def export_refusal(folder: Path, step: int | None) -> str:

@@ -79,6 +79,8 @@ def test_long_files_come_in_parts(runs: Path) -> None:
 
 def test_trajectories_are_those_of_the_newest_step_unless_one_is_named(runs: Path) -> None:
     rows = [{"step": step, "reply": f"{step}-{n}"} for step in (0, 10) for n in range(2)]
+    # Those of no step are not shown.
+    rows += [{}, {"step": "a"}, {"step": None}]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (runs / "one" / "trajectories.jsonl").write_text(text)
     newest = RunFolders(runs).trajectories("one", None)
@@ -103,9 +105,7 @@ def test_only_a_run_whose_task_is_solved_says_so(runs: Path) -> None:
         assert RunFolders(runs).about("one")["summary"] == told
 
 
-def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(
-    runs: Path,
-) -> None:
+def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_ended(runs):
     assert RunFolders(runs).overview()[0]["suspended_environments"] == {}
     (runs / "one" / "suspended.json").write_text('{"e": "KeyError: 1"}')
     assert RunFolders(runs).overview()[0]["suspended_environments"] == {"e": "KeyError: 1"}
@@ -172,18 +172,13 @@ def test_the_page_has_each_place_that_its_script_fills() -> None:
     assert named - {"given"} <= set(re.findall(r'id="(\w+)"', (folder / "index.html").read_text()))
 
 
-def test_the_page_shows_context_and_samples_of_each_turn() -> None:
+def test_the_page_shows_all_that_is_known_of_a_turn_and_of_a_branch() -> None:
     folder = Path(server.__file__).parent
     script, style = ((folder / name).read_text() for name in ("page.js", "page.css"))
-    for name in ("context", "context_tokens", "sampled", "sampled_tokens"):
-        assert f"turn.{name}" in script
     for kind in ("context", "sampled"):
         assert f'{{ class: "{kind}" }}, turn.{kind})' in script
+        assert f"turn.{kind}_tokens" in script
         assert f".{kind} {{" in style
-
-
-def test_the_page_shows_all_that_is_known_of_a_branch() -> None:
-    script = (Path(server.__file__).parent / "page.js").read_text()
     for name in ("name", "reward", "share", "sampled_tokens", "turns"):
         assert f"branch.{name}" in script
     assert "other.after?.branch === place" in script
@@ -272,9 +267,7 @@ def test_a_page_of_many_steps_shows_some_of_them_and_the_newest(tmp_path: Path) 
     assert answers["/api/runs/long/trajectories"]["steps"] == []
 
 
-def test_a_page_leaves_out_the_replies_of_old_steps_where_all_are_too_many(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_leaves_out_the_replies_of_old_steps_where_all_are_too_many(tmp_path, capsys):
     run = a_run(tmp_path, "wordy", {"step": 0})
     lines = [{"step": step, "reply": "a" * (3 << 20)} for step in range(1, 7)]
     (run / "trajectories.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))

@@ -160,9 +160,7 @@ def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.process
-def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, monkeypatch):
     named = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
     named.parent.mkdir()
     named.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
@@ -192,9 +190,7 @@ def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
     assert "5.0 MB" in found(config, "learner memory").seen
 
 
-def test_an_engine_that_cannot_start_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_start_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     finding = found(config_of(tmp_path, rollout_server={"enforce_eager": False}), "engine")
     assert finding.verdict is Verdict.PROBLEM
@@ -205,15 +201,10 @@ def test_an_engine_that_cannot_start_is_a_problem(
 
 @pytest.mark.parametrize(
     ("sections", "size"),
-    [
-        ({"lora": {"rank": 8}}, "2.0 MB"),
-        ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB"),
-    ],
+    [({"lora": {"rank": 8}}, "2.0 MB"), ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB")],
     ids=["adapters", "offload"],
 )
-def test_what_a_rank_does_not_hold_is_not_counted(
-    tmp_path: Path, sections: dict, size: str
-) -> None:
+def test_what_a_rank_does_not_hold_is_not_counted(tmp_path, sections, size):
     assert (
         f"parameters: {size} for each rank"
         in found(config_of(tmp_path, **sections), "learner memory").seen
@@ -238,9 +229,7 @@ def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
         (str(3 << 29), 1 << 30, "1.0 of the 1.5 GiB that this container may use are free"),
     ],
 )
-def test_memory_is_what_a_container_may_use(
-    limit: str, used: int, seen: str, tmp_path: Path
-) -> None:
+def test_memory_is_what_a_container_may_use(limit, used, seen, tmp_path):
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{used}\n")
     (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {1 << 29}\n")
@@ -271,16 +260,11 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
         ),
         # It takes vLLM ten seconds to start; a dry run asks it too, in test_command_line.py.
         pytest.param(
-            {},
-            Verdict.OK,
-            "vLLM has what is passed through to it: block_s",
-            marks=pytest.mark.slow,
+            {}, Verdict.OK, "vLLM has what is passed through to it: block_s", marks=pytest.mark.slow
         ),
     ],
 )
-async def test_what_is_passed_to_vllm_is_looked_up(
-    tmp_path: Path, changes: dict, verdict: Verdict, seen: str
-) -> None:
+async def test_what_is_passed_to_vllm_is_looked_up(tmp_path, changes, verdict, seen):
     server = {"engine": {"block_size": 16}} | changes
     (finding,) = await passed(config_of(tmp_path, rollout_server=server))
     assert finding.verdict is verdict
@@ -295,9 +279,7 @@ async def test_what_is_passed_to_vllm_is_looked_up(
         ("unknown key", Verdict.PROBLEM, "unknown key"),
     ],
 )
-async def test_what_vllm_answers_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, verdict: Verdict, seen: str
-) -> None:
+async def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen):
     asked = []
 
     async def answer(program: str, config: Config, *, told: str) -> None:
@@ -405,9 +387,7 @@ async def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.M
     assert "did not end within 0.2 s" in finding.seen
 
 
-def test_command_prints_findings_and_fails_on_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_prints_findings_and_fails_on_a_problem(tmp_path, capsys, monkeypatch):
     async def nothing(module: str) -> list[Finding]:
         return [problem("gpu", "gone", "look for it")]
 

@@ -107,9 +107,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
         ({"learner": {"devices": [0]}}, "learner.devices"),
     ],
 )
-def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(
-    sections: dict[str, dict[str, Any]], wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(sections, wanted, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(machine, "version_of", lambda name: "2.13.0+cpu")
     monkeypatch.setattr(machine, "uses_gpus", lambda: False)
@@ -130,9 +128,7 @@ def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(
     assert not list(check_build(GPUS[:2], config))
 
 
-def fits(
-    config: Config, monkeypatch: pytest.MonkeyPatch, gpus: int, billions: float
-) -> dict[str, Finding]:
+def fits(config, monkeypatch, gpus, billions):
     """Findings for a bf16 model of `billions` of parameters, `gpus` GPUs and 100 GiB of memory."""
     parameters = int(billions * 1e9)
     needs = Needs(parameters, 18 * parameters, 2 * parameters, 14 * parameters)
@@ -212,9 +208,7 @@ def test_needs_of_damaged_files_are_not_known(tmp_path: Path) -> None:
     assert fit.needs_of(config_of(model=model)) is None
 
 
-def test_experts_are_spread_over_the_expert_parallel_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path, monkeypatch):
     tensors = {
         "model.layers.0.self_attn.q_proj.weight": [1000, 1000],
         "model.layers.0.mlp.shared_experts.up_proj.weight": [1000, 1000],
@@ -223,9 +217,7 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(
     }
     model = {"path": str(headers(tmp_path / "model", tensors)), "dtype": "bfloat16"}
 
-    def needs(
-        world_size: int = 4, distributed: bool = False, delta: str = "off", **parallel: int
-    ) -> fit.Needs:
+    def needs(world_size=4, distributed=False, delta="off", **parallel):
         learner = {"world_size": world_size, "parallel": parallel}
         learner["use_distributed_optimizer"] = distributed
         found = fit.needs_of(config_of(model=model, learner=learner, weights={"delta": delta}))

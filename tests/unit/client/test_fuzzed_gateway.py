@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.client.agents.exchange import CallExchange
 from slipstream.client.agents.gateway import Gateway
-from slipstream.v1 import environment_pb2 as pb
 from support.rigs.fuzz_budget import BUDGET
 
 NAMES = ("authorization", "x-api-key", "accept", "content-type", "content-length", "cookie")
@@ -46,9 +45,7 @@ def gateway(loop: asyncio.AbstractEventLoop) -> Iterator[Gateway]:
     loop.run_until_complete(gateway.close())
 
 
-async def answered(
-    gateway: Gateway, scope: dict[str, Any], body: list[bytes]
-) -> tuple[int, pb.AgentCall | None]:
+async def answered(gateway, scope, body):
     """The status of the answer, and the call that the server would get."""
     exchange = CallExchange(on_waiting=lambda _: None)
     endpoint = gateway.open(exchange)

@@ -36,9 +36,7 @@ async def test_nodes_of_one_folder_and_the_same_settings_meet(tmp_path: Path) ->
     assert not [*tmp_path.iterdir()]
 
 
-async def test_a_node_that_differs_is_told_and_the_first_one_does_not_wait_for_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_node_that_differs_is_told_and_the_first_one_does_not_wait_for_it(tmp_path):
     config, other = config_of(tmp_path), config_of(tmp_path, lora={"rank": 8, "alpha": 8})
     met, told = await asyncio.gather(
         meet_nodes(config, 2, 600.0),

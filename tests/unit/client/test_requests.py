@@ -88,15 +88,6 @@ def test_a_suspended_environment_shows_its_cause() -> None:
     assert lines[-1].endswith("KeyError: 'a'")
 
 
-def test_an_environment_without_accepted_groups_has_no_reward() -> None:
-    new = environment("new", environment_pb2.ENVIRONMENT_STATE_READY, 3)
-    old = environment("old", environment_pb2.ENVIRONMENT_STATE_READY, 3)
-    old.groups_accepted = 1
-    lines = environment_lines([environment_from_pb(new), environment_from_pb(old)])
-    assert lines[1].split()[-1] == "-"
-    assert lines[2].split()[-1] == "0.000"
-
-
 def test_evaluations_show_what_their_newest_round_measured() -> None:
     trained = environment("trained", environment_pb2.ENVIRONMENT_STATE_READY, 3)
     trained.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
@@ -119,11 +110,7 @@ def test_evaluations_show_what_their_newest_round_measured() -> None:
     assert lines[5] == "new ready 3 - - - - - -"
     # No episode has a reward.
     assert lines[6] == "failed ready 3 0 - - - 0 4"
-
-
-def test_a_run_of_evaluations_only_has_no_table_of_what_is_trained() -> None:
-    held = environment("held", environment_pb2.ENVIRONMENT_STATE_READY, 3)
-    held.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
-    lines = environment_lines([environment_from_pb(held)])
-    assert lines[0].startswith("evaluation ")
-    assert len(lines) == 2
+    alone = environment_lines(entries[:1])
+    assert (len(alone), alone[0].split()[0]) == (2, "evaluation")
+    trained.groups_accepted = 1
+    assert environment_lines([environment_from_pb(trained)])[1].split()[-1] == "0.000"

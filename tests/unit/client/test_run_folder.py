@@ -182,9 +182,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_the_cause(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "left", ["checkpoints/step-000010", "journal/batches/step-000003.pb", "metrics.jsonl"]
 )
-def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
-    tmp_path: Path, journal: str, left: str
-) -> None:
+def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(tmp_path, journal, left):
     config = config_of(tmp_path)
     folder = config.run_dir
     (folder / "journal" / "batches").mkdir(parents=True)

@@ -1,6 +1,5 @@
 """What models and environments write does not steer the terminal that shows it."""
 
-import importlib.metadata
 import io
 import os
 import subprocess
@@ -37,9 +36,7 @@ def test_further_lines_stand_below_the_first() -> None:
     assert plain("one\ntwo", indent=3) == "one\n   two"
 
 
-def test_a_command_is_told_as_a_shell_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_told_as_a_shell_takes_it(tmp_path, monkeypatch):
     program = tmp_path / "slipstream"
     program.write_text("")
     program.chmod(0o755)
@@ -75,9 +72,7 @@ def test_nobody_has_to_read_what_is_said() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("words", [["doctor"], ["replay"], ["export"]], ids=" ".join)
-def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(words, tmp_path):
     program = (
         "import asyncio, sys; from slipstream.client import cli; "
         "from slipstream.client.launch import launcher\n"
@@ -112,12 +107,6 @@ def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "slipstream: no\\x1b[2Jsuch.toml: no such file\n"
 
 
-def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"slipstream {importlib.metadata.version('slipstream-rl')}\n"
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -125,9 +114,7 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
         (["status", "--limit"], "--limit; see"),
     ],
 )
-def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(words, says, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert f"slipstream: unrecognized arguments: {says}" in capsys.readouterr().err

@@ -23,9 +23,7 @@ async def check(*arguments: str) -> tuple[int, str, str]:
         return process.returncode, out.decode(), lines[-1] if lines else ""
 
 
-async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_stream(
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_stream(tmp_path):
     async with (
         WorkerServer(tmp_path) as server,
         worker_process("--connect", server.address) as process,

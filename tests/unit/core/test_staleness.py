@@ -45,9 +45,7 @@ def holds_from_step(leased: Sequence[int], step: int, groups_per_step: int) -> b
 
 @settings(deadline=None)
 @given(groups, st.integers(0, 9), sizes)
-def test_a_batch_of_counts_is_that_of_the_groups(
-    leased: list[LeasedGroup], step: int, groups_per_step: int
-) -> None:
+def test_a_batch_of_counts_is_that_of_the_groups(leased, step, groups_per_step):
     counts = Counter(group.deadline_step for group in leased)
     complete = Counter(group.deadline_step for group in leased if group.complete)
     batch = choose_batch(leased, step, groups_per_step)
@@ -58,9 +56,7 @@ def test_a_batch_of_counts_is_that_of_the_groups(
 
 @settings(deadline=None)
 @given(deadlines, st.integers(0, 12), sizes)
-def test_the_invariant_is_what_its_definition_says(
-    leased: list[int], step: int, groups_per_step: int
-) -> None:
+def test_the_invariant_is_what_its_definition_says(leased, step, groups_per_step):
     by_definition = all(
         sum(each <= d for each in leased) <= (d - step + 1) * groups_per_step
         for d in range(-1, 30)
@@ -83,9 +79,7 @@ def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
 
 @settings(deadline=None)
 @given(groups, st.integers(3, 4), sizes)
-def test_a_batch_is_found_exactly_when_there_is_one(
-    leased: list[LeasedGroup], step: int, groups_per_step: int
-) -> None:
+def test_a_batch_is_found_exactly_when_there_is_one(leased, step, groups_per_step):
     complete = [group for group in leased if group.complete]
     exists = any(
         holds(
@@ -149,9 +143,7 @@ def test_a_server_may_finish_a_group_when_its_tokens_are_new_enough_for_the_dead
     assert may_finish(9, 9, 0, 10)
 
 
-def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it() -> (
-    None
-):
+def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it():
     group, other = LeasedGroup("g", 2, False), LeasedGroup("other", 2, False)
     both = [other, group]
     assert must_start_afresh(group, both, 1, 1, [False])
@@ -275,13 +267,7 @@ def test_the_bound_is_kept_and_nothing_gets_stuck_in_many_random_schedules() -> 
     assert at_the_bound > NUM_SCHEDULES / 20
 
 
-def explore(
-    groups_per_step: int,
-    max_staleness: int,
-    num_steps: int,
-    invariant: Invariant,
-    room: int | None = None,
-) -> tuple[str, int]:
+def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
     """Goes through all that two lagging servers and a controller can do; the verdict and states.
 
     `room`: groups that the queue holds; None: as many as the promise could ever allow and one more.
@@ -368,8 +354,6 @@ def test_the_check_notices_a_queue_that_holds_less_than_one_batch() -> None:
 
 
 @pytest.mark.parametrize(("groups_per_step", "max_staleness"), [(1, 1), (2, 1)])
-def test_the_check_itself_notices_a_rule_that_lets_groups_expire(
-    groups_per_step: int, max_staleness: int
-) -> None:
+def test_the_check_itself_notices_a_rule_that_lets_groups_expire(groups_per_step, max_staleness):
     verdict, _ = explore(groups_per_step, max_staleness, 3, holds_from_step)
     assert verdict == "expired"

@@ -7,9 +7,7 @@ from slipstream.environments.echo import Echo, Others, split_pairs
 
 @pytest.mark.parametrize("num_symbols", [3, 8, 26])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_echo_splits_all_pairs_and_every_letter_occurs_in_training(
-    num_symbols: int, seed: int
-) -> None:
+def test_echo_splits_all_pairs_and_every_letter_occurs_in_training(num_symbols, seed):
     train, heldout = split_pairs(num_symbols, seed)
     num_pairs = num_symbols * (num_symbols - 1)
     assert len(set(train)) + len(set(heldout)) == len(set(train + heldout)) == num_pairs
@@ -40,9 +38,7 @@ def test_echo_with_another_seed_holds_out_other_pairs() -> None:
         ("", 0.0, 0.0),
     ],
 )
-def test_echo_rewards_letters_of_the_prompt_and_that_both_are_named(
-    reply: str, right: float, named: float
-) -> None:
+def test_echo_rewards_letters_of_the_prompt_and_that_both_are_named(reply, right, named):
     environment = Echo(reply_length=4)
     (message,) = environment.reset(("a", "b"))
     assert (message.role, message.content) == ("user", "a b")
@@ -59,9 +55,7 @@ def test_echo_rewards_letters_of_the_prompt_and_that_both_are_named(
         ({"split": "test"}, "split must be 'train' or 'heldout', got 'test'"),
     ],
 )
-def test_echo_refuses_arguments_that_cannot_work(
-    arguments: dict[str, object], message: str
-) -> None:
+def test_echo_refuses_arguments_that_cannot_work(arguments, message):
     with pytest.raises(ValueError, match=message):
         Echo(**arguments)
 
@@ -138,9 +132,7 @@ def test_arithmetic_rewards_the_right_answer_and_a_little_the_right_form() -> No
         ({"split": "x"}, "split must be"),
     ],
 )
-def test_arithmetic_refuses_arguments_that_cannot_work(
-    arguments: dict[str, object], message: str
-) -> None:
+def test_arithmetic_refuses_arguments_that_cannot_work(arguments, message):
     with pytest.raises(ValueError, match=message):
         Arithmetic(**arguments)
 

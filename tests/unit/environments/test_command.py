@@ -89,9 +89,7 @@ async def test_another_program_scores_what_the_first_one_left() -> None:
 
 
 @pytest.mark.process
-async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
     code = (
         "import os, sys; home = os.environ['HOME']; "
@@ -262,12 +260,7 @@ async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_
         assert result.agent_result.reward == 5, result
         # The folder is the program's: what it left there runs in the sandbox as well.
         score = python("import json; print(json.loads(open('score.txt').read()))")
-        scored = Command(
-            python(*code),
-            tasks,
-            score_command=score,
-            **options,
-        )
+        scored = Command(python(*code), tasks, score_command=score, **options)
         failed = await played(scored)
         assert "score_command failed: exit status 1" in failed.failure.message, failed
 
@@ -288,9 +281,7 @@ if sys.argv[2] == "use":
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 @pytest.mark.parametrize("scores", [False, True])
-async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(
-    scores: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores, capfd):
     for what, is_ended in (("reserve", False), ("use", True)):
         program = python(CALL + RESERVES, "{word}", what)
         options = dict(IN_SANDBOX)
@@ -305,9 +296,7 @@ async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(
 
 @pytest.mark.process
 @pytest.mark.parametrize("sandbox", [False, True])
-async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuses(
-    sandbox: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuses(sandbox, capfd):
     program = python(CALL + "os.abort()", "{word}")
     options = IN_SANDBOX if sandbox else {}
     answer = await played(Command(program, [{"word": "hello"}], **options))
@@ -331,9 +320,7 @@ open("score.txt", "w").write(str(seen))
 
 @pytest.mark.process
 @pytest.mark.parametrize("readable", [(), ("/proc/self",)])
-async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_the_sandbox(
-    readable: tuple[str, ...],
-) -> None:
+async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_the_sandbox(readable):
     known = [path for path in ("/etc/ssl/openssl.cnf",) if os.path.exists(path)]
     known += [str(path) for path in Path("/etc/ssl/certs").glob("*.crt")][:1]
     program = Command(

@@ -202,9 +202,7 @@ ENDLESS = ("endless", "flood")
 
 
 @pytest.mark.parametrize("name", FAKES)
-async def test_code_cannot_fake_a_pass(
-    name: str, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_code_cannot_fake_a_pass(name, tmp_path, backend, monkeypatch):
     monkeypatch.setattr("slipstream.environments.sandbox.sandbox.first_backend", lambda: backend)
     row = {"question": "?", "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"]}
     tasks = functions(tmp_path, row, limit_s=2.0 if name in ENDLESS else 8.0)
@@ -246,9 +244,7 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
         (MBPP, {"max_running": -1}, "max_running must be at least 0, got -1"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(
-    tmp_path: Path, row: dict[str, object], options: dict[str, object], said: str
-) -> None:
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, row, options, said):
     columns = MBPP_COLUMNS if row is MBPP else {}
     with pytest.raises(ConfigError) as refused:
         functions(tmp_path, row, **columns, **options)

@@ -117,9 +117,7 @@ async def score(endpoint: Endpoint, said: Any, **options: Any) -> float:
     return await judge(endpoint, **options).score({"reply": "{score} {reply}"})
 
 
-async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(
-    endpoint: Endpoint,
-) -> None:
+async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpoint):
     assert await score(endpoint, "It is good.\nScore: 7.5\n", api_key="a key") == 7.5
     (asked,) = endpoint.asked
     # What a reply says is no field of the prompt.
@@ -131,17 +129,9 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(
 
 
 @pytest.mark.parametrize(
-    ("said", "number"),
-    [
-        ("7", 7),
-        ("9\n\nScore: .5", 0.5),
-        ("+1e0", 1),
-        ("**8**", 8),
-    ],
+    ("said", "number"), [("7", 7), ("9\n\nScore: .5", 0.5), ("+1e0", 1), ("**8**", 8)]
 )
-async def test_the_number_of_the_last_line_counts(
-    said: str, number: float, endpoint: Endpoint
-) -> None:
+async def test_the_number_of_the_last_line_counts(said, number, endpoint):
     assert await score(endpoint, said) == number
 
 
@@ -172,9 +162,7 @@ async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpo
         (None, {"max_retries": 0}, "failed: APIConnectionError"),
     ],
 )
-async def test_a_judge_without_a_score_is_a_failure_with_its_cause(
-    said: Any, options: dict[str, Any], cause: str, endpoint: Endpoint
-) -> None:
+async def test_a_judge_without_a_score_is_a_failure_with_its_cause(said, options, cause, endpoint):
     with pytest.raises(JudgeError) as failed:
         await score(endpoint, said, api_key="a secret", **options)
     assert f"the judge judge at {endpoint.url}" in str(failed.value)
@@ -183,9 +171,7 @@ async def test_a_judge_without_a_score_is_a_failure_with_its_cause(
     assert "\n" not in str(failed.value)
 
 
-async def test_what_may_pass_is_asked_again_and_as_late_as_the_judge_says(
-    endpoint: Endpoint,
-) -> None:
+async def test_what_may_pass_is_asked_again_and_as_late_as_the_judge_says(endpoint):
     later = failure(503, retry_after="0.1"), failure(429, retry_after="1")
     answers = [None, failure(500), *later, "6"]
     assert await score(endpoint, answers) == 6
@@ -200,9 +186,7 @@ async def test_a_judge_that_is_silent_is_given_up(endpoint: Endpoint) -> None:
     assert len(endpoint.asked) == 2
 
 
-def plain(
-    body: bytes, status: int = 200, **headers: str
-) -> Callable[[BaseHTTPRequestHandler], None]:
+def plain(body, status=200, **headers):
     """Answers with these bytes and headers, as JSON unless they say otherwise."""
 
     def answer(request: BaseHTTPRequestHandler) -> None:
@@ -311,9 +295,7 @@ def questions(folder: Path) -> str:
     return str(path)
 
 
-async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(
-    tmp_path: Path, endpoint: Endpoint
-) -> None:
+async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path, endpoint):
     key = tmp_path / "key"
     key.write_text("a key\n")
     endpoint.answers = ["The reply is red. 4"]
@@ -345,9 +327,7 @@ async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(
         ({"api_key_file": "/dev/null"}, "api_key_file /dev/null is empty"),
     ],
 )
-def test_a_judged_environment_says_what_cannot_work(
-    tmp_path: Path, options: dict[str, str], said: str
-) -> None:
+def test_a_judged_environment_says_what_cannot_work(tmp_path, options, said):
     given: dict[str, Any] = {"rubric": "{reply}", **options}
     with pytest.raises(ConfigError) as refused:
         Judged(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
@@ -416,9 +396,7 @@ async def test_the_score_is_the_output_of_the_chosen_label(endpoint: Endpoint) -
         (classes({"choices": []}), "must answer as vLLM's /classify does"),
     ],
 )
-async def test_a_reward_model_without_a_score_is_a_failure_with_its_cause(
-    answer: Any, cause: str, endpoint: Endpoint
-) -> None:
+async def test_a_reward_model_without_a_score_is_a_failure_with_its_cause(answer, cause, endpoint):
     endpoint.answers = [answer]
     model = RewardModel(endpoint.url, "reward", api_key="a secret", max_retries=1)
     with pytest.raises(JudgeError, match=cause) as failed:
@@ -428,9 +406,7 @@ async def test_a_reward_model_without_a_score_is_a_failure_with_its_cause(
     assert "a secret" not in str(failed.value)
 
 
-async def test_a_rewarded_environment_scores_question_and_reply(
-    endpoint: Endpoint, tmp_path: Path
-) -> None:
+async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"topic": "red"}\n')
     endpoint.answers = [outputs(1.25)]
@@ -453,9 +429,7 @@ async def test_a_rewarded_environment_scores_question_and_reply(
         ({"question": "q"}, "row 1: column 'q' must hold a text; the columns are 'question'"),
     ],
 )
-def test_a_rewarded_environment_says_what_cannot_work(
-    options: dict[str, Any], cause: str, tmp_path: Path
-) -> None:
+def test_a_rewarded_environment_says_what_cannot_work(options, cause, tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "a"}\n')
     with pytest.raises(ConfigError) as refused:

@@ -52,10 +52,7 @@ def test_columns_may_lie_in_objects_and_questions_may_be_messages(tmp_path: Path
         "reward_model": {"style": "rule", "ground_truth": 2},
     }
     environment = Questions(
-        write(tmp_path, [row]),
-        question="prompt",
-        answer="reward_model.ground_truth",
-        judge="exact",
+        write(tmp_path, [row]), question="prompt", answer="reward_model.ground_truth", judge="exact"
     )
     (task,) = environment.tasks()
     assert task.answer == "2"

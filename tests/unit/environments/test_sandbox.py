@@ -44,9 +44,7 @@ def marked(mark: str, name: str = "") -> list[str]:
     ]
 
 
-async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(backend, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     program = (
         "import os, sys\n"
@@ -60,14 +58,7 @@ async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(
     )
     variables, rest = finished.stdout.decode().split("] ", 1)
     seen = set(ast.literal_eval(variables + "]"))
-    assert seen <= {
-        "HOME",
-        "LANG",
-        "LC_CTYPE",
-        "PATH",
-        "PWD",
-        "TMPDIR",
-    }
+    assert seen <= {"HOME", "LANG", "LC_CTYPE", "PATH", "PWD", "TMPDIR"}
     assert rest == "['__main__.py', 'a'] inside given\n"
     assert (finished.status, finished.stderr, finished.ended_by) == (7, b"words\n", "")
 
@@ -288,9 +279,7 @@ def test_a_limit_must_be_above_0() -> None:
             Sandbox(Limits(memory_bytes=value))
 
 
-def test_a_machine_without_a_sandbox_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_without_a_sandbox_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     why_not.cache_clear()

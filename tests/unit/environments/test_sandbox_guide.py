@@ -23,9 +23,7 @@ def blocks(page: str, language: str) -> list[str]:
     return [text for name, text in BLOCK.findall((GUIDES / page).read_text()) if name == language]
 
 
-async def test_the_functions_of_the_page_are_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_functions_of_the_page_are_examined(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (lines,) = blocks("sandbox.md", "json")
     Path("functions.jsonl").write_text(lines)
@@ -50,9 +48,7 @@ async def test_the_environment_of_the_page_runs_programs(tmp_path: Path) -> None
     assert (wrong.reward, wrong.metrics) == (0, {"ended_by_limit": True})
 
 
-def test_the_judged_environments_of_the_page_can_be_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judged_environments_of_the_page_can_be_loaded(tmp_path, monkeypatch):
     pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     Path("topics.jsonl").write_text('{"topic": "the sea"}\n')

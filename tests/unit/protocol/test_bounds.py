@@ -5,12 +5,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.protocol.bounds import (
-    bound_of,
-    check_bounds,
-    decode,
-    max_message_bytes,
-)
+from slipstream.protocol.bounds import bound_of, check_bounds, decode, max_message_bytes
 from slipstream.v1 import (
     bounds_pb2,
     environment_pb2,
@@ -134,9 +129,7 @@ def beyond(message: Message, field: FieldDescriptor, bound: bounds_pb2.Bound) ->
 @pytest.mark.parametrize(
     ("message", "field"), [pytest.param(m, f, id=f.full_name[14:]) for m, f in bounded_fields()]
 )
-def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(
-    message: Descriptor, field: FieldDescriptor
-) -> None:
+def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(message, field):
     made, bound = message_factory.GetMessageClass(message)(), bound_of(field)
     assert bound is not None
     if not beyond(made, field, bound):

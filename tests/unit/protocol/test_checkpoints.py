@@ -109,9 +109,7 @@ def test_retention_never_touches_the_newest() -> None:
                 assert len(steps) - len(removed) >= min(size, keep_last)
 
 
-def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     save(tmp_path, 1)
     save(tmp_path, 2)
 
@@ -171,9 +169,7 @@ def crashing_at(change: int, act: Callable[[], object]) -> bool:
 # Python from 3.12 on warns of forks beside threads; this child takes no lock.
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whole(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whole(tmp_path):
     for change in itertools.count():
         folder = tmp_path / f"crash-{change}"
         for step in (1, 2, 3):

@@ -80,9 +80,7 @@ def test_bytes_of_any_kind_are_a_trajectory_or_a_protocol_error(data: bytes) -> 
 
 @given(trajectories(), st.data())
 @settings(max_examples=times(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(
-    trajectory: Trajectory, data: st.DataObject
-) -> None:
+def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(trajectory, data):
     encoded = bytearray(encode_trajectory(trajectory))
     position = data.draw(st.integers(0, len(encoded) - 1)) if encoded else 0
     if data.draw(st.booleans()):
@@ -138,9 +136,7 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
         ),
     ],
 )
-def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(
-    changes: dict[str, object], cause: str
-) -> None:
+def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(changes, cause):
     trajectory = dataclasses.replace(make_trajectory(4, 4), **changes)
     with pytest.raises(ProtocolError, match=cause) as caught:
         decode_trajectory(encode_trajectory(trajectory))
@@ -212,9 +208,7 @@ def test_a_trajectory_above_the_limit_is_refused_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(("num_context", "num_sampled"), [(0, 512), (128, 384), (1024, 7168)])
-def test_a_token_costs_at_most_eight_and_a_half_bytes_on_the_wire(
-    num_context: int, num_sampled: int
-) -> None:
+def test_a_token_costs_at_most_eight_and_a_half_bytes_on_the_wire(num_context, num_sampled):
     trajectory = make_trajectory(num_context, num_sampled, num_versions=3)
     request = pb.DeliverRequest(
         trajectory=encode_trajectory(trajectory), trajectory_id=trajectory.trajectory_id
@@ -233,10 +227,7 @@ def test_a_trajectory_knows_its_identity_and_its_sampled_tokens() -> None:
     trajectory = dataclasses.replace(
         make_trajectory(2, 3),
         run_lengths=(1, 2, 1, 1),
-        version_spans=(
-            VersionSpan(2, PolicyVersion(0, 7)),
-            VersionSpan(1, PolicyVersion(0, 6)),
-        ),
+        version_spans=(VersionSpan(2, PolicyVersion(0, 7)), VersionSpan(1, PolicyVersion(0, 6))),
     )
     assert trajectory.trajectory_id == "g000123.3.0.1234567890abcdef"
     assert trajectory.sampled_mask().tolist() == [False, True, True, False, True]
@@ -291,9 +282,7 @@ def with_reference(logprobs, top_ids, top_logprobs) -> bytes:
         ([[1, 2]], [[-0.5, -3]], r"must have \[8, 16, 16\] bytes, got \[8, 8, 8\]"),
     ],
 )
-def test_log_probabilities_that_no_reference_can_give_are_refused(
-    top_ids, top_logprobs, cause: str
-) -> None:
+def test_log_probabilities_that_no_reference_can_give_are_refused(top_ids, top_logprobs, cause):
     with pytest.raises(ProtocolError, match=cause):
         decode_trajectory(with_reference([-1, -2], top_ids, top_logprobs))
 

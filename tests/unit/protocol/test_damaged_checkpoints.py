@@ -39,9 +39,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "cause"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_manifest_is_one_line_with_what_to_remove(
-    tmp_path: Path, spoil: Callable[[Path], object], cause: str
-) -> None:
+def test_a_damaged_manifest_is_one_line_with_what_to_remove(tmp_path, spoil, cause):
     save_checkpoint(tmp_path, 30)
     path = save_checkpoint(tmp_path, 40)
     spoil(path / "manifest.json")
@@ -70,9 +68,7 @@ MISSING: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("spoil", MISSING.values(), ids=MISSING.keys())
-def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(
-    tmp_path: Path, spoil: Callable[[Path], object]
-) -> None:
+def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(tmp_path, spoil):
     save_checkpoint(tmp_path, 20)
     save_checkpoint(tmp_path, 30)
     assert passed_over(tmp_path) == []
@@ -89,9 +85,7 @@ def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(
 
 
 @pytest.mark.parametrize("spoil", MISSING.values(), ids=MISSING.keys())
-def test_a_version_that_is_made_again_takes_the_place_of_what_is_left_of_it(
-    tmp_path: Path, spoil: Callable[[Path], object]
-) -> None:
+def test_a_version_that_is_made_again_takes_the_place_of_what_is_left_of_it(tmp_path, spoil):
     path = save_checkpoint(tmp_path, 40)
     spoil(path)
     save_checkpoint(tmp_path, 40)

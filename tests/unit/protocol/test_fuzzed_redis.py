@@ -104,9 +104,7 @@ def seal_of(delivery) -> bytes:
 
 
 @pytest.mark.parametrize("value", [b"abc", b"-1", b"9" * 40, b"1.5"])
-async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(
-    server: EmbeddedServer, value: bytes
-) -> None:
+async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(server, value):
     def errors(error: BaseException) -> list[BaseException]:
         if not isinstance(error, BaseExceptionGroup):
             return [error]

@@ -21,9 +21,7 @@ OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 
 
 @asynccontextmanager
-async def serving(
-    servicer: trajectory_pb2_grpc.TrajectoryServiceServicer, folder: Path, token: str | None = None
-) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(servicer, folder, token=None):
     server = create_server(OPEN, unix_token=token)
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     address = f"unix:{folder}/queue.sock"
@@ -71,19 +69,14 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken after")
                 yield pb.DeliverResponse(acknowledged_ids=[request.trajectory_id])
 
-    async with (
-        serving(Breaking(), tmp_path) as channel,
-        GrpcSender(channel, OPEN, 1_000) as sender,
-    ):
+    async with serving(Breaking(), tmp_path) as channel, GrpcSender(channel, OPEN, 1_000) as sender:
         for number in range(10):
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)
     assert set(taken) == {str(number) for number in range(10)}
 
 
-async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(
-    tmp_path: Path,
-) -> None:
+async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(tmp_path):
     async with GrpcReceiver() as receiver, serving(receiver, tmp_path) as channel:
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
         first = stub.Deliver()

@@ -70,9 +70,7 @@ def causes(error: BaseException) -> set[str]:
     return {str(error)}
 
 
-async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_and_again(
-    server: EmbeddedServer,
-) -> None:
+async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_and_again(server):
     generator = random.Random(1)
     answered: set[str] = set()
     arrived: set[str] = set()
@@ -126,9 +124,7 @@ async def test_what_a_dead_controller_had_read_comes_again(server: EmbeddedServe
             assert await client.xlen(STREAM) == 0
 
 
-async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice(
-    server: EmbeddedServer,
-) -> None:
+async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice(server):
     async with (
         RedisReceiver(server.url(), "run") as receiver,
         RedisSender(server.url("rollout"), "run", 1_000) as sender,
@@ -181,9 +177,7 @@ async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) 
                 await receiver.get()
 
 
-async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(server, tmp_path):
     async def lose_everything() -> None:
         await kill(server)
         shutil.rmtree(tmp_path / "valkey" / "appendonlydir")
@@ -206,9 +200,7 @@ async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(
     assert "lost data of run run: it came back empty" in cause
 
 
-async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(
-    server: EmbeddedServer,
-) -> None:
+async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(server):
     with pytest.raises(BaseExceptionGroup) as caught:
         async with RedisReceiver(server.url(), "run", reconnect_timeout_s=0.3) as receiver:
             await kill(server)
@@ -241,9 +233,7 @@ async def test_put_does_not_call_a_silent_redis_full(server: EmbeddedServer) -> 
             os.kill(server.pid, signal.SIGCONT)
 
 
-async def test_a_redis_that_accepts_calls_and_is_silent_is_told_with_a_cause(
-    server: EmbeddedServer,
-) -> None:
+async def test_a_redis_that_accepts_calls_and_is_silent_is_told_with_a_cause(server):
     async def silent() -> None:
         # asyncio.timeout raises it without a word.
         raise TimeoutError
@@ -262,9 +252,7 @@ async def test_a_redis_that_accepts_calls_and_is_silent_is_told_with_a_cause(
         ("no-appendfsync-on-rewrite", "yes"),
     ],
 )
-async def test_a_redis_that_may_lose_entries_is_refused(
-    server: EmbeddedServer, setting: str, value: str
-) -> None:
+async def test_a_redis_that_may_lose_entries_is_refused(server, setting, value):
     async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
         await client.config_set(setting, value)
     with pytest.raises(QueueError, match=rf"{setting} must be \w+ .*, got {value}"):
@@ -279,9 +267,7 @@ async def set_user(server: EmbeddedServer, *rules: str) -> str:
     return f"{server.address}?username=other&password=secret"
 
 
-async def test_a_redis_that_hides_its_settings_is_used_with_a_warning(
-    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_redis_that_hides_its_settings_is_used_with_a_warning(server, caplog):
     url = await set_user(server, "~slipstream:*", "+@all", "-config")
     with caplog.at_level(logging.WARNING):
         async with RedisReceiver(url, "run"), RedisSender(url, "run", 1_000) as sender:
@@ -310,9 +296,7 @@ async def test_a_wrong_password_is_reported_at_once_with_the_user(server: Embedd
         (("~*", "+@all", "-get"), "get"),
     ],
 )
-async def test_a_missing_right_ends_a_sender_with_user_and_command(
-    server: EmbeddedServer, rules: tuple[str, ...], lacks: str
-) -> None:
+async def test_a_missing_right_ends_a_sender_with_user_and_command(server, rules, lacks):
     url = await set_user(server, *rules)
     secret = b"what the model said"
     with pytest.raises((ConfigError, BaseExceptionGroup)) as caught:
@@ -325,9 +309,7 @@ async def test_a_missing_right_ends_a_sender_with_user_and_command(
     )
 
 
-async def test_a_missing_right_ends_a_receiver_with_user_and_command(
-    server: EmbeddedServer,
-) -> None:
+async def test_a_missing_right_ends_a_receiver_with_user_and_command(server):
     url = await set_user(server, "~*", "+@all", "-xreadgroup")
     with pytest.raises(BaseExceptionGroup) as caught:
         async with RedisReceiver(url, "run") as receiver:
@@ -366,9 +348,7 @@ async def test_the_embedded_server_needs_a_password_and_keeps_it(tmp_path: Path)
         assert [server.url(user) for user in USERS] == urls
 
 
-async def test_the_embedded_server_takes_a_short_socket_path_for_a_deep_folder(
-    tmp_path: Path,
-) -> None:
+async def test_the_embedded_server_takes_a_short_socket_path_for_a_deep_folder(tmp_path):
     async with (
         EmbeddedServer(tmp_path / ("deep" * 20) / "valkey") as server,
         RedisReceiver(server.url(), "run"),

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -83,9 +82,7 @@ class RedisPlace:
 
 
 @pytest.fixture(params=["memory", "grpc", pytest.param("redis", marks=pytest.mark.process)])
-async def make_place(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> AsyncIterator[Callable[[int], Place]]:
+async def make_place(request, tmp_path):
     """A function that makes a place; its argument is the bytes that the place holds."""
     match request.param:
         case "memory":
@@ -158,9 +155,7 @@ async def test_large_trajectories_arrive_whole(make_place: MakePlace) -> None:
             assert (await receiver.get()).data == (7).to_bytes(4) * (2 << 20)
 
 
-async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledgement(
-    make_place: MakePlace,
-) -> None:
+async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledgement(make_place):
     async with both_ends(make_place(300)) as (receiver, sender):
         await put(sender, 0, 1, 2)
         assert sender.queued_bytes == 300
@@ -174,9 +169,7 @@ async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledg
         assert await get(receiver, 1) == [3]
 
 
-async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_was(
-    make_place: MakePlace,
-) -> None:
+async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_was(make_place):
     async with both_ends(make_place(250)) as (receiver, sender):
         await put(sender, 0, 1)
         with pytest.raises(TrajectoryQueueFull, match=r"no room for 100 bytes within 0.05 s"):
@@ -201,9 +194,7 @@ async def test_queued_bytes_return_to_zero_when_all_is_acknowledged(make_place: 
         await until(lambda: sender.queued_bytes == 0)
 
 
-async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
-    make_place: MakePlace,
-) -> None:
+async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(make_place):
     place = make_place(100_000)
     async with place.sender() as sender:
         async with place.receiver() as first:
@@ -219,9 +210,7 @@ async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
             assert await get(second, 30) == list(range(10, 40))
 
 
-async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(
-    make_place: MakePlace,
-) -> None:
+async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(make_place):
     async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, 1, 1, 2)
         seen: list[int] = []
@@ -232,9 +221,7 @@ async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_
         await until(lambda: sender.queued_bytes == 0)
 
 
-async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
-    make_place: MakePlace,
-) -> None:
+async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(make_place):
     async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, 1)
         await get(receiver, 1)
@@ -266,9 +253,7 @@ async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
         assert await get(receiver, 1) == [1]
 
 
-async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(
-    make_place: MakePlace,
-) -> None:
+async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(make_place):
     async with both_ends(make_place(100)) as (receiver, sender):
         await put(sender, 0)
         first, second = (asyncio.ensure_future(put(sender, number)) for number in (1, 2))

@@ -113,17 +113,9 @@ def message_of(error: BaseException) -> str:
         (flush, "it came back empty"),
     ],
 )
-async def test_a_receiver_notices_what_is_lost_beside_it(
-    server: EmbeddedServer,
-    administrator: redis.asyncio.Redis,
-    lose: Callable[[redis.asyncio.Redis], Awaitable[None]],
-    shows: str,
-) -> None:
+async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, lose, shows):
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with (
-            asyncio.timeout(LIMIT_S),
-            RedisReceiver(server.url(), "run") as receiver,
-        ):
+        async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
             async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
                 for number in range(4):
                     await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
@@ -155,11 +147,7 @@ async def test_a_receiver_notices_that_somebody_else_deletes_what_it_has_read(
 
 
 @pytest.mark.parametrize("lose", [delete_stream, delete_added, spoil_added, delete_mark, flush])
-async def test_a_sender_notices_a_loss_and_never_counts_below_zero(
-    server: EmbeddedServer,
-    administrator: redis.asyncio.Redis,
-    lose: Callable[[redis.asyncio.Redis], Awaitable[None]],
-) -> None:
+async def test_a_sender_notices_a_loss_and_never_counts_below_zero(server, administrator, lose):
     async with (
         RedisReceiver(server.url(), "run") as receiver,
         RedisSender(server.url("rollout"), "run", 10_000) as before,
@@ -277,9 +265,7 @@ async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
             assert (await receiver.get()).trajectory_id == name(1)
 
 
-async def test_a_mark_of_an_earlier_version_is_taken(
-    server: EmbeddedServer, administrator: redis.asyncio.Redis
-) -> None:
+async def test_a_mark_of_an_earlier_version_is_taken(server, administrator):
     await administrator.set(MARK, "1234567890abcdef")
     await administrator.set(f"{MARK}:1234567890abcdef:added", "7")
     await administrator.xadd(STREAM, {"id": "group.1", "data": "x" * 7})
@@ -344,9 +330,7 @@ async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_pat
         ]
 
 
-async def test_older_files_are_noticed_although_others_have_added_more_since(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_older_files_are_noticed_although_others_have_added_more_since(server, tmp_path):
     folder = tmp_path / "valkey" / "appendonlydir"
     second = tmp_path / "second"
     async with RedisReceiver(server.url(), "run") as receiver:

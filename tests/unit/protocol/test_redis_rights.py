@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.sections import QueueEnd
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis import RedisSender
@@ -42,9 +41,7 @@ def test_the_documented_line_gives_the_rights_of_the_role(role: QueueRole) -> No
         *(("controller", right) for right in ("xgroup|create", "xreadgroup", "xrange", "xdel")),
     ],
 )
-async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(
-    end: QueueEnd, right: str, tmp_path: Path
-) -> None:
+async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(end, right, tmp_path):
     less = re.sub(rf"\+{re.escape(right)} ", "", ROLES[end].rules)
     rules = {role.user: role.rules for role in ROLES.values()} | {ROLES[end].user: less}
     async with EmbeddedServer(tmp_path / "valkey", rules) as server, asyncio.timeout(LIMIT_S):

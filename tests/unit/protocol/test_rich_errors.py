@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
-import pytest
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
@@ -36,9 +35,7 @@ class Refusing(environment_pb2_grpc.EnvironmentServiceServicer):
             self.ended.set()
 
 
-async def test_a_refusal_of_a_caller_that_has_gone_cancels_the_call_without_a_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_refusal_of_a_caller_that_has_gone_cancels_the_call_without_a_traceback(caplog):
     refusing = Refusing()
     server = create_server(OPEN)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(refusing, server)

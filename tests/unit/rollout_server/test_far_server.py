@@ -1,7 +1,6 @@
 """A whole rollout server that takes its weights from storage, with an engine without a model."""
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,7 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS
-from support.rigs.stored_versions import (
-    StoredVersions,
-    changed_content,
-    digests_of,
-    first_content,
-)
+from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -38,9 +32,7 @@ def order_of(publish_id: str, step: int) -> weights_pb2.PublishOrder:
     )
 
 
-async def serve_stored(
-    connection, step: int, manifest: weights_pb2.StoredWeights, digests: Sequence[bytes] = DIGESTS
-) -> None:
+async def serve_stored(connection, step, manifest, digests=DIGESTS):
     """A whole publish through storage, as the controller makes it."""
     publish_id, version = f"s{step}", version_to_pb(PolicyVersion(0, step))
     connection.send(
@@ -102,9 +94,7 @@ async def test_a_server_serves_its_groups_while_it_fetches(
         await connection.publish_phase("s2", READY)
 
 
-async def test_a_server_says_what_it_could_not_fetch_and_serves_on(
-    start_server, config: Config, tmp_path: Path
-) -> None:
+async def test_a_server_says_what_it_could_not_fetch_and_serves_on(start_server, config, tmp_path):
     versions = StoredVersions(str(tmp_path / "storage"))
     async with start_server(config) as server:
         connection = await server.join(step=None)

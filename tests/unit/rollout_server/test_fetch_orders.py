@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.weights.deltas import content_name
-from slipstream.rollout_server.stored_weights import Fetched, FetchOrders, StoredWeights
+from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
-from support.rigs.stored_versions import (
-    StoredVersions,
-    changed_content,
-    digests_of,
-    first_content,
-)
+from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
 from support.rigs.waiting import until
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
@@ -32,9 +27,7 @@ class SlowStorage(StoredWeights):
         self.gate = threading.Event()
         self.num_abandoned = 0
 
-    def fetch(
-        self, stored: weights_pb2.StoredWeights, abandoned: threading.Event, base: bytes = b""
-    ) -> Fetched:
+    def fetch(self, stored, abandoned, base=b""):
         while not self.gate.wait(0.01):
             if abandoned.is_set():
                 self.num_abandoned += 1
@@ -148,9 +141,7 @@ async def test_what_the_engine_could_not_load_is_fetched_again(tmp_path: Path) -
         assert [r.stages.fetched_links for r in scene.reports] == [1, 0, 1]
 
 
-async def test_an_engine_that_takes_changes_gets_what_changed_since_the_version_it_serves(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_takes_changes_gets_what_changed_since_the_version_it_serves(tmp_path):
     async with rig(tmp_path) as scene:
         scene.stored.gate.set()
         assert not (await scene.order_after("s1")).HasField("delta")
@@ -189,9 +180,7 @@ async def test_a_version_that_was_fetched_and_not_served_is_no_base(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_judged", [True, False])
-async def test_weights_that_were_wrong_are_no_base_and_all_is_fetched_again(
-    tmp_path: Path, is_judged: bool
-) -> None:
+async def test_weights_that_were_wrong_are_no_base_and_all_is_fetched_again(tmp_path, is_judged):
     async with rig(tmp_path) as scene:
         scene.stored.gate.set()
         await scene.order_after("s1")

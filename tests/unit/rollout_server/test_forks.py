@@ -48,9 +48,7 @@ uvloop.run(main())
 
 # Without the server's setting, forks beside calls may crash; its fork handlers log without calls.
 @pytest.mark.parametrize(("whose", "processes", "callers"), [("ours", 100, 8), ("anyone", 5, 0)])
-def test_grpc_does_nothing_in_the_forks_of_the_server_alone(
-    whose: str, processes: int, callers: int
-) -> None:
+def test_grpc_does_nothing_in_the_forks_of_the_server_alone(whose, processes, callers):
     command = [sys.executable, "-c", PROGRAM, whose, str(processes), str(callers)]
     # These tests' own process is told by the package already.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}

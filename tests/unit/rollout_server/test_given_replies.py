@@ -34,9 +34,7 @@ def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
     return Demonstrations(str(path))
 
 
-async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(
-    server, tmp_path: Path
-) -> None:
+async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(server, tmp_path):
     serve(server, demonstrations(tmp_path, ("a b", "b a"), ("c", "c")))
     connection = await server.join(step=5)
     connection.lease("g1", members=[0])

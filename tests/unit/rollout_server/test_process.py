@@ -56,9 +56,7 @@ def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart(
     assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
 
 
-def test_torchvision_may_be_installed_where_it_can_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_may_be_installed_where_it_can_be_imported(tmp_path, monkeypatch):
     check_companions()
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "torchvision.py"

@@ -201,9 +201,7 @@ async def test_an_episode_whose_reference_fails_has_failed(config, endpoint, sta
     assert good.reference is not None
 
 
-async def test_a_cancelled_episode_does_not_wait_for_the_reference(
-    config, endpoint, start_server
-) -> None:
+async def test_a_cancelled_episode_does_not_wait_for_the_reference(config, endpoint, start_server):
     endpoint.hold.clear()
     async with start_server(with_server(config, section(endpoint))) as server:
         connection = await server.join()
@@ -227,9 +225,7 @@ async def test_a_server_with_the_models_tokenizer_passes(endpoint, checked: Conf
     await check_reference_server(checked, checked.reference.server)
 
 
-async def test_other_tokenizers_are_refused_in_one_line(
-    endpoint, checked: Config, tmp_path: Path
-) -> None:
+async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_path):
     make_tokenizer(tmp_path / "other")
     other = Renderer(tmp_path / "other")
     endpoint.texts = lambda ids: other.decode_all(ids).replace("d", "e")
@@ -244,8 +240,7 @@ async def test_other_tokenizers_are_refused_in_one_line(
 async def test_a_server_without_the_model_or_its_room_is_refused(endpoint, checked) -> None:
     endpoint.max_model_len = 32
     with pytest.raises(
-        ConfigError,
-        match="^reference.server: the .* = 33 tokens, got max_model_len 32",
+        ConfigError, match="^reference.server: the .* = 33 tokens, got max_model_len 32"
     ):
         await check_reference_server(checked, checked.reference.server)
     wrong = checked.reference.server.model_copy(update={"model": "student"})
@@ -260,9 +255,7 @@ async def test_a_server_that_gives_no_log_probabilities_is_refused(endpoint, che
 
 
 @pytest.mark.parametrize("said", [[], {"data": 5}, {"data": [5]}])
-async def test_a_server_whose_answers_have_another_form_is_refused(
-    endpoint, checked: Config, said: object
-) -> None:
+async def test_a_server_whose_answers_have_another_form_is_refused(endpoint, checked, said):
     endpoint.reply = lambda path, body: (200, said)
     with pytest.raises(ConfigError, match="^reference.server: .* failed: (Attrib|Type)"):
         await check_reference_server(checked, checked.reference.server)

@@ -331,9 +331,7 @@ async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(sta
         ),
     ],
 )
-async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(
-    server, answer, said
-) -> None:
+async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(server, answer, said):
     server.fleet.client.answer_instead = lambda command: (
         env_pb.WorkerMessage.FromString(answer.SerializeToString())
         if command.reset.episode_key.startswith("g1.")
@@ -384,9 +382,7 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
     assert {t.group_id for t in trajectories} == {"g0", "g1"}
 
 
-async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
-    start_server,
-) -> None:
+async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(start_server):
     async with start_server(waits=SessionWaits(retry_s=1.0)) as server:
         client, server.fleet.client = server.fleet.client, None
         connection = await server.join()
@@ -497,10 +493,7 @@ async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(serve
     await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_SERVING)
     assert server.engine.running.is_set()
     assert server.engine.version == PolicyVersion(0, 6)
-    assert phases(connection) == [
-        fleet_pb2.PUBLISH_PHASE_LOADED,
-        fleet_pb2.PUBLISH_PHASE_SERVING,
-    ]
+    assert phases(connection) == [fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING]
 
 
 async def test_what_was_loaded_is_not_served_when_the_commit_has_other_digests(server) -> None:
@@ -667,9 +660,7 @@ async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:
     assert connection.messages[-1].HasField("drained")
 
 
-async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(
-    start_server, config
-) -> None:
+async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(start_server, config):
     async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
         connection = await server.join()
@@ -724,9 +715,7 @@ async def test_the_controller_can_drain_a_server_at_once(start_server, config) -
     assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
 
 
-async def test_a_server_that_drains_still_receives_what_others_wait_for(
-    start_server, config
-) -> None:
+async def test_a_server_that_drains_still_receives_what_others_wait_for(start_server, config):
     async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
         connection = await server.join(step=5)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +110,7 @@ def loaded(fetched: Fetched, old: Content) -> bytes:
 
 
 @pytest.mark.parametrize("num_links", [1, 2, 3])
-def test_an_engine_gets_the_changes_of_all_links_since_what_it_holds(
-    tmp_path: Path, num_links: int
-) -> None:
+def test_an_engine_gets_the_changes_of_all_links_since_what_it_holds(tmp_path, num_links):
     root, first = str(tmp_path / "storage"), first_content()
     versions, server = StoredVersions(root), opened(root, tmp_path / "a")
     server.fetch(versions.write(0, first, whole=True), NEVER)
@@ -185,9 +182,7 @@ def test_changes_of_all_buckets_whole_are_no_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["a", "b"])
-def test_a_disk_that_takes_no_changes_is_an_error_of_the_publish(
-    tmp_path: Path, folder: str
-) -> None:
+def test_a_disk_that_takes_no_changes_is_an_error_of_the_publish(tmp_path, folder):
     root = str(tmp_path / "storage")
     (first, old), (second, content), _ = three_versions(StoredVersions(root))
     server, base = opened(root, tmp_path / folder), content_name(digests_of(old))
@@ -236,9 +231,7 @@ def flip(path: Path) -> None:
         (Path.unlink, "could not read run/v1/0-00000"),
     ],
 )
-def test_a_damaged_link_is_named_and_leaves_no_version(
-    tmp_path: Path, damage: Any, said: str
-) -> None:
+def test_a_damaged_link_is_named_and_leaves_no_version(tmp_path, damage, said):
     root = tmp_path / "storage"
     (first, old), (second, content), _ = three_versions(StoredVersions(str(root)))
     server = opened(str(root), tmp_path / "a")
@@ -256,9 +249,7 @@ def test_a_damaged_link_is_named_and_leaves_no_version(
     assert old is not content
 
 
-def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(
-    tmp_path: Path,
-) -> None:
+def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(tmp_path):
     root = str(tmp_path / "storage")
     versions = StoredVersions(root)
     (first, _), *_ = three_versions(versions)
@@ -292,9 +283,7 @@ def test_a_manifest_of_a_version_written_again_is_another_one(tmp_path: Path) ->
         opened(root, tmp_path / "a").fetch(manifest, NEVER)
 
 
-def test_storage_that_hangs_is_named_with_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_hangs_is_named_with_its_limit(tmp_path, monkeypatch):
     root = str(tmp_path / "storage")
     (manifest, _), *_ = three_versions(StoredVersions(root))
     server = opened(root, tmp_path / "a", storage_deadline_s=1.0)
@@ -317,9 +306,7 @@ def test_an_abandoned_fetch_ends_at_once(tmp_path: Path) -> None:
         opened(root, tmp_path / "a").fetch(manifest, abandoned)
 
 
-def test_a_full_disk_of_the_server_is_an_error_of_the_publish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_of_the_server_is_an_error_of_the_publish(tmp_path, monkeypatch):
     root = str(tmp_path / "storage")
     (manifest, content), *_ = three_versions(StoredVersions(root))
     server = opened(root, tmp_path / "a")
@@ -338,9 +325,7 @@ def test_a_full_disk_of_the_server_is_an_error_of_the_publish(
     ("spoil", "cause"),
     [(Path.unlink, "No such file"), (truncate, "length is greater than file size")],
 )
-def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(
-    tmp_path: Path, spoil: Callable[[Path], None], cause: str
-) -> None:
+def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(tmp_path, spoil, cause):
     root = str(tmp_path / "storage")
     (first, _), (second, content), _ = three_versions(StoredVersions(root))
     server = opened(root, tmp_path / "a")

@@ -1,13 +1,13 @@
 """Orders of the controller in whatever order they come, and what the engine then serves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from slipstream.core.types import LogprobArray, PolicyVersion, ServerId
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
@@ -50,9 +50,7 @@ class SlowEngine(FakeEngine):
         self.resumed += 1
         await super().resume(version)
 
-    async def teacher_forced_logprobs(
-        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
-    ) -> LogprobArray:
+    async def teacher_forced_logprobs(self, sequences, adapters=()):
         await self.scored.wait()
         return self.probe
 
@@ -275,9 +273,7 @@ async def test_an_engine_with_weights_that_may_not_be_used_is_not_woken() -> Non
     # The last two: after vLLM's loader, and on a server that never served.
     [(12.5, 12.0, 0.5), (12.5, 13.0, 0.0), (0.0, 12.0, 0.0), (12.5, None, 0.0)],
 )
-def test_steps_under_way_are_a_part_of_the_pause(
-    began_s: float, paused_at_s: float | None, steps_s: float
-) -> None:
+def test_steps_under_way_are_a_part_of_the_pause(began_s, paused_at_s, steps_s):
     loaded = LoadedWeights(
         (), by_plan=True, pause_s=1.0, receive_s=0.0, load_s=0.25, began_s=began_s, staged=True
     )

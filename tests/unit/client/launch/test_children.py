@@ -29,33 +29,21 @@ def write(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_the_last_line_is_the_cause(tmp_path: Path) -> None:
-    log = write(tmp_path / "log", "Traceback", "  File", "ValueError: no way", "")
-    assert last_complaint(log) == "ValueError: no way"
-
-
-def test_our_own_line_goes_before_the_noise_after_it(tmp_path: Path) -> None:
-    log = write(tmp_path / "log", "slipstream: no way", "destroyed while pending")
-    assert last_complaint(log) == "no way"
-
-
-def test_what_only_went_well_is_no_cause(tmp_path: Path) -> None:
-    log = write(tmp_path / "log", "2026-01-01 INFO x: joined run r", "rank 0 INFO y: version 3")
-    assert last_complaint(log) == ""
-
-
-def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
-    log = write(tmp_path / "log", "slipstream: first")
-    start = log.stat().st_size
-    with log.open("a") as file:
-        file.write("RuntimeError: second\n")
-    assert last_complaint(log, start) == "RuntimeError: second"
-
-
-def test_a_missing_log_has_no_cause(tmp_path: Path) -> None:
-    assert last_complaint(tmp_path / "none") == ""
-
-
+ABOVE = "RuntimeError: Engine core initialization failed. See root cause above."
+LOST = "[W1 TCPStore.cpp:1] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): got 0 bytes."
+FRAMES = (
+    "Exception raised from recvBytes at Utils.hpp:787 (most recent call first):",
+    "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f0e in libc10.so)",
+    "<omitting python frames>",
+    "frame #19: __libc_start_main + 0x85 (0x7f0e in libc.so.6)",
+    "",
+)
+NCCL = (
+    *(LOST, *FRAMES, "terminate called after throwing an instance of 'c10::DistBackendError'"),
+    *("  what():  NCCL error: remote process exited", "Last error:", *FRAMES),
+)
+WENT_WELL = ("2026-01-01 INFO x: joined run r", "rank 0 INFO y: version 3")
+NEWER = "2026-01-01 12:00:01 rank 0 ERROR x: the disk is gone"
 REFUSED = (
     "2026-01-01 12:00:00 rank 0 ERROR x: rank 0 failed",
     "Traceback (most recent call last):",
@@ -68,20 +56,46 @@ REFUSED = (
 )
 
 
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (("Traceback", "  File", "ValueError: no way", ""), "ValueError: no way"),
+        # Our own line goes before the noise after it.
+        (("slipstream: no way", "destroyed while pending"), "no way"),
+        (WENT_WELL, ""),
+        ((*REFUSED, NEWER), NEWER),
+        # A line that sends the reader to one above.
+        (
+            ("torch.OutOfMemoryError: 3 GiB", "Traceback", "  x()", ABOVE),
+            "torch.OutOfMemoryError: 3 GiB",
+        ),
+        # Frames of a program in another language.
+        (("noise", LOST, *FRAMES), LOST),
+        (NCCL, "NCCL error: remote process exited"),
+        # A place in a traceback.
+        (("OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^"), "OSError: full"),
+    ],
+)
+def test_the_line_that_names_the_cause_is_found(lines, cause, tmp_path):
+    assert last_complaint(write(tmp_path / "log", *lines)) == cause
+
+
+def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
+    assert last_complaint(tmp_path / "none") == ""
+    log = write(tmp_path / "log", "slipstream: first")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("RuntimeError: second\n")
+    assert last_complaint(log, start) == "RuntimeError: second"
+
+
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "])
-def test_the_exception_is_the_cause_and_not_the_end_of_its_text(
-    prefix: str, tmp_path: Path
-) -> None:
+def test_the_exception_is_the_cause_and_not_the_end_of_its_text(prefix, tmp_path):
     first, *traceback = REFUSED
     lines = [first, *(f"{prefix}{line}" for line in traceback)]
     noise = "2026-01-01 12:00:01 rank 0 WARNING x: the failure could not be reported: UNAVAILABLE"
     log = write(tmp_path / "log", *lines, noise)
     assert last_complaint(log).startswith("TypeError: _foreach_add_() received")
-
-
-def test_an_error_that_is_newer_than_a_traceback_is_the_cause(tmp_path: Path) -> None:
-    newer = "2026-01-01 12:00:01 rank 0 ERROR x: the disk is gone"
-    assert last_complaint(write(tmp_path / "log", *REFUSED, newer)) == newer
 
 
 @pytest.mark.process
@@ -148,19 +162,12 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
     )
 
 
-def test_a_line_that_sends_the_reader_to_one_above_is_not_the_cause(tmp_path: Path) -> None:
-    above = "RuntimeError: Engine core initialization failed. See root cause above."
-    log = write(tmp_path / "log", "torch.OutOfMemoryError: 3 GiB", "Traceback", "  x()", above)
-    assert last_complaint(log) == "torch.OutOfMemoryError: 3 GiB"
-
-
 @pytest.mark.process
 async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: Path) -> None:
     ended = await asyncio.create_subprocess_exec("sh", "-c", "exit 4")
     await ended.wait()
     # No line above names a cause: a process that a signal ends cannot write one.
-    above = "RuntimeError: Engine core initialization failed. See root cause above."
-    log = write(tmp_path / "log", "noise", "Traceback (most recent call last):", "  x()", above)
+    log = write(tmp_path / "log", "noise", "Traceback (most recent call last):", "  x()", ABOVE)
     child = Child("server-0", ended, log, oom_kills=kernel_oom_kills())
     assert child.describe_end() == (
         "server-0 exited with code 4: vLLM's engine ended at its start: by an error above in the "
@@ -174,35 +181,7 @@ async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: P
     )
 
 
-LOST = "[W1 TCPStore.cpp:1] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): got 0 bytes."
-FRAMES = (
-    "Exception raised from recvBytes at Utils.hpp:787 (most recent call first):",
-    "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f0e in libc10.so)",
-    "<omitting python frames>",
-    "frame #19: __libc_start_main + 0x85 (0x7f0e in libc.so.6)",
-    "",
-)
-
-
-def test_frames_of_a_program_in_another_language_are_no_cause(tmp_path: Path) -> None:
-    log = write(tmp_path / "log", "noise", LOST, *FRAMES)
-    assert last_complaint(log) == LOST
-    log = write(
-        tmp_path / "log",
-        *(LOST, *FRAMES, "terminate called after throwing an instance of 'c10::DistBackendError'"),
-        *("  what():  NCCL error: remote process exited", "Last error:", *FRAMES),
-    )
-    assert last_complaint(log) == "NCCL error: remote process exited"
-
-
-def test_a_place_in_a_traceback_is_no_cause(tmp_path: Path) -> None:
-    log = write(tmp_path / "log", "OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^")
-    assert last_complaint(log) == "OSError: full"
-
-
-async def test_lines_of_a_growing_log_are_shown_once_and_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_lines_of_a_growing_log_are_shown_once_and_whole(tmp_path, capsys):
     log, ended = write(tmp_path / "log", "version 1", "noise"), asyncio.Event()
     show = asyncio.create_task(show_lines(log, "version ", ended))
     shown = ""
@@ -220,10 +199,9 @@ async def test_lines_of_a_growing_log_are_shown_once_and_whole(
     assert capsys.readouterr().out == "version 2\nversion 3\n"
 
 
-def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert with_full_disk("it ended", tmp_path) == "it ended"
+def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert with_full_disk("it ended", folder) == "it ended"
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     said = with_full_disk("it ended", tmp_path)
     assert said == f"it ended; no space is left on the disk of {tmp_path}"
@@ -231,9 +209,7 @@ def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
 
 
 @pytest.mark.process
-async def test_the_end_of_a_program_names_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_program_names_a_full_disk(tmp_path, monkeypatch):
     trainer = await start_script(tmp_path, "trainer", "raise SystemExit('    return half_a_line')")
     assert await trainer.process.wait() == 1
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
@@ -251,7 +227,3 @@ async def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path, spoil: s
     with pytest.raises(ConfigError, match=r"controller\.log cannot be written: ") as caught:
         await start_child("controller", "this", [], log_path=path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_cause_is_told_when_the_folder_is_gone(tmp_path: Path) -> None:
-    assert with_full_disk("it ended", tmp_path / "nowhere") == "it ended"

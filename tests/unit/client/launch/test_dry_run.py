@@ -2,7 +2,6 @@ import json
 import tomllib
 from pathlib import Path
 
-import pytest
 from slipstream.client.launch import engine_checks
 from slipstream.client.launch.dry_run import describe_dry_run
 from slipstream.core.configuration.config_file import parse_config
@@ -57,9 +56,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dry_run_says_what_engines_lack_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(SIZES | experts))
     config = config_of(tmp_path)

@@ -204,17 +204,13 @@ def until(is_there: Any) -> None:
 
 
 @pytest.mark.process
-def test_a_server_that_never_joined_ends_after_the_learners_job(
-    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
-) -> None:
+def test_a_server_that_never_joined_ends_after_the_learners_job(tmp_path, rollout_job):
     (tmp_path / "jobs").write_text("")
     assert rollout_job.wait(60) == 0
 
 
 @pytest.mark.process
-def test_a_rollout_job_stays_while_slurm_does_not_answer(
-    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
-) -> None:
+def test_a_rollout_job_stays_while_slurm_does_not_answer(tmp_path, rollout_job):
     (tmp_path / "jobs").unlink()
     calls = tmp_path / "calls"
     asked = calls.stat().st_size
@@ -223,9 +219,7 @@ def test_a_rollout_job_stays_while_slurm_does_not_answer(
 
 
 @pytest.mark.process
-def test_a_server_follows_the_learner_to_another_node(
-    tmp_path: Path, rollout_job: subprocess.Popen[bytes]
-) -> None:
+def test_a_server_follows_the_learner_to_another_node(tmp_path, rollout_job):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         (tmp_path / "runs" / "quickstart" / "controller.address").write_text(address)

@@ -38,9 +38,7 @@ def server(enforce_eager: bool | None) -> RolloutServerSection:
         (False, False, False),
     ],
 )
-def test_engines_compile_on_gpus_and_where_it_is_asked_for(
-    setting: bool | None, on_cpu: bool, is_eager: bool
-) -> None:
+def test_engines_compile_on_gpus_and_where_it_is_asked_for(setting, on_cpu, is_eager):
     assert server(setting).is_eager(on_cpu=on_cpu) == is_eager
     said = describe_engine(server(setting), on_cpu=on_cpu)
     assert f"enforce_eager is {str(is_eager).lower()}" in said
@@ -60,9 +58,7 @@ def test_compiled_graphs_on_a_cpu_need_a_compiler() -> None:
 
 
 @pytest.mark.parametrize(("setting", "on_cpu"), [(None, False), (False, False), (False, True)])
-def test_graphs_that_the_environment_switches_off_are_refused(
-    setting: bool | None, on_cpu: bool
-) -> None:
+def test_graphs_that_the_environment_switches_off_are_refused(setting, on_cpu):
     problem = compiler_problem(server(setting), SWITCHED_OFF, on_cpu=on_cpu)
     assert "TORCHDYNAMO_DISABLE=1 switches that off" in problem
     unset = SWITCHED_OFF | {"TORCHDYNAMO_DISABLE": "0"}
@@ -92,9 +88,7 @@ def test_drafts_on_gpus_are_refused_without_the_runner_that_makes_them(
     assert bool(problem) == is_refused
 
 
-def test_variables_that_prevent_drafts_stop_a_run_before_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_prevent_drafts_stop_a_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_checks, "uses_gpus", lambda: True)
     settings = config_of(tmp_path)
     config = settings.model_copy(

@@ -152,9 +152,7 @@ def test_part_of_a_run_takes_only_its_own() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(
-    visible: str, learner: dict[str, Any], server: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_fit_is_one_line(visible, learner, server, said):
     with pytest.raises(ConfigError, match=said) as caught:
         placed(visible, learner, server)
     assert "\n" not in str(caught.value)
@@ -166,9 +164,7 @@ def test_what_does_not_fit_is_one_line(
     count=st.integers(1, 4),
     per_server=st.integers(1, 3),
 )
-def test_no_gpu_has_two_users_unless_there_is_only_one(
-    gpus: int, ranks: int, count: int, per_server: int
-) -> None:
+def test_no_gpu_has_two_users_unless_there_is_only_one(gpus, ranks, count, per_server):
     visible = [str(gpu.index) for gpu in GPUS[:gpus]]
     server = {"count": count, "tensor_parallel_size": per_server}
     needed = ranks + count * per_server

@@ -34,11 +34,7 @@ from slipstream.client.launch.queue_server import ask_queue
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
-from slipstream.core.settings.config import (
-    Config,
-    EnvironmentSection,
-    SecuritySection,
-)
+from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -89,9 +85,7 @@ def test_weights_leave_from_an_address_of_this_machine() -> None:
 @pytest.mark.parametrize(
     ("tp", "longest", "is_refused"), [(1, 1024, 0), (1, 1025, 1), (2, 1025, 0)]
 )
-def test_the_cache_holds_an_episode(
-    tp: int, longest: int, is_refused: bool, tmp_path: Path
-) -> None:
+def test_the_cache_holds_an_episode(tp, longest, is_refused, tmp_path):
     # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token: 1024 of them in 1 GiB.
     sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
@@ -141,9 +135,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"token_file": "lines"}, r"security\.token_file must hold at least 32 characters a line"),
     ],
 )
-def test_files_of_security_are_tried_before_anything_starts(
-    files: dict[str, str], message: str, secrets: Path, tmp_path: Path
-) -> None:
+def test_files_of_security_are_tried_before_anything_starts(files, message, secrets, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     config = config_of(tmp_path)
     security = SecuritySection(**{name: secrets / file for name, file in files.items()})
@@ -186,12 +178,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_certificate_that_clients_refuse_is_told_at_once(
-    certificate: str,
-    ca: str | None,
-    host: str,
-    cause: str,
-    authority: Path,
-    secrets: Path,
+    certificate: str, ca: str | None, host: str, cause: str, authority: Path, secrets: Path
 ) -> None:
     file = authority / f"{certificate}.pem"
     security = SecuritySection(
@@ -248,9 +235,7 @@ async def test_services_that_are_started_separately_need_addresses_that_all_know
         await run_learner(path, [], node_rank=1, master=None, dry_run=True)
 
 
-def test_a_package_that_is_missing_is_named_with_what_needs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch):
     check_installed("torch", "megatron.core")
     # Python finds no module where None stands for it.
     monkeypatch.setitem(sys.modules, "megatron.core", None)
@@ -280,9 +265,7 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
 
 
 @pytest.mark.process
-async def test_the_learner_tries_its_own_certificate_before_anything_starts(
-    tmp_path: Path, authority: Path
-) -> None:
+async def test_the_learner_tries_its_own_certificate_before_anything_starts(tmp_path, authority):
     security = {"tls_certificate": "late.pem", "tls_key": "server.key", "tls_ca": "ca.pem"}
     path = two_nodes(
         tmp_path,
@@ -306,9 +289,7 @@ async def test_the_learner_tries_its_own_certificate_before_anything_starts(
         ("late", "CERTIFICATE_VERIFY_FAILED: certificate has expired"),
     ],
 )
-async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(
-    certificate: str, cause: str, authority: Path
-) -> None:
+async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(certificate, cause, authority):
     ca = (authority / "ca.pem").read_bytes()
     own = (authority / f"{certificate}.pem").read_bytes()
     key = (authority / "server.key").read_bytes()
@@ -408,9 +389,7 @@ class Spy(Echo):
 
 
 @pytest.mark.process
-async def test_an_environment_sees_no_secrets_when_it_is_checked(
-    playing: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_environment_sees_no_secrets_when_it_is_checked(playing, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -438,9 +417,7 @@ class Calling(Environment):
 
 
 @pytest.mark.process
-async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
-    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(playing, capsys):
     with pytest.raises(ConfigError) as caught:
         await check_environments(playing(CALLING, "Calling"))
     assert str(caught.value) == (
@@ -485,9 +462,7 @@ class Frozen(Echo):
 
 
 @pytest.mark.process
-async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
-    tmp_path: Path, playing: Callable[..., Config]
-) -> None:
+async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_path, playing):
     async with asyncio.timeout(60):
         await check_environments(playing(HANGING, "Leaving"))
     helper = int((tmp_path / "helper").read_text())
@@ -533,9 +508,7 @@ class Meeting(Echo):
 
 
 @pytest.mark.process
-async def test_a_check_that_was_killed_says_nothing_about_the_settings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_check_that_was_killed_says_nothing_about_the_settings(monkeypatch, tmp_path):
     (tmp_path / "ends_itself.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(preflight, "ENGINE_CHECK", "ends_itself")
@@ -602,9 +575,7 @@ class Printing(Echo):
 
 
 @pytest.mark.process
-async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(
-    playing: Callable[..., Config],
-) -> None:
+async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(playing):
     config = playing(PRINTING, "Printing")
     path = config.run_dir / "logs" / "preflight.log"
     for _ in range(2):
@@ -618,9 +589,7 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
 
 
 @pytest.mark.process
-async def test_an_environment_that_holds_its_process_is_given_up(
-    playing: Callable[..., Config],
-) -> None:
+async def test_an_environment_that_holds_its_process_is_given_up(playing):
     config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
@@ -628,9 +597,7 @@ async def test_an_environment_that_holds_its_process_is_given_up(
 
 
 @pytest.mark.process
-async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
-    playing: Callable[..., Config],
-) -> None:
+async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(playing):
     quiet = "raise RuntimeError('no data')\n"
     for name, code in (("quiet", quiet), ("loud", f"print('looking for data')\n{quiet}")):
         config = playing(code, "E", run=name)
@@ -644,9 +611,7 @@ async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(
 
 @pytest.mark.process
 @pytest.mark.parametrize("trusts_it", [True, False])
-def test_ranks_must_be_known_to_the_authority_of_callers(
-    authority: Path, tmp_path: Path, *, trusts_it: bool
-) -> None:
+def test_ranks_must_be_known_to_the_authority_of_callers(authority, tmp_path, *, trusts_it):
     other = authority / "ca.pem"
     if not trusts_it:
         key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")

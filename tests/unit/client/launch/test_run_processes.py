@@ -63,9 +63,7 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
     assert (request.reason, request.failed) == (cause, True)
 
 
-async def test_what_a_killed_server_has_left_is_removed_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / "slipstream-sockets-abcdefgh"
     left.mkdir(mode=0o700)
@@ -98,9 +96,7 @@ async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) ->
 
 
 @pytest.mark.process
-async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(tmp_path, capsys):
     config = deaf_config(tmp_path)
     async with (
         asyncio.timeout(60),
@@ -114,9 +110,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
 
 
 @pytest.mark.process
-async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(tmp_path, capsys):
     config = deaf_config(tmp_path)
     log = tmp_path / "test" / "logs" / "controller.log"
     async with asyncio.timeout(25), RunProcesses(config, OPEN, Placement()) as processes:
@@ -221,9 +215,7 @@ class Stopping(Listening):
         return status_pb2.RunStatus(state=state)
 
 
-async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(
-    tmp_path: Path,
-) -> None:
+async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(tmp_path):
     controller, grpc_server = Stopping(), create_server(OPEN)
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, grpc_server)
     port = bind(grpc_server, "127.0.0.1:0", OPEN)

@@ -209,9 +209,7 @@ def test_code_that_lies_where_it_is_shipped_from_is_not_copied(tmp_path: Path) -
     assert read_code(tmp_path, tmp_path, most_bytes=None).copies == {}
 
 
-def test_the_command_names_what_it_leaves_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_what_it_leaves_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine.py").touch()

@@ -1,11 +1,10 @@
 """How often the trainer ranks are started again."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.children import Child, start_child
+from slipstream.client.launch.children import start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
 from slipstream.core.configuration.config_file import parse_config
@@ -33,11 +32,7 @@ class ScriptedRanks(TrainerRanks):
         ]
 
 
-async def kept(
-    folder: Path,
-    *codes: tuple[int, ...],
-    reached: Sequence[Milestones] = (),
-) -> tuple[Child | None, list[str]]:
+async def kept(folder, *codes, reached=()):
     """The rank with which it ends, and what the user is told before.
 
     `reached`: what the controller says after each death; it does not answer after the others.
@@ -58,11 +53,7 @@ async def kept(
         return next(answers, None)
 
     ranks = ScriptedRanks(
-        config,
-        Placement(),
-        ranks=range(len(codes)),
-        warn=told.append,
-        milestones=milestones,
+        config, Placement(), ranks=range(len(codes)), warn=told.append, milestones=milestones
     )
     ranks.codes = codes
     await ranks.start([])
@@ -93,9 +84,7 @@ async def test_what_would_fail_again_is_not_started_again(code: int, tmp_path: P
 
 
 @pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
-async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
-    answers: int, tmp_path: Path
-) -> None:
+async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers, tmp_path):
     # Each start resumes at version 50, makes 51 to 70 again, and dies.
     reached = [Milestones(70, 50)] * answers
     failed, told = await kept(tmp_path, (1,) * 9, reached=reached)
@@ -105,9 +94,7 @@ async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
 
 
 @pytest.mark.parametrize("what", ["version", "checkpoint"])
-async def test_ranks_that_get_further_may_die_as_often_as_new_ones(
-    what: str, tmp_path: Path
-) -> None:
+async def test_ranks_that_get_further_may_die_as_often_as_new_ones(what, tmp_path):
     reached = [replace(Milestones(70, 50), **{what: 100 + death}) for death in range(6)]
     failed, told = await kept(tmp_path, (1,) * 6 + (0,), reached=reached)
     assert failed is None

@@ -115,9 +115,12 @@ def test_ranks_share_what_they_can(tmp_path: Path) -> None:
     assert found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})[1] is False
 
 
-def test_a_learner_gives_its_memory_back_to_engines_that_sleep(tmp_path: Path) -> None:
+def test_settings_that_need_others_bring_them(tmp_path: Path) -> None:
     assert not chosen(tmp_path).learner.offload.gives_memory_back
     assert chosen(tmp_path, controller={"turns": "sleep"}).learner.offload.gives_memory_back
+    environments = [{"reference": "a:B", "adapter": "one"}]
+    config = chosen(tmp_path, lora={"rank": 4, "adapters": ["one"]}, environments=environments)
+    assert config.lora.publishes_adapters
 
 
 def test_mixtures_replay_their_routing_where_it_can_be_recorded(tmp_path: Path) -> None:
@@ -140,13 +143,6 @@ def test_a_queue_holds_the_batches_that_may_be_ahead(tmp_path: Path) -> None:
     sampling = {"max_episode_tokens": 256, "max_reply_tokens": 64}
     config = chosen(tmp_path, algorithm=algorithm, sampling=sampling)
     assert config.queue.max_bytes == 4 * 64 * 256 * config.max_trajectory_bytes
-
-
-def test_named_adapters_are_published_as_adapters(tmp_path: Path) -> None:
-    lora = {"rank": 4, "adapters": ["one"]}
-    environments = [{"reference": "a:B", "adapter": "one"}]
-    config = chosen(tmp_path, lora=lora, environments=environments)
-    assert config.lora.publishes_adapters
 
 
 def test_a_run_that_goes_on_keeps_what_it_chose(tmp_path: Path) -> None:

@@ -41,9 +41,7 @@ def digests(*functions: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("file", SOURCES)
-def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them(
-    file: str, folder: Path
-) -> None:
+def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them(file, folder):
     before = digests("losses:loss", "package.losses.mine:reward")
     (folder / file).write_text(f"{SOURCES[file]}# more\n")
     after = digests("losses:loss", "package.losses.mine:reward")
@@ -58,9 +56,7 @@ def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them
     assert "losses" not in sys.modules
 
 
-def test_a_digest_of_an_installed_module_covers_its_own_package_only(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_of_an_installed_module_covers_its_own_package_only(folder, monkeypatch):
     installed = folder / "site-packages"
     (installed / "own").mkdir(parents=True)
     (installed / "other.py").write_text("")

@@ -120,9 +120,7 @@ def test_a_dry_run_brings_no_weights(ask: Ask) -> None:
     assert files_of(folder) == set(FILES) - {"model.safetensors"}
 
 
-def test_a_run_that_goes_on_takes_the_state_that_it_began_with(
-    ask: Ask, hub: Hub, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_takes_the_state_that_it_began_with(ask, hub, tmp_path):
     asked = (
         "model.path=some/tiny",
         f'environments=[{{reference="{QUESTIONS}", args={{path="hf:some/sums"}}}}]',
@@ -185,9 +183,7 @@ def test_a_model_that_is_not_to_be_had_is_one_line(ask: Ask, hub: Hub, tmp_path:
 
 
 @pytest.mark.parametrize("path", ["models/tiny", "here/tiny", "/srv/none", "../none", "tiny"])
-def test_paths_of_folders_are_never_asked_for(
-    ask: Ask, hub: Hub, tmp_path: Path, path: str
-) -> None:
+def test_paths_of_folders_are_never_asked_for(ask, hub, tmp_path, path):
     (tmp_path / "here").mkdir()
     assert model_of(ask(f"model.path={path}")) == Path(path)
     assert hub.requests == []

@@ -203,14 +203,10 @@ def test_a_reference_that_is_refreshed_must_have_the_policys_sizes(tmp_path: Pat
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(
-    changes: Table, tmp_path: Path
-) -> None:
+def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(changes, tmp_path):
     path = str(model_folder(tmp_path / "other", **changes))
     message = folder_refusal(
-        tmp_path,
-        critic={"learning_rate": 1e-3},
-        reference={"path": path, "refresh_every_steps": 3},
+        tmp_path, critic={"learning_rate": 1e-3}, reference={"path": path, "refresh_every_steps": 3}
     )
     assert message.startswith("reference.refresh_every_steps must be 0")
 

@@ -29,9 +29,7 @@ GPUS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "gpu", 1 << 30) for n in range(4))
         ("MIG-abc", ("MIG-abc",)),
     ],
 )
-def test_visible_are_the_entries_before_the_first_that_names_no_gpu(
-    value: str | None, ids: tuple[str, ...]
-) -> None:
+def test_visible_are_the_entries_before_the_first_that_names_no_gpu(value, ids):
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert visible_ids(environ, GPUS) == ids
 

@@ -77,9 +77,7 @@ def all_there(path: Path) -> bool:
         ("os.kill(os.getpid(), 11)", -11),
     ],
 )
-def test_a_keeper_ends_as_its_program_and_leaves_nothing_of_it(
-    last: str, code: int, pids: Path
-) -> None:
+def test_a_keeper_ends_as_its_program_and_leaves_nothing_of_it(last, code, pids):
     kept = keeper("--", sys.executable, "-c", FORKING + last, str(pids))
     _, errors = kept.communicate(timeout=LIMIT_S)
     assert (kept.returncode, errors) == (code, "")

@@ -54,9 +54,7 @@ def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Pat
     )
 
 
-def test_the_worker_sees_the_variables_of_its_own_virtual_environment(
-    furnished: Path, tmp_path: Path
-) -> None:
+def test_the_worker_sees_the_variables_of_its_own_virtual_environment(furnished, tmp_path):
     (tmp_path / "telling.py").write_text(
         "import os, sys\n"
         "raise ValueError(os.environ['VIRTUAL_ENV'] + ' ' + os.environ['PATH'].split(':')[0])\n"
@@ -85,9 +83,7 @@ def test_an_interpreter_that_lacks_packages_is_one_line_with_the_command(bare: P
     ("version", "is_right"),
     [("1.75.9", False), ("1.76.0", True), ("1.85.1rc1", True), ("2.0", False), ("2.0rc1", False)],
 )
-def test_another_version_of_a_package_is_refused(
-    bare: Path, tmp_path: Path, version: str, is_right: bool
-) -> None:
+def test_another_version_of_a_package_is_refused(bare, tmp_path, version, is_right):
     folder = tmp_path / "venv"
     python = bare_python(folder)
     (site,) = folder.glob("lib/*/site-packages")

@@ -41,9 +41,7 @@ def test_a_folder_is_private_and_is_removed(temporary: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("mode", [0o1777, 0o2777])
-def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(
-    mode: int, temporary: Path
-) -> None:
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(mode, temporary):
     temporary.chmod(mode)
     command = [sys.executable, "-c", OWNER, str(temporary)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
@@ -74,9 +72,7 @@ def test_only_folders_of_this_kind_are_removed(temporary: Path, tmp_path: Path) 
     assert precious.is_dir()
 
 
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(temporary, monkeypatch):
     made: list[str] = []
 
     def make(prefix: str) -> str:
@@ -121,9 +117,7 @@ def test_a_folder_with_folders_that_may_not_be_written_is_removed() -> None:
     os.rmdir(made)
 
 
-def test_a_temporary_folder_that_nobody_can_list_keeps_its_own(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_folder_that_nobody_can_list_keeps_its_own(temporary, monkeypatch):
     folder = OwnedFolder("sockets")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
     remove_abandoned()

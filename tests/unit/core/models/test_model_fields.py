@@ -198,9 +198,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("architecture", "change", "message"), REFUSED)
-def test_fields_that_are_not_computed_alike_are_refused(
-    architecture: str, change: dict[str, Any], message: str
-) -> None:
+def test_fields_that_are_not_computed_alike_are_refused(architecture, change, message):
     values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
     (found,) = field_problems(values)
     assert message in found
@@ -281,9 +279,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("architecture", "change"), ACCEPTED)
-def test_fields_that_are_computed_alike_are_accepted(
-    architecture: str, change: dict[str, Any]
-) -> None:
+def test_fields_that_are_computed_alike_are_accepted(architecture, change):
     values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
     assert list(field_problems(values)) == []
     assert unknown_fields(values) == []
@@ -353,9 +349,7 @@ THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}
         ({"learner": THREE_RANKS}, "q_lora_rank and kv_lora_rank"),
     ],
 )
-def test_what_latent_attention_lacks_is_refused(
-    tmp_path: Path, section: dict[str, Any], message: str
-) -> None:
+def test_what_latent_attention_lacks_is_refused(tmp_path, section, message):
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 48}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
@@ -464,13 +458,7 @@ GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": Tru
         ),
     ],
 )
-def test_what_a_family_lacks_is_refused(
-    tmp_path: Path,
-    architecture: str,
-    fields: dict[str, Any],
-    section: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_a_family_lacks_is_refused(tmp_path, architecture, fields, section, message):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
     fields = WRITTEN.get(architecture, {}) | experts | fields
     model = folder_with(tmp_path, architectures=[architecture], **fields)
@@ -479,9 +467,7 @@ def test_what_a_family_lacks_is_refused(
 
 
 @pytest.mark.parametrize("tied", [(True, False), (False, True), (True, None), (None, True)])
-def test_a_qwen35_that_says_in_two_places_whether_embeddings_are_tied_is_refused(
-    tmp_path: Path, tied: tuple[bool | None, bool | None]
-) -> None:
+def test_a_qwen35_that_says_in_two_places_whether_embeddings_are_tied_is_refused(tmp_path, tied):
     outer, inner = ({} if one is None else {"tie_word_embeddings": one} for one in tied)
     table = {"architectures": [SEEING[3]], "text_config": SIZES | inner, **outer}
     (tmp_path / "config.json").write_text(json.dumps(table))

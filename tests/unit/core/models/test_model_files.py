@@ -20,10 +20,6 @@ def cut(path: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:num_bytes])
 
 
-def test_a_whole_folder_lacks_nothing(folder: Path) -> None:
-    assert missing_files(folder) == []
-
-
 def test_a_folder_without_weights_is_found(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert missing_files(folder) == [
@@ -107,9 +103,7 @@ def test_a_tokenizer_without_a_chat_template_is_found(folder: Path) -> None:
     assert missing_files(folder) == []
 
 
-def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError, match=f"got models/tiny, which does not exist below {tmp_path}$"

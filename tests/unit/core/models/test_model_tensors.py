@@ -76,9 +76,7 @@ def test_a_part_that_is_missing_is_named(part: str, named: str, folder: Path) ->
         (NORM, (9,), f"has {NORM} of shape [9], and model.layers.0 of [8]"),
     ],
 )
-def test_a_tensor_of_another_shape_is_named_with_its_file(
-    name: str, shape: tuple[int, ...], said: str, folder: Path
-) -> None:
+def test_a_tensor_of_another_shape_is_named_with_its_file(name, shape, said, folder):
     path = folder / "model.safetensors"
     write_safetensors(path, beside=shapes() | {name: shape})
     (problem,) = problems(folder)
@@ -157,9 +155,7 @@ def drop(folder: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(family, tmp_path):
     make_model(tmp_path / "whole", family)
     assert list(tensor_problems(tmp_path / "whole", "model.path", has_tower=True)) == []
     blocks, inside, tower = "visual.blocks.1.", "visual.blocks.0.norm1.", "visual."
@@ -177,9 +173,7 @@ def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_with_more_blocks_than_its_config_says_is_refused(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_tower_with_more_blocks_than_its_config_says_is_refused(family, tmp_path):
     make_model(tmp_path, family)
     path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
     values = json.loads(path.read_text())
@@ -213,9 +207,7 @@ def test_a_text_class_with_a_tower_in_its_config_is_refused() -> None:
 
 @pytest.mark.parametrize("images", [0, 1])
 @pytest.mark.parametrize("role", ["model", "reference"])
-def test_every_folder_that_sees_images_has_its_tower(
-    role: str, images: int, tmp_path: Path
-) -> None:
+def test_every_folder_that_sees_images_has_its_tower(role, images, tmp_path):
     for name in ("model", "reference"):
         make_model(tmp_path / name, "mistral3")
         make_tokenizer(tmp_path / name)

@@ -20,11 +20,7 @@ SEEING = {
 QWEN35 = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 2}}
 BLIND = {"architectures": ["Qwen3ForCausalLM"], **DECODER}
 FP8 = {"quantization": "fp8_per_channel"}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "block",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
 
 def problems(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
@@ -53,9 +49,7 @@ def test_images_need_a_model_that_sees() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(
-    changes: dict[str, Any], named: str
-) -> None:
+def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(changes, named):
     found = problems(SEEING, changes)
     assert [problem for problem in found if problem.startswith(named)], found
     assert problems(BLIND, changes) == []
@@ -76,13 +70,7 @@ def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(
     ],
     ids=["alike", "blind", "processor", "cp"],
 )
-def test_a_critic_sees_the_images_of_the_policy(
-    changes: dict[str, Any],
-    table: dict[str, Any],
-    processor: dict[str, Any],
-    named: str,
-    tmp_path: Path,
-) -> None:
+def test_a_critic_sees_the_images_of_the_policy(changes, table, processor, named, tmp_path):
     folders = {"policy": (SEEING, {"patch_size": 14}), "critic": (table, processor)}
     for name, (sizes, pixels) in folders.items():
         (tmp_path / name).mkdir()
@@ -114,9 +102,7 @@ MIXTURE = {"num_experts": 4}
         (QWEN35 | DECODER, 1, FP8, "rollout_server.quantization must be"),
     ],
 )
-def test_drafts_and_fp8_beside_a_tower_are_for_text(
-    model: dict[str, Any], max_images: int, server: dict[str, Any], named: str
-) -> None:
+def test_drafts_and_fp8_beside_a_tower_are_for_text(model, max_images, server, named):
     changes = {
         "model": {"dtype": "bfloat16"},
         "algorithm": {"weight": "token"},
@@ -178,9 +164,7 @@ def test_pixels_and_tokens_are_compared_as_transformers_reads_them(
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"image_processor": 3}'])
 @pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json"])
-def test_a_file_of_an_image_processor_that_cannot_be_read_is_refused_by_name(
-    name: str, text: str, tmp_path: Path
-) -> None:
+def test_a_file_of_an_image_processor_that_cannot_be_read_is_refused_by_name(name, text, tmp_path):
     if name.startswith("pre") and "3" in text:
         text = "3"
     with pytest.raises(ConfigError, match=f"{tmp_path / 'reference' / name}"):
@@ -220,9 +204,7 @@ def test_the_token_of_images_is_one_of_the_vocabulary(token: int | None, vocab: 
 @pytest.mark.parametrize("inner", [None, True, False])
 @pytest.mark.parametrize("outer", [None, True, False])
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
-def test_embeddings_are_tied_where_transformers_ties_them(
-    name: str, outer: bool | None, inner: bool | None
-) -> None:
+def test_embeddings_are_tied_where_transformers_ties_them(name, outer, inner):
     import transformers
 
     def said(value: bool | None) -> dict[str, Any]:

@@ -37,9 +37,7 @@ def test_the_smallest_table_is_enough() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
-    path: Path, tmp_path: Path
-) -> None:
+def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(path, tmp_path):
     config = load_config(path)
     copied = tmp_path / "dump.toml"
     copied.write_text(dump_config(config))
@@ -157,9 +155,7 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
         ("learner.ddp={x={y=nan}}", "learner.ddp.x.y: input should be a finite number, got nan"),
     ],
 )
-def test_an_override_that_cannot_work_is_refused(
-    override: str, message: str, tmp_path: Path
-) -> None:
+def test_an_override_that_cannot_work_is_refused(override, message, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(dump_config(config_with()))
     with pytest.raises(ConfigError) as caught:
@@ -334,9 +330,7 @@ def test_a_stop_token_is_one_of_the_model(token: int, is_refused: bool, tmp_path
 
 
 @pytest.mark.parametrize(("top_k", "is_refused"), [(32, False), (33, True)])
-def test_a_reference_names_at_most_all_tokens_of_the_model(
-    top_k: int, is_refused: bool, tmp_path: Path
-) -> None:
+def test_a_reference_names_at_most_all_tokens_of_the_model(top_k, is_refused, tmp_path):
     folder = model_folder(tmp_path, vocab_size=32)
     config = config_with(
         {
@@ -353,9 +347,7 @@ def test_a_reference_names_at_most_all_tokens_of_the_model(
         )
 
 
-def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(
-    tmp_path: Path,
-) -> None:
+def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     dense = model_folder(tmp_path / "dense", num_hidden_layers=4, **heads)
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 96}

@@ -93,11 +93,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
         ({"advantage": "none"}, {}, "it needs kl.coefficient > 0"),
         ({"advantage": "gae"}, {}, "'gae' in all environments or in none"),
         ({"advantage": "grpo"}, {"advantage": "gae"}, "'gae' in all environments or in none"),
-        (
-            {"advantage": "score"},
-            {"filter": "unequal_rewards"},
-            "filter must be 'none'",
-        ),
+        ({"advantage": "score"}, {"filter": "unequal_rewards"}, "filter must be 'none'"),
         ({"reward": "overlong", "reward_args": {"cache_tokens": 17}}, {}, "got 17 and 4"),
     ],
 )

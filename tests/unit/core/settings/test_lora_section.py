@@ -27,49 +27,55 @@ def test_no_target_and_an_unknown_one_are_refused() -> None:
         LoraSection(target_modules=("lm_head",))
 
 
-def test_adapters_of_experts_reach_servers_merged() -> None:
-    assert list(LoraSection(rank=8).problems(num_experts=4)) == []
-    section = LoraSection(rank=8, publish="adapters")
-    assert list(section.problems(num_experts=0)) == []
-    (problem,) = section.problems(num_experts=4)
-    assert problem.startswith(
-        "lora.publish must be merged with adapters on experts, got 'adapters'"
-    )
-    (problem,) = LoraSection(**NAMED).problems(num_experts=4)
-    assert problem.startswith("lora.adapters must be empty with adapters on experts, got code, mat")
-    attention = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv", "o_proj"))
-    assert list(attention.problems(num_experts=4)) == []
+PUBLISHED = {"rank": 8, "publish": "adapters"}
+ATTENTION = {"target_modules": ("linear_qkv", "o_proj")}
+FUSED = {"num_experts": 4, "has_fused_experts": True}
+DELTA = {"num_experts": 4, "has_delta_nets": True}
+DENSE_DELTA = {"num_experts": 0, "has_delta_nets": True}
+NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
 
 
-def test_experts_of_which_files_hold_one_tensor_get_no_adapters() -> None:
-    (problem,) = LoraSection(rank=8).problems(num_experts=4, has_fused_experts=True)
-    assert problem.startswith("lora.target_modules must leave linear_fc1 and linear_fc2 out for a")
-    assert list(LoraSection().problems(num_experts=4, has_fused_experts=True)) == []
-    attention = LoraSection(rank=8, target_modules=("linear_qkv", "o_proj"))
-    assert list(attention.problems(num_experts=4, has_fused_experts=True)) == []
-
-
-def test_adapters_on_delta_nets_reach_servers_merged() -> None:
-    assert list(LoraSection(rank=8).problems(num_experts=4, has_delta_nets=True)) == []
-    section = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv", "o_proj"))
-    (problem,) = section.problems(num_experts=4, has_delta_nets=True)
-    assert problem.startswith("lora.publish must be merged for a model with delta nets, got 'ad")
-
-
-def test_adapters_on_latent_attention_reach_servers_merged_and_from_whole_matrices() -> None:
-    assert list(LoraSection(rank=8).problems(num_experts=4, latent_tp=1)) == []
-    assert list(LoraSection().problems(num_experts=4, latent_tp=2)) == []
-    (problem,) = LoraSection(rank=8).problems(num_experts=4, latent_tp=2)
-    assert problem == (
-        "learner.parallel.tp must be 1 for adapters in a model with latent attention, got 2"
-    )
-    section = LoraSection(rank=8, publish="adapters", target_modules=("linear_qkv",))
-    (problem,) = section.problems(num_experts=4, latent_tp=1)
-    assert problem.startswith("lora.publish must be merged for a model with latent attention, got")
-    (problem,) = LoraSection(**NAMED).problems(num_experts=0, latent_tp=1)
-    assert problem.startswith(
-        "lora.adapters must be empty for a model with latent attention, got code, math: "
-    )
+@pytest.mark.parametrize(
+    ("section", "model", "problem"),
+    [
+        ({"rank": 8}, {"num_experts": 4}, ""),
+        (PUBLISHED, {"num_experts": 0}, ""),
+        (PUBLISHED, {"num_experts": 4}, "lora.publish must be merged with adapters on experts, go"),
+        (NAMED, {"num_experts": 4}, "lora.adapters must be empty with adapters on experts, got co"),
+        (PUBLISHED | ATTENTION, {"num_experts": 4}, ""),
+        (NAMED | ATTENTION, {"num_experts": 4}, ""),
+        # Files hold the experts as one tensor; that is told before anything else.
+        ({"rank": 8}, FUSED, NO_FUSED),
+        (PUBLISHED, FUSED, NO_FUSED),
+        (NAMED, FUSED, NO_FUSED),
+        ({}, FUSED, ""),
+        ({"rank": 8} | ATTENTION, FUSED, ""),
+        ({"rank": 8}, DELTA, ""),
+        (PUBLISHED | ATTENTION, DELTA, "lora.publish must be merged for a model with delta nets, "),
+        (NAMED | ATTENTION, DENSE_DELTA, "lora.adapters must be empty for a model with delta nets"),
+        ({"rank": 8}, {"num_experts": 4, "latent_tp": 1}, ""),
+        ({}, {"num_experts": 4, "latent_tp": 2}, ""),
+        (
+            {"rank": 8},
+            {"num_experts": 4, "latent_tp": 2},
+            "learner.parallel.tp must be 1 for adapters in a model with latent attention, got 2",
+        ),
+        (
+            PUBLISHED | {"target_modules": ("linear_qkv",)},
+            {"num_experts": 4, "latent_tp": 1},
+            "lora.publish must be merged for a model with latent attention, got",
+        ),
+        (
+            NAMED,
+            {"num_experts": 0, "latent_tp": 1},
+            "lora.adapters must be empty for a model with latent attention, got code, math: ",
+        ),
+    ],
+)
+def test_adapters_that_a_model_cannot_have_or_publish_are_refused(section, model, problem):
+    found = list(LoraSection(**section).problems(**model))
+    assert len(found) == bool(problem), found
+    assert "".join(found).startswith(problem)
 
 
 def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:
@@ -91,20 +97,3 @@ def test_several_adapters_reach_servers_apart_and_have_names_that_differ() -> No
             LoraSection(**NAMED | {"adapters": (wrong,)})
     with pytest.raises(ValidationError, match="at most 16"):
         LoraSection(**NAMED | {"adapters": tuple(f"a{n}" for n in range(17))})
-
-
-def test_several_adapters_are_refused_by_their_own_name_where_none_can_be_published() -> None:
-    section = LoraSection(**NAMED | {"target_modules": ("linear_qkv",)})
-    for kind in ({"has_delta_nets": True}, {"latent_tp": 1}):
-        (problem,) = section.problems(num_experts=0, **kind)
-        assert problem.startswith("lora.adapters must be empty for a model with")
-        assert "got code, math" in problem
-    one = LoraSection(rank=4, publish="adapters", target_modules=("linear_qkv",))
-    (problem,) = one.problems(num_experts=0, has_delta_nets=True)
-    assert problem.startswith("lora.publish must be merged for a model with delta nets")
-
-
-def test_adapters_on_experts_in_one_tensor_are_refused_first() -> None:
-    for section in (LoraSection(rank=4, publish="adapters"), LoraSection(**NAMED)):
-        (problem,) = section.problems(num_experts=4, has_fused_experts=True)
-        assert problem.startswith("lora.target_modules must leave")

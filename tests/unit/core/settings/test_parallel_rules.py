@@ -58,9 +58,7 @@ POSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "parallel", "sizes"), POSSIBLE)
-def test_possible_layout_has_no_problem(
-    world_size: int, parallel: dict[str, Any], sizes: dict[str, Any]
-) -> None:
+def test_possible_layout_has_no_problem(world_size, parallel, sizes):
     assert problems({"world_size": world_size, "parallel": parallel}, sizes) == []
 
 
@@ -115,9 +113,7 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("world_size", "parallel", "sizes", "message"), IMPOSSIBLE)
-def test_impossible_layout_is_named_with_its_rule(
-    world_size: int, parallel: dict[str, Any], sizes: dict[str, Any], message: str
-) -> None:
+def test_impossible_layout_is_named_with_its_rule(world_size, parallel, sizes, message):
     found = problems({"world_size": world_size, "parallel": parallel}, sizes)
     assert any(message in problem for problem in found), found
 
@@ -171,10 +167,7 @@ STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
         "",
     ),
     (
-        {
-            "account_for_loss_in_pipeline_split": True,
-            "num_layers_in_first_pipeline_stage": 3,
-        },
+        {"account_for_loss_in_pipeline_split": True, "num_layers_in_first_pipeline_stage": 3},
         {"pp": 2},
         8,
         "account_for_loss_in_pipeline_split excludes num_layers_in_first_pipeline_stage",
@@ -237,11 +230,7 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         "learner.transformer.recompute_num_layers needs recompute_granularity = 'full'",
     ),
     (
-        {
-            "transformer": {"cpu_offloading": True},
-            "world_size": 2,
-            "parallel": {"pp": 2},
-        },
+        {"transformer": {"cpu_offloading": True}, "world_size": 2, "parallel": {"pp": 2}},
         "learner.transformer.cpu_offloading needs pp = 1, got pp = 2",
     ),
     (
@@ -288,9 +277,7 @@ TABLES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("learner", "message"), TABLES)
-def test_settings_for_megatron_that_contradict_each_other_are_refused(
-    learner: dict[str, Any], message: str
-) -> None:
+def test_settings_for_megatron_that_contradict_each_other_are_refused(learner, message):
     found = problems(learner, DENSE)
     assert len(found) == 1, found
     assert message in found[0]

@@ -19,9 +19,7 @@ def layout_of(world_size: int, sizes: dict[str, int]) -> RankLayout:
         (6, {"tp": 3, "ep": 2, "etp": 1}, 2, 3),
     ],
 )
-def test_data_parallel_sizes_are_what_the_other_sizes_leave(
-    world_size: int, sizes: dict[str, int], dp: int, expert_dp: int
-) -> None:
+def test_data_parallel_sizes_are_what_the_other_sizes_leave(world_size, sizes, dp, expert_dp):
     layout = layout_of(world_size, sizes)
     assert (layout.dp, layout.expert_dp) == (dp, expert_dp)
 

@@ -113,10 +113,7 @@ def played(**settings: object) -> Changes:
 NAMED = {"rank": 8, "publish": "adapters", "adapters": ["code", "math"]}
 FP8 = {"rollout_server.quantization": "fp8_per_channel"}
 GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
-SLEEP = {
-    "controller.turns": "sleep",
-    "learner.offload": {"gradients": True, "optimizer": True},
-}
+SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "optimizer": True}}
 REPLAY = {"algorithm.router_replay": "rollout"}
 STORED = {"rollout_server.weights_from": "storage", "weights.storage_url": "w"}
 PRECISE = {
@@ -295,10 +292,7 @@ TABLES: list[tuple[Changes, str]] = [
         {"lora.rank": 6, "checkpoint.load": "elsewhere"},
         "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6",
     ),
-    (
-        played() | {"lora": NAMED},
-        "a: adapter must be one of lora.adapters (code, math), got none",
-    ),
+    (played() | {"lora": NAMED}, "a: adapter must be one of lora.adapters (code, math), got none"),
     (
         evaluated(adapter="prose") | {"lora": NAMED},
         "held: adapter must be one of lora.adapters (code, math), got 'prose'",

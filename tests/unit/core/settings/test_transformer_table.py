@@ -21,9 +21,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("table", "message"), REFUSED)
-def test_another_model_than_rollout_servers_sample_from_is_refused(
-    table: dict[str, Any], message: str
-) -> None:
+def test_another_model_than_rollout_servers_sample_from_is_refused(table, message):
     (found,) = policy_problems(table)
     assert message in found
 

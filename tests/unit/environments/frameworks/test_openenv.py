@@ -260,9 +260,7 @@ async def test_an_image_whose_program_ends_is_a_failure_with_its_end(docker: Pat
 
 
 @pytest.mark.process
-def test_an_image_that_cannot_run_is_refused_in_one_line(
-    docker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_cannot_run_is_refused_in_one_line(docker, monkeypatch):
     with pytest.raises(
         ConfigError, match="docker shows no image 'none' .*No such image: none.*pulled or"
     ):

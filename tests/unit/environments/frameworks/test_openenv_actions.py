@@ -2,11 +2,7 @@ import sys
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.openenv import (
-    NoAction,
-    action_maker,
-    observation_text,
-)
+from slipstream.environments.frameworks.openenv import NoAction, action_maker, observation_text
 
 
 def upper(reply: str) -> dict:

@@ -60,9 +60,7 @@ def test_questions_and_scores_are_the_packages_own() -> None:
         ("number", "eight", None),
     ],
 )
-def test_what_is_judged_follows_the_named_rule(
-    answer: str, reply: str, cut: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_judged_follows_the_named_rule(answer, reply, cut, monkeypatch):
     environment = ReasoningGym("chain_sum", answer=answer)
     asked: list[str | None] = []
     monkeypatch.setattr(
@@ -75,10 +73,7 @@ def test_what_is_judged_follows_the_named_rule(
 
 def test_several_datasets_come_by_their_weights_with_their_own_scorers() -> None:
     environment = ReasoningGym(
-        [
-            {"name": "chain_sum", "weight": 3, "config": EASY},
-            {"name": "spell_backward"},
-        ],
+        [{"name": "chain_sum", "weight": 3, "config": EASY}, {"name": "spell_backward"}],
         num_tasks=60,
     )
     names = [task["metadata"]["source_dataset"] for task in environment.tasks()]

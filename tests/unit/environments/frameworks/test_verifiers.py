@@ -78,9 +78,7 @@ def trace(agent: str, reward: float, *, trained: bool = True) -> SimpleNamespace
         ([trace("agent", 1.0), trace("judge", 9.0, trained=False)], 1.0, {}),
     ],
 )  # fmt: skip
-def test_several_trained_agents_have_each_its_own_reward(
-    traces: list[SimpleNamespace], reward: float, rewards: dict[str, float]
-) -> None:
+def test_several_trained_agents_have_each_its_own_reward(traces, reward, rewards):
     outcome = outcome_of(traces, keep=None)
     assert (outcome.reward, outcome.rewards) == (reward, rewards)
     assert outcome.shares == {t.agent.name: 0.0 for t in traces if not t.agent.trainable}

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms import functions
 from slipstream.learner.algorithms.advantages import (
     dr_grpo,
@@ -15,7 +14,7 @@ from slipstream.learner.algorithms.advantages import (
     rloo,
     whitened,
 )
-from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode
 from slipstream.learner.trainer.algorithms.sequences import shuffled
 from support.fakes.packed import algorithm
 
@@ -29,30 +28,26 @@ def scored(scores: Sequence[float] | FloatArray, groups: Sequence[str]) -> list[
     return [episode(group, reward, []) for group, reward in zip(groups, scores, strict=True)]
 
 
-def token_advantages(
-    episodes: Sequence[ScoredEpisode], settings: AlgorithmSection
-) -> list[TokenAdvantages]:
+def token_advantages(episodes, settings):
     return functions.token_advantages(settings, episodes, where="a test")
 
 
-def test_advantage_is_the_reward_less_its_groups_mean() -> None:
-    rewards = np.array([1.0, 3.0, 10.0, 10.0, 40.0])
-    found = dr_grpo(scored(rewards, ["a", "a", "b", "b", "b"]))
-    assert found.tolist() == [-1.0, 1.0, -10.0, -10.0, 20.0]
-
-
-def test_equal_numbers_of_zeros_and_ones_give_minus_one_and_one() -> None:
-    found = grpo(scored(np.array([1.0, 0.0, 0.0, 1.0]), ["a"] * 4))
-    assert found == pytest.approx([1, -1, -1, 1], abs=3e-6)
-
-
-def test_advantage_is_divided_by_the_deviation_of_the_group_itself() -> None:
-    found = grpo(scored(np.array([0.0, 0.0, 3.0]), ["a"] * 3))
-    assert found == pytest.approx([-1 / 2**0.5, -1 / 2**0.5, 2**0.5], rel=1e-5)
-
-
-def test_group_of_equal_rewards_has_no_advantage() -> None:
-    assert grpo(scored(np.full(3, 0.7), ["a"] * 3)) == pytest.approx([0, 0, 0], abs=1e-9)
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "groups", "expected"),
+    [
+        (dr_grpo, [1, 3, 10, 10, 40], "aabbb", [-1, 1, -10, -10, 20]),
+        # Groups need not stand together.
+        (dr_grpo, [1, 5, 3, 7], "abab", [-1, -1, 1, 1]),
+        (grpo, [1, 0, 0, 1], "aaaa", [1, -1, -1, 1]),
+        # The deviation is that of the group itself.
+        (grpo, [0, 0, 3], "aaa", [-1 / 2**0.5, -1 / 2**0.5, 2**0.5]),
+        (grpo, [0.7] * 3, "aaa", [0, 0, 0]),
+        (rloo, [1, 2, 6, 5], ["a", "a", "a", "alone"], [-3, -1.5, 4.5, 0]),
+    ],
+)
+def test_an_advantage_compares_a_reward_with_its_group(advantage, rewards, groups, expected):
+    found = advantage(scored(np.array(rewards, dtype=float), groups))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
@@ -69,24 +64,11 @@ def test_the_share_of_minus_one_is_the_advantage_of_the_other_player(advantage: 
     assert found(1.0)[0] > 0
 
 
-def test_groups_need_not_stand_together() -> None:
-    found = dr_grpo(scored(np.array([1.0, 5.0, 3.0, 7.0]), list("abab")))
-    assert found.tolist() == [-1.0, -1.0, 1.0, 1.0]
-
-
 def test_groups_are_compared_within_themselves_only() -> None:
     # Over the whole batch the second group's rewards would all be above the mean.
     scores = np.array([0.0, 1.0, 10.0, 11.0])
-    for found in (
-        grpo(scored(scores, list("aabb"))),
-        rloo(scored(scores, list("aabb"))),
-    ):
+    for found in (grpo(scored(scores, list("aabb"))), rloo(scored(scores, list("aabb")))):
         assert np.sign(found).tolist() == [-1, 1, -1, 1]
-
-
-def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
-    found = rloo(scored(np.array([1.0, 2.0, 6.0, 5.0]), ["a", "a", "a", "alone"]))
-    assert found.tolist() == [-3.0, -1.5, 4.5, 0.0]
 
 
 def test_returns_to_go_add_up_from_each_token_on() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import JsonValue
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
+from slipstream.core.settings.algorithm_functions import FUNCTIONS
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.functions import (
@@ -118,9 +117,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, names in FUNCTIONS.items() for name in names]
 )
-def test_built_in_functions_have_the_arguments_of_their_settings(
-    kind: FunctionKind, name: str
-) -> None:
+def test_built_in_functions_have_the_arguments_of_their_settings(kind, name):
     given = {"cache_tokens": 1} if name == "overlong" else {}
     needs = {"kl": {"coefficient": 1.0}} if name == "none" else {}
     found = function_of(algorithm(**{kind: name, f"{kind}_args": given}, **needs), kind)
@@ -158,9 +155,7 @@ def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: 
         ("half", {}, "algorithm.loss {}: MODULE has float, no function, half"),
     ],
 )
-def test_what_cannot_be_called_is_refused_in_one_line(
-    module: str, function: str, given: dict[str, JsonValue], message: str
-) -> None:
+def test_what_cannot_be_called_is_refused_in_one_line(module, function, given, message):
     name = f"{module}:{function}"
     with pytest.raises(ConfigError) as caught:
         function_of(algorithm(loss=name, loss_args=given), "loss")
@@ -168,9 +163,7 @@ def test_what_cannot_be_called_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_cannot_be_imported_is_refused_in_one_line(
-    module: str, tmp_path: Path
-) -> None:
+def test_a_module_that_cannot_be_imported_is_refused_in_one_line(module, tmp_path):
     for name, cause in (
         ("nowhere_to_be_found:loss", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         (f"{module}_broken:loss", f"SyntaxError: '(' was never closed ({module}_broken.py:2)"),
@@ -246,9 +239,7 @@ def test_a_faulty_advantage_is_named_in_one_line(module: str, function: str, wha
         ("taken_name", "the report loss has the name of another metric"),
     ],
 )
-def test_a_faulty_reward_or_filter_is_named_in_one_line(
-    module: str, function: str, what: str
-) -> None:
+def test_a_faulty_reward_or_filter_is_named_in_one_line(module, function, what):
     group = [RewardedEpisode(1.0, {}, False, (2,), 10, "e", 0)] * 2
     with pytest.raises(RunFailed) as caught:
         rewarded(algorithm(reward=f"{module}:{function}"), group, where="group g1")
@@ -271,9 +262,7 @@ def with_sources(config: Config) -> Config:
     return config.model_copy(update={"sources": source_digests(config.algorithms)})
 
 
-def test_functions_are_loaded_with_the_source_of_the_runs_start_only(
-    module: str, tmp_path: Path
-) -> None:
+def test_functions_are_loaded_with_the_source_of_the_runs_start_only(module, tmp_path):
     config = with_sources(small_config(algorithm={"reward": f"{module}:short"}))
     load_functions(config)
     (tmp_path / f"{module}.py").write_text(f"{OWN}\n# more\n")

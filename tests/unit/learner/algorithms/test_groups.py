@@ -61,9 +61,7 @@ def test_penalty_is_taken_off_the_reward_by_the_longest_reply() -> None:
     ("own", "reply", "penalty"),
     [(0, 8, 0.25), (64, 8, 0.25), (8, 6, 0.25), (8, 8, 0.5), (2, 1, 0.25)],
 )
-def test_an_environment_with_a_limit_of_its_own_pays_by_that(
-    own: int, reply: int, penalty: float
-) -> None:
+def test_an_environment_with_a_limit_of_its_own_pays_by_that(own, reply, penalty):
     """The last case has a limit below the tokens over which the penalty rises."""
     short = dataclasses.replace(trajectory(1.0, reply=reply), max_reply_tokens=own)
     assert shaped(short, config(**PENALTY)) == {"": 1.0 - penalty}

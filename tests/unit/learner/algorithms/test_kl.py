@@ -129,9 +129,7 @@ def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimato
 
 @pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_fewer_likely_tokens_give_less_of_the_divergence_and_none_where_both_agree(
-    k: int, estimator
-) -> None:
+def test_fewer_likely_tokens_give_less_of_the_divergence_and_none_where_both_agree(k, estimator):
     logits, reference = softmax_policies()
     policy = logits.log_softmax(-1).detach()
     whole = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator).item()

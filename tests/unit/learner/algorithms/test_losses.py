@@ -141,9 +141,7 @@ def test_gradients_are_those_of_the_values(loss: str) -> None:
 @pytest.mark.parametrize("delta", [-1e3, 1e3])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_log_ratios_of_any_size_give_finite_losses_and_gradients(
-    loss: str, advantage: float, delta: float
-) -> None:
+def test_log_ratios_of_any_size_give_finite_losses_and_gradients(loss, advantage, delta):
     policy = torch.tensor([delta, delta], requires_grad=True)
     tokens = loss_inputs(policy, torch.zeros(2), torch.full((2,), advantage))
     found = terms_of(algorithm(loss=loss), tokens)

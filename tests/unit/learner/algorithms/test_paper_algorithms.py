@@ -9,16 +9,13 @@ import pytest
 import torch
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
-from torch import Tensor
 
 from deploy.algorithms import alp, difficulty, dppo, gmpo, maxrl
 
 FOLDER = Path(gmpo.__file__).parent
 
 
-def tokens_of(
-    logprobs: Tensor, older: Tensor, advantages: Tensor, ids: list[int], mask: Tensor | None = None
-) -> LossInputs:
+def tokens_of(logprobs, older, advantages, ids, mask=None):
     """Tokens of sequences `ids`; `older` is the proximal and the behavior policy."""
     mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else mask
     zeros = torch.zeros(len(ids), dtype=torch.int64)

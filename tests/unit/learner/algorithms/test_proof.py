@@ -86,9 +86,7 @@ def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = 
 
 
 @pytest.mark.parametrize(("name", "expected"), WRONG_LOSSES.items())
-def test_wrong_losses_are_refused_with_the_property_that_they_lack(
-    name: str, expected: tuple[str, str]
-) -> None:
+def test_wrong_losses_are_refused_with_the_property_that_they_lack(name, expected):
     found = faults(chosen("loss", f"{MODULE}:{name}"), "loss")
     title, example = expected
     start = f"loss {MODULE}:{name}: {title}: "
@@ -102,9 +100,7 @@ def test_right_losses_of_ones_own_are_proved(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name", "arguments"), BUILT_IN)
-def test_built_in_functions_are_proved(
-    kind: FunctionKind, name: str, arguments: dict[str, JsonValue]
-) -> None:
+def test_built_in_functions_are_proved(kind, name, arguments):
     assert faults(chosen(kind, name, **arguments), kind, has_roles=True) == []
 
 

@@ -69,12 +69,7 @@ TOKENS = (NUM_TOKENS / (NUM_TOKENS - 1)) ** 0.5
     ("kind", "formula", "settings", "scale"),
     [
         ("grpo", "compute_grpo_outcome_advantage", {}, MEMBERS),
-        (
-            "dr_grpo",
-            "compute_grpo_outcome_advantage",
-            {"norm_adv_by_std_in_grpo": False},
-            1,
-        ),
+        ("dr_grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}, 1),
         ("rloo", "compute_rloo_outcome_advantage", {}, 1),
         (
             "reinforce_pp_baseline",
@@ -136,9 +131,7 @@ AGGREGATIONS = {
         ("sapo", {"tau_negative": 2.0}, "sapo", {"tau_neg": 2.0}),
     ],
 )
-def test_losses_and_gradients_are_verls(
-    loss: str, settings: dict, name: str, config: dict, aggregation: str
-) -> None:
+def test_losses_and_gradients_are_verls(loss, settings, name, config, aggregation):
     torch.manual_seed(5)
     mode, scale = AGGREGATIONS[aggregation]
     if name == "sapo":

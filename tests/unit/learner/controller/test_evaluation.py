@@ -51,12 +51,7 @@ class Rig:
         self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         scheduler = Scheduler(self.run, books, nothing)
         self.evaluator = Evaluator(
-            self.run,
-            books,
-            intake,
-            self.publisher,
-            scheduler,
-            on_result=self.results.append,
+            self.run, books, intake, self.publisher, scheduler, on_result=self.results.append
         )
 
     def joined(self, name: str) -> ServerSession:
@@ -131,9 +126,7 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         assert not rig.evaluator.is_done()
 
 
-async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(tmp_path):
     async with measuring(tmp_path) as rig:
         first, second = rig.joined("first"), rig.joined("second")
         rig.serve(first, 0)
@@ -161,9 +154,7 @@ async def test_a_server_with_an_order_for_another_version_is_not_measured(tmp_pa
         assert rig.leases(session) == 0
 
 
-async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(tmp_path):
     async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.serve(session, 0)
@@ -211,11 +202,7 @@ def test_pass_at_2_of_4_replies_with_1_that_passes_is_one_half():
 
 
 def test_rewards_lengths_and_cut_off_replies_are_told():
-    episodes = [
-        episode(0, 0.0, 2, 4),
-        episode(1, 1.0, 6, truncated=True),
-        episode(2, 4.0, 8),
-    ]
+    episodes = [episode(0, 0.0, 2, 4), episode(1, 1.0, 6, truncated=True), episode(2, 4.0, 8)]
     found = evaluation_statistics(episodes, num_failed=2, pass_at=(1,), pass_reward=1.0)
     assert found == {
         "reward_mean": pytest.approx(5 / 3),

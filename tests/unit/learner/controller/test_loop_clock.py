@@ -89,9 +89,7 @@ changes = st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans()),
 
 
 @given(changes, st.integers(0, 100))
-def test_only_time_in_which_it_runs_is_counted(
-    changes: list[tuple[int, bool, bool]], last: int
-) -> None:
+def test_only_time_in_which_it_runs_is_counted(changes, last):
     """Seconds until each change, whether it runs then, and whether there is progress before."""
     watch, now, running, expected = Stopwatch(), 0, False, 0
     for passed, runs, progress in changes:

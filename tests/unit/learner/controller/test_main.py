@@ -10,9 +10,7 @@ import pytest
 from slipstream.learner.controller.__main__ import DescriptorLog
 
 
-def test_a_line_that_finds_no_room_raises_nothing_and_later_ones_are_written(
-    tmp_path: Path,
-) -> None:
+def test_a_line_that_finds_no_room_raises_nothing_and_later_ones_are_written(tmp_path):
     path = tmp_path / "controller.log"
     log = logging.Logger("x")
     with path.open("ab") as file:

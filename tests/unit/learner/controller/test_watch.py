@@ -182,9 +182,7 @@ REMOVALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("remove", "lack"), REMOVALS.values(), ids=REMOVALS.keys())
-async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(
-    tmp_path: Path, remove: Callable[[Path], object], lack: str
-) -> None:
+async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(tmp_path, remove, lack):
     events = EventLog()
     save_checkpoint(tmp_path, 30)
     watch = CheckpointWatch(tmp_path, events, look_s=0.01)

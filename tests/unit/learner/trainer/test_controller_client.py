@@ -82,9 +82,7 @@ def report(step: int) -> pb.StepReport:
 
 
 @pytest.mark.parametrize("ends_in_order", [False, True])
-def test_a_trainer_registers_again_with_its_version_while_it_trains(
-    tmp_path: Path, ends_in_order: bool
-) -> None:
+def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path, ends_in_order):
     hello = pb.TrainerHello(world_size=1, weight_digest=b"d0")
     with FakeController([]) as controller:
         controller.ends_in_order = ends_in_order

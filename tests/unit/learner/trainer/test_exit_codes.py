@@ -27,8 +27,6 @@ from slipstream.learner.trainer.train import StartAgain
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_failure_is_final_when_it_would_come_again(
-    error: Exception, while_loading: int, afterwards: int
-) -> None:
+def test_a_failure_is_final_when_it_would_come_again(error, while_loading, afterwards):
     assert exit_code(error, has_loaded=False) == while_loading
     assert exit_code(error, has_loaded=True) == afterwards

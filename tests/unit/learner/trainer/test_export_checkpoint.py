@@ -69,9 +69,7 @@ def test_settings_of_the_model_are_those_of_the_run() -> None:
     assert (alone.lora, alone.weights, alone.model) == (before.lora, before.weights, before.model)
 
 
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, monkeypatch, capsys):
     settings = write_config(tmp_path, empty_model(tmp_path), checkpoint__keep_last=2)
     words = ["--config", str(settings), "--step", "27", "--out", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["export", *words])

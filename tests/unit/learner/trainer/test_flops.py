@@ -68,25 +68,26 @@ def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router(
     assert (sizes.matrix_parameters + 2048 * 151936) / 1e9 == pytest.approx(3.35, abs=0.02)
 
 
-def test_layers_without_experts_are_counted_as_dense():
-    some = model_sizes(QWEN3_30B_A3B | {"mlp_only_layers": [0, 1]})
-    every_second = model_sizes(QWEN3_30B_A3B | {"decoder_sparse_step": 2})
-    all_ = model_sizes(QWEN3_30B_A3B)
-    difference = 3 * 2048 * 6144 - (2048 * 128 + 8 * 3 * 2048 * 768)
-    assert some.matrix_parameters - all_.matrix_parameters == 2 * difference
-    assert every_second.matrix_parameters - all_.matrix_parameters == 24 * difference
+SPARSE, DENSE = 2048 * 128 + 8 * 3 * 2048 * 768, 3 * 2048 * 6144
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-def test_a_shared_expert_is_always_active():
-    shared = model_sizes(QWEN3_30B_A3B | {"shared_expert_intermediate_size": 100})
-    plain = model_sizes(QWEN3_30B_A3B)
-    assert shared.matrix_parameters - plain.matrix_parameters == 48 * 3 * 2048 * 100
-
-
-def test_mixtral_names_its_experts_otherwise():
-    mixtral = LLAMA_3_8B | {"num_local_experts": 8, "num_experts_per_tok": 2}
-    difference = model_sizes(mixtral).matrix_parameters - model_sizes(LLAMA_3_8B).matrix_parameters
-    assert difference == 32 * (3 * 4096 * 14336 + 8 * 4096)
+@pytest.mark.parametrize(
+    ("model", "change", "more"),
+    [
+        # Layers without experts are dense.
+        (QWEN3_30B_A3B, {"mlp_only_layers": [0, 1]}, 2 * (DENSE - SPARSE)),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, 24 * (DENSE - SPARSE)),
+        # A shared expert is always active.
+        (QWEN3_30B_A3B, {"shared_expert_intermediate_size": 100}, 48 * 3 * 2048 * 100),
+        # Mixtral names its experts otherwise.
+        (LLAMA_3_8B, MIXTRAL, 32 * (3 * 4096 * 14336 + 8 * 4096)),
+    ],
+)
+def test_a_mixture_multiplies_with_what_each_of_its_layers_has(model, change, more):
+    assert (
+        model_sizes(model | change).matrix_parameters - model_sizes(model).matrix_parameters == more
+    )
 
 
 DEEPSEEK_V3 = {

@@ -37,13 +37,7 @@ def test_batch_with_a_chunk_missing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        [pb.Directive()],
-        batch_order(BATCH)[1:],
-        [*batch_order(BATCH), *stop_order()],
-    ],
+    "messages", [[], [pb.Directive()], batch_order(BATCH)[1:], [*batch_order(BATCH), *stop_order()]]
 )
 def test_answer_that_does_not_fit_together_is_refused(messages: list[pb.Directive]) -> None:
     with pytest.raises(ProtocolError):

@@ -67,9 +67,7 @@ def config_of(folder: Path, turns: str) -> Config:
 
 
 @pytest.mark.parametrize(("turns", "waits"), [("off", False), ("pause", False), ("sleep", True)])
-def test_no_engine_starts_while_a_step_has_the_memory_of_one(
-    tmp_path: Path, turns: str, waits: bool
-) -> None:
+def test_no_engine_starts_while_a_step_has_the_memory_of_one(tmp_path, turns, waits):
     config = config_of(tmp_path, turns)
 
     def start_engine() -> None:

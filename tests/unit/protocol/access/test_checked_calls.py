@@ -11,13 +11,7 @@ from slipstream.core.errors import ProtocolError
 from slipstream.protocol.access.checked_calls import SMALL_BYTES, CheckingInterceptor
 from slipstream.protocol.access.security import Credentials, create_server, open_channel
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import (
-    fleet_pb2,
-    fleet_pb2_grpc,
-    status_pb2,
-    trainer_pb2,
-    trainer_pb2_grpc,
-)
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2, trainer_pb2, trainer_pb2_grpc
 
 OPEN = Credentials(None, None, None, None)
 REGISTER = "/slipstream.v1.TrainerService/Register"

@@ -1,5 +1,5 @@
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -38,9 +38,7 @@ def echo_handlers() -> grpc.GenericRpcHandler:
     async def stream_unary(requests: AsyncIterator[bytes], context: object) -> bytes:
         return b"".join([request async for request in requests])
 
-    async def stream_stream(
-        requests: AsyncIterator[bytes], context: object
-    ) -> AsyncIterator[bytes]:
+    async def stream_stream(requests, context):
         async for request in requests:
             yield request
 
@@ -94,8 +92,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"],
+    "address", ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"]
 )
 def test_loopback_needs_neither_tls_nor_a_token(address: str) -> None:
     assert is_loopback(address)
@@ -119,9 +116,7 @@ def test_any_other_address_needs_tls_and_a_token(address: str) -> None:
 
 
 @pytest.mark.parametrize("open_it", [open_channel, open_blocking_channel])
-def test_a_channel_to_another_host_is_refused_without_tls(
-    open_it: Callable[[str, Credentials], object],
-) -> None:
+def test_a_channel_to_another_host_is_refused_without_tls(open_it):
     with pytest.raises(ConfigError, match="10.0.0.1:7070 is not loopback"):
         open_it("10.0.0.1:7070", WITH_TOKEN)
 
@@ -175,9 +170,7 @@ async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_se
 
 
 @pytest.mark.process
-async def test_calls_go_through_tls_with_a_certificate_of_ones_own(
-    certificate: tuple[Path, Path], tmp_path: Path
-) -> None:
+async def test_calls_go_through_tls_with_a_certificate_of_ones_own(certificate, tmp_path):
     (tmp_path / "token").write_text(TOKEN + "\n")
     serving = Credentials.load(
         SecuritySection(
@@ -220,9 +213,7 @@ def test_credentials_name_the_file_that_is_missing_or_too_short(tmp_path: Path) 
 
 @pytest.mark.process
 @pytest.mark.parametrize("fault", ["another name", "expired", "another authority"])
-async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(
-    fault: str, tmp_path: Path
-) -> None:
+async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(fault, tmp_path):
     names = "DNS:elsewhere.example" if fault == "another name" else "DNS:localhost"
     days = -1 if fault == "expired" else 2
     shown = known = make_certificate(tmp_path / "server", names, days=days)
@@ -328,9 +319,7 @@ class Listener(grpc.GenericRpcHandler):
         ("rediss://queue.example:6380/0", "rediss://queue.example:6380/0"),
     ],
 )
-def test_settings_are_shown_without_the_password_of_the_queue(
-    url: str, shown: str, tmp_path: Path
-) -> None:
+def test_settings_are_shown_without_the_password_of_the_queue(url, shown, tmp_path):
     config = config_of(tmp_path)
     config = config.model_copy(update={"queue": QueueSection(kind="redis", redis_url=url)})
     assert without_password(config).queue.redis_url == shown

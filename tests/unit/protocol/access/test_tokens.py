@@ -24,13 +24,7 @@ from slipstream.protocol.access.security import (
     open_channel,
 )
 from slipstream.protocol.access.tokens import RIGHTS, Tokens, may_call, role_of, role_token
-from slipstream.v1 import (
-    environment_pb2,
-    fleet_pb2,
-    status_pb2,
-    trainer_pb2,
-    trajectory_pb2,
-)
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.waiting import until
 
 TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
@@ -101,9 +95,7 @@ def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
-async def answer_to(
-    channel: grpc.aio.Channel, method: str, credentials: Credentials, limit_s: float = 20.0
-) -> str:
+async def answer_to(channel, method, credentials, limit_s=20.0):
     """The code with which a call without a handler behind it ends: UNIMPLEMENTED if it is open."""
     call = channel.unary_unary(method)
     try:

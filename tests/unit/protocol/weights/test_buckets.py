@@ -27,9 +27,7 @@ layouts = st.lists(
 
 
 @given(layouts, st.integers(1, 2_000))
-def test_every_tensor_lies_once_in_order_aligned_and_apart(
-    tensors: list[TensorSpec], bucket_bytes: int
-) -> None:
+def test_every_tensor_lies_once_in_order_aligned_and_apart(tensors, bucket_bytes):
     buckets = plan_buckets(tensors, bucket_bytes)
     assert [span.tensor for bucket in buckets for span in bucket.spans] == tensors
     for bucket in buckets:

@@ -62,9 +62,7 @@ def sender() -> Iterator[HandoverSender]:
     sender.close()
 
 
-def receivers(
-    sender: HandoverSender, buffers: HostBuffers, count: int, host: str = "127.0.0.1"
-) -> list[Process]:
+def receivers(sender, buffers, count, host="127.0.0.1"):
     processes = [Process("receive", host, sender.port, 1 + n) for n in range(count)]
     sender.accept(range(1, count + 1), Offer(buffers.handles, NUM_BYTES), LONG_S)
     assert [process.line() for process in processes] == ["joined"] * count
@@ -80,9 +78,7 @@ def digest(data: np.ndarray) -> str:
 
 
 @pytest.mark.process
-def test_every_receiver_reads_every_bucket_as_it_was_filled(
-    sender: HandoverSender, buffers: HostBuffers
-) -> None:
+def test_every_receiver_reads_every_bucket_as_it_was_filled(sender, buffers):
     processes = receivers(sender, buffers, 2)
     for process in processes:
         for number in range(7):
@@ -113,9 +109,7 @@ def test_a_sender_listens_on_an_address_of_either_family(host: str, buffers: Hos
 
 
 @pytest.mark.process
-def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(
-    sender: HandoverSender, buffers: HostBuffers
-) -> None:
+def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(sender, buffers):
     quick, late = receivers(sender, buffers, 2)
     buffers.arrays[0][:] = content(0)
     sender.filled(0)
@@ -245,9 +239,7 @@ def test_whoever_says_nothing_is_left_out_while_others_are_waited_for() -> None:
     thread.join(20)
 
 
-def test_another_host_is_refused_on_both_sides(
-    sender: HandoverSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_host_is_refused_on_both_sides(sender, monkeypatch):
     errors: list[WeightSyncError] = []
 
     def accept() -> None:

@@ -24,9 +24,7 @@ ELSEWHERE = Place("there", ("GPU-9",))
         ([GPU_0], {"a": Place("here", ("GPU-1", "GPU-0"))}, "ipc"),
     ],
 )
-def test_auto_is_what_joins_them(
-    learner: list[Place], servers: dict[str, Place], chosen: str
-) -> None:
+def test_auto_is_what_joins_them(learner, servers, chosen):
     assert choose_transport("auto", learner, servers) == chosen
     assert choose_transport(chosen, learner, servers) == chosen
 
@@ -43,9 +41,7 @@ def test_auto_is_what_joins_them(
         ("auto", [GPU_0], {"a": GPU_0, "b": ELSEWHERE}, "but b runs on another one"),
     ],
 )
-def test_what_cannot_join_them_is_refused_with_value_and_rule(
-    setting: str, learner: list[Place], servers: dict[str, Place], said: str
-) -> None:
+def test_what_cannot_join_them_is_refused_with_value_and_rule(setting, learner, servers, said):
     with pytest.raises(ConfigError, match=said):
         choose_transport(setting, learner, servers)
 
@@ -58,9 +54,7 @@ def test_what_cannot_join_them_is_refused_with_value_and_rule(
         ({"NCCL_ALGO": "tree"}, {"NCCL_ALGO": "ring"}, "NCCL_ALGO is tree in .* and ring in b"),
     ],
 )
-def test_nccl_joins_members_that_are_told_the_same(
-    mine: dict[str, str], theirs: dict[str, str], said: str
-) -> None:
+def test_nccl_joins_members_that_are_told_the_same(mine, theirs, said):
     places = {"a": Place("here", ("GPU-1",), mine), "b": Place("here", ("GPU-2",), theirs)}
     learner = [Place("here", ("GPU-0",), mine)]
     with pytest.raises(ConfigError, match=said):

@@ -40,18 +40,14 @@ class Talk:
         self.all = Conversations()
         self.numbers = itertools.count(1000)
 
-    def ask(
-        self, *texts: str, name: str = "", tools: str = TOOLS
-    ) -> tuple[AgentCall, list[MessageKey]]:
+    def ask(self, *texts, name="", tools=TOOLS):
         keys = [key("assistant" if text.startswith("r") else "user", text) for text in texts]
         found = self.all.find(tools, keys, name)
         rest = keys[found.num_messages :] if found else keys
         context = [hash(each.text) % 1000 for each in rest]
         return self.all.begin(name, found.turn if found else None, context), keys
 
-    def reply(
-        self, call: AgentCall, keys: list[MessageKey], text: str, *, tools: str = TOOLS
-    ) -> AgentTurn:
+    def reply(self, call, keys, text, *, tools=TOOLS):
         turn = self.all.finish(call, generation([next(self.numbers), next(self.numbers)]))
         assert turn is not None
         self.all.remember(turn, tools, keys, [(key("assistant", text),)])

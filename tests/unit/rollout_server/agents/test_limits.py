@@ -17,16 +17,12 @@ def ask(use: Use = NOTHING, *, prompt: int = 20, context: int = 20, is_new: bool
     return room(sampling, use, prompt=prompt, context=context, is_new=is_new)
 
 
-def test_a_reply_has_the_room_of_a_reply() -> None:
+def test_a_reply_has_the_room_that_its_branch_and_all_branches_leave() -> None:
     assert ask() == ReplyRoom(10, 30)
-
-
-def test_a_reply_has_the_room_that_its_branch_leaves() -> None:
     assert ask(prompt=45, context=5, is_new=False) == ReplyRoom(5, 10)
-
-
-def test_a_reply_has_the_room_that_all_branches_leave() -> None:
     assert ask(Use(tokens=55)) == ReplyRoom(5, 25)
+    # A branch that goes on is no new one.
+    assert isinstance(ask(Use(branches=2), is_new=False), ReplyRoom)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +45,6 @@ def test_a_call_beyond_a_limit_is_refused_with_its_name(use, others, code, named
     assert isinstance(refusal, Refusal)
     assert (refusal.status, refusal.code) == (400, code)
     assert named in refusal.message
-
-
-def test_a_branch_that_goes_on_is_no_new_one() -> None:
-    assert isinstance(ask(Use(branches=2), is_new=False), ReplyRoom)
 
 
 def test_a_call_waits_for_others_that_may_leave_room() -> None:

@@ -211,9 +211,7 @@ async def test_an_episode_is_truncated_if_the_run_cut_off_the_last_reply_of_a_br
     assert calls.recorder.is_truncated
 
 
-async def test_an_unforeseen_error_of_the_engine_ends_its_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unforeseen_error_of_the_engine_ends_its_call(monkeypatch):
     async def broken(*_: object, **__: object) -> AsyncGenerator[TextPart, None]:
         yield TextPart((), "")
         raise ZeroDivisionError("one")

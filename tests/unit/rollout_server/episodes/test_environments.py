@@ -44,16 +44,7 @@ class Hosted:
         self.environments = environments
         self._reports = reports
 
-    def load(
-        self,
-        name: str,
-        *,
-        timeout_s: float = 10.0,
-        num_workers: int = 1,
-        try_reset: bool = False,
-        python: str = "",
-        **args: str,
-    ) -> None:
+    def load(self, name, *, timeout_s=10.0, num_workers=1, try_reset=False, python="", **args):
         spec = env_pb.EnvironmentSpec(
             name=name,
             reference=f"odd_environments:{name}",
@@ -74,9 +65,7 @@ class Hosted:
 
 
 @contextlib.asynccontextmanager
-async def hosting(
-    tmp_path: Path, *, limits: WorkerLimits = NO_LIMITS, waits: WorkerWaits = WORKER_WAITS
-) -> AsyncIterator[Hosted]:
+async def hosting(tmp_path, *, limits=NO_LIMITS, waits=WORKER_WAITS):
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
     gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits, waits=waits)
     async with gateway, asyncio.TaskGroup() as group:
@@ -135,9 +124,7 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
     session.close()
 
 
-async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(
-    hosted, tmp_path: Path
-) -> None:
+async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(hosted, tmp_path):
     python = bare_python(tmp_path / "venv")
     hosted.load("Good", python=str(python))
     cause = (await hosted.report()).failure.message
@@ -182,9 +169,7 @@ async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
     assert report.failure.message == "worker was killed by SIGKILL"
 
 
-async def test_a_worker_that_is_killed_while_loading_is_started_once_more(
-    hosted, tmp_path: Path
-) -> None:
+async def test_a_worker_that_is_killed_while_loading_is_started_once_more(hosted, tmp_path):
     hosted.load("DiesAtFirst", mark=str(tmp_path / "mark"))
     report = await hosted.report()
     assert not report.HasField("failure"), report.failure.message
@@ -265,9 +250,7 @@ async def test_an_exiting_worker_fails_its_open_calls_and_is_started_again(hoste
     again.close()
 
 
-async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(
-    hosted,
-) -> None:
+async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
     hosted.load("Exiting")
     await hosted.report()
     dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
@@ -500,9 +483,7 @@ async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else
     assert not (await hosted.report()).HasField("failure")
 
 
-async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
-    hosted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-server")
     with (tmp_path / "token").open("w") as held:
         os.set_inheritable(held.fileno(), True)

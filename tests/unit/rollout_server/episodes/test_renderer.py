@@ -36,18 +36,12 @@ def test_a_prompt_is_rendered_by_the_template(renderer) -> None:
     assert renderer.prompt([user("a b")]) == [1, 4, 5, 3]
 
 
-def test_what_follows_a_finished_reply_is_appended_without_its_end(tmp_path: Path) -> None:
+def test_what_follows_a_reply_is_appended_and_ends_one_that_was_cut_off(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, CHAT)
     assert renderer.prompt([user("a")]) == [1, 4, 2, 30, 3]
     # </s> was sampled: "0 <s> b </s> 0 <reply>" is left.
-    later = renderer.continuation([user("a"), REPLY], [user("b")], EOS)
-    assert later == [30, 1, 5, 2, 30, 3]
-
-
-def test_a_reply_that_was_cut_off_is_ended(tmp_path: Path) -> None:
-    renderer = with_template(tmp_path, CHAT)
-    later = renderer.continuation([user("a"), REPLY], [user("b")], 17)
-    assert later == [2, 30, 1, 5, 2, 30, 3]
+    later = [renderer.continuation([user("a"), REPLY], [user("b")], last) for last in (EOS, 17)]
+    assert later == [[30, 1, 5, 2, 30, 3], [2, 30, 1, 5, 2, 30, 3]]
 
 
 def test_every_turn_makes_the_conversation_that_the_template_would(tmp_path: Path) -> None:
@@ -133,9 +127,7 @@ def given_renderer(folder: Path, reply: str, prompt: str) -> Renderer:
 
 
 @pytest.mark.parametrize("name", list(GIVEN))
-def test_a_given_reply_is_what_the_template_writes_behind_its_prompt(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_given_reply_is_what_the_template_writes_behind_its_prompt(name, tmp_path):
     reply, prompt, trained = GIVEN[name]
     renderer = given_renderer(tmp_path, reply, prompt)
     for messages in ([user("a")], [user("a"), REPLY, user("c")]):

@@ -87,9 +87,7 @@ def run(logs: WorkerLogs, name: str, code: str) -> None:
 
 
 @pytest.mark.process
-def test_all_that_was_printed_before_the_end_is_in_the_file(
-    logs: WorkerLogs, tmp_path: Path
-) -> None:
+def test_all_that_was_printed_before_the_end_is_in_the_file(logs, tmp_path):
     run(logs, "a.log", "for n in range(50_000): print('line', n)")
     run(logs, "b.log", "import os; os.write(1, b'one'); os.write(2, b' and the other')")
     logs.close()
@@ -101,9 +99,7 @@ def test_all_that_was_printed_before_the_end_is_in_the_file(
 
 
 @pytest.mark.process
-def test_what_a_worker_leaves_behind_does_not_keep_its_server(
-    logs: WorkerLogs, tmp_path: Path
-) -> None:
+def test_what_a_worker_leaves_behind_does_not_keep_its_server(logs, tmp_path):
     with logs.output("a.log") as output:
         left = subprocess.Popen(["yes"], stdout=output)
     try:
@@ -115,9 +111,7 @@ def test_what_a_worker_leaves_behind_does_not_keep_its_server(
 
 
 @pytest.mark.process
-def test_a_worker_does_not_wait_for_a_disk_that_is_full(
-    logs: WorkerLogs, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_does_not_wait_for_a_disk_that_is_full(logs, tmp_path, caplog):
     (tmp_path / "a.log").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
         run(logs, "a.log", "print('x' * 1_000_000)")
@@ -136,9 +130,7 @@ async def test_the_end_of_the_thread_that_writes_is_noticed(logs: WorkerLogs) ->
 
 
 @pytest.mark.process
-def test_a_disk_that_hangs_does_not_keep_the_server(
-    hanging_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_hangs_does_not_keep_the_server(hanging_disk, tmp_path, caplog):
     logs = WorkerLogs(tmp_path, 10 << 20, close_limit_s=0.2)
     with logs.output(hanging_disk.name) as output:
         worker = subprocess.Popen(["head", "-c", "100000", "/dev/zero"], stdout=output)

@@ -2,20 +2,10 @@
 
 import pytest
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.step_rules import (
-    PROMPT_TOKENS,
-    graph_sizes,
-    graph_values,
-)
+from slipstream.rollout_server.inference.step_rules import PROMPT_TOKENS, graph_sizes, graph_values
 
 
-def values(
-    passed: dict[str, object] | None = None,
-    *,
-    wait_steps: int | None = None,
-    on_cpu: bool = False,
-    **settings: object,
-) -> dict[str, object]:
+def values(passed=None, *, wait_steps=None, on_cpu=False, **settings):
     section = RolloutServerSection.model_validate({"max_episodes": 512, **settings})
     return graph_values(section, passed or {}, wait_steps=wait_steps, on_cpu=on_cpu)
 

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import Config
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from support.fakes.small_configs import small_config
 
 GB = 10**9
 
 
-def config_of(
-    folder: Path, stage: object, share: float = 0.9, max_images: int = 0, **weights: object
-) -> Config:
+def config_of(folder, stage, share=0.9, max_images=0, **weights):
     return small_config(
         model={"path": str(folder), "dtype": "bfloat16"},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
@@ -34,9 +31,7 @@ def config_of(
         (True, 60, 0.5),
     ],
 )
-def test_vllm_gets_what_arriving_weights_leave(
-    tmp_path: Path, stage: object, wire: float, left: float
-) -> None:
+def test_vllm_gets_what_arriving_weights_leave(tmp_path, stage, wire, left):
     config = config_of(tmp_path, stage)
     assert vllm_share(config, int(wire * GB), 150 * GB) == pytest.approx(left)
 
@@ -77,9 +72,7 @@ def test_a_file_that_the_index_does_not_name_is_not_on_the_wire(tmp_path: Path) 
     ("family", "images", "expected"),
     [("Gemma3", 0, 3), ("Mistral3", 0, 3), ("Mistral3", 1, 3 + 12 + 5)],
 )
-def test_a_tower_that_is_left_out_is_not_on_the_wire(
-    tmp_path: Path, family: str, images: int, expected: int
-) -> None:
+def test_a_tower_that_is_left_out_is_not_on_the_wire(tmp_path, family, images, expected):
     decoder = {"hidden_size": 4, "num_hidden_layers": 1}
     values = {
         "architectures": [f"{family}ForConditionalGeneration"],

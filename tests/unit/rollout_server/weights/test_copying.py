@@ -43,9 +43,7 @@ class TwoBuckets:
 @pytest.mark.parametrize(
     ("enqueues", "in_the_first"), [(True, ["receive", "0: 1", "1: 2"]), (False, [])]
 )
-def test_only_a_transport_that_enqueues_receives_in_the_first_call(
-    enqueues: bool, in_the_first: list[str]
-) -> None:
+def test_only_a_transport_that_enqueues_receives_in_the_first_call(enqueues, in_the_first):
     transport = TwoBuckets(enqueues)
 
     def take(place: int, buffer: torch.Tensor) -> None:

@@ -106,9 +106,7 @@ def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
     assert not any(Path("/dev/shm", name).exists() for name in sender._shared.handles)
 
 
-def test_a_new_communicator_needs_room_for_its_own_buffers_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_new_communicator_needs_room_for_its_own_buffers_alone(monkeypatch):
     allocate = os.posix_fallocate
     num_mapped: list[int] = []
 
@@ -142,9 +140,7 @@ def test_a_layout_larger_than_the_buffers_is_refused(ends: Ends) -> None:
         ends.receiver.prepare(Incoming(large, LONG_S, own_buffers=False))
 
 
-def test_memory_of_a_learner_is_closed_again_when_joining_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_learner_is_closed_again_when_joining_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     sender = HandoverSender("127.0.0.1", "members-1")
     where = weights_pb2.Communicator(
@@ -186,9 +182,7 @@ class SlowDigests:
         return []
 
 
-def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(ends, monkeypatch):
     receiver, digests = ends.receiver, SlowDigests()
     monkeypatch.setattr(receiver, "_open_digests", lambda _: digests)
     vars(receiver)["_digests"] = digests

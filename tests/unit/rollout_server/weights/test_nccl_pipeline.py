@@ -32,9 +32,7 @@ class Digests:
 
 @pytest.fixture
 def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
-    def broadcast(
-        group: NcclGroup, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
-    ) -> None:
+    def broadcast(group, pointer, num_bytes, root, stream, *, deadline_s):
         fake_streams.Stream.by_handle[stream].work(BROADCAST)
 
     nccl_receiver._streams.cache_clear()
@@ -47,9 +45,7 @@ def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
 
 
 @pytest.mark.parametrize("own_buffers", [False, True])
-def test_copies_of_a_bucket_run_while_the_next_one_arrives(
-    consumer: fake_streams.Stream, own_buffers: bool
-) -> None:
+def test_copies_of_a_bucket_run_while_the_next_one_arrives(consumer, own_buffers):
     membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
     transport = NcclReceiver(membership, torch.device("cuda", 0))
     incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=own_buffers)
@@ -83,9 +79,7 @@ def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.S
     transport.close()
 
 
-def test_broadcasts_come_before_copies_where_processors_are_scarce(
-    consumer: fake_streams.Stream,
-) -> None:
+def test_broadcasts_come_before_copies_where_processors_are_scarce(consumer):
     membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
     NcclReceiver(membership, torch.device("cuda", 0)).close()
     (stream,) = nccl_receiver._streams(torch.device("cuda", 0))

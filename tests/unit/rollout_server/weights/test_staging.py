@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -104,9 +103,7 @@ def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.Mo
     assert room(CPU, GIB, 2) == 3 * GIB // 2 + GIB
 
 
-def test_free_memory_is_at_most_what_the_container_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_is_at_most_what_the_container_has_left(tmp_path, monkeypatch):
     machine_free, machine = memory.free_bytes()
     assert 0 < machine_free < machine
     limit, used = (tmp_path / name for name in ("max", "current"))

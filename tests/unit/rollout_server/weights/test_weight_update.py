@@ -9,8 +9,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.protocol.weights.digests import bucket_digest
-from slipstream.rollout_server.engine_interface import LoadedWeights
-from slipstream.rollout_server.weights.weight_update import ResumeIdle, WeightUpdate
+from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
@@ -69,14 +68,7 @@ class Engine:
         await asyncio.sleep(0.01)
         self.started.append("paused")
 
-    async def take(
-        self,
-        told: weights_pb2.PublishOrder = ORDER,
-        layout: weights_pb2.WeightLayout = LAYOUT,
-        resume_idle: ResumeIdle | None = None,
-        *,
-        is_busy: bool = True,
-    ) -> LoadedWeights:
+    async def take(self, told=ORDER, layout=LAYOUT, resume_idle=None, *, is_busy=True):
         """Prepares and receives one update; `started` has its calls afterwards."""
         self.started.clear()
         await self.update.prepare(told, layout, 3, is_busy=is_busy)
@@ -147,9 +139,7 @@ async def test_an_update_like_the_one_before_asks_the_workers_once() -> None:
         ({}, LAYOUT, True),
     ],
 )
-async def test_whatever_is_new_is_prepared(
-    changed: dict[str, Any], layout: weights_pb2.WeightLayout, stage: bool
-) -> None:
+async def test_whatever_is_new_is_prepared(changed, layout, stage):
     engine = Engine(*RIGHT, *RIGHT, stage=stage)
     await engine.take()
     await engine.take(order("p2", **changed), layout)
@@ -165,9 +155,7 @@ async def test_whatever_is_new_is_prepared(
         ([{"value": result()}, {"value": result(by_plan=False)}], ""),
     ],
 )
-async def test_an_update_after_one_that_was_not_copied_everywhere_is_prepared(
-    unlike: list[dict[str, Any]], error: str
-) -> None:
+async def test_an_update_after_one_that_was_not_copied_everywhere_is_prepared(unlike, error):
     engine = Engine(READY, unlike, READY)
     with pytest.raises(WeightSyncError, match=error) if error else contextlib.nullcontext():
         await engine.take()
@@ -210,9 +198,7 @@ async def test_long_results_of_deltas_come_through_vllm(number: int, last: str) 
 
 
 @pytest.mark.parametrize("stage", [False, True])
-async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(
-    stage: bool,
-) -> None:
+async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(stage):
     engine = Engine(*2 * [READY, BY_LOADER], stage=stage)
     for publish_id, layout in (("p1", LAYOUT), ("p2", OTHER_LAYOUT)):
         await engine.take(order(publish_id), layout)
@@ -304,9 +290,7 @@ async def test_a_delta_follows_an_update_whose_shares_add_up_to_it() -> None:
 
 
 @pytest.mark.parametrize("shares", [[], [("00" * 16, "01" * 8)]])
-async def test_no_delta_follows_where_shares_are_unknown_or_wrong(
-    shares: list[tuple[str, str]],
-) -> None:
+async def test_no_delta_follows_where_shares_are_unknown_or_wrong(shares):
     engine = Engine(READY, shared(shares))
     assert not (await engine.take()).takes_deltas
     with pytest.raises(WeightSyncError, match=f"'p2' {NOT_HERE}"):
@@ -342,9 +326,7 @@ def rooms(*sizes: int) -> list[dict[str, Any]]:
     ("is_busy", "room", "staged"),
     [(True, (16, 17), True), (True, (17, 15), False), (False, (), False)],
 )
-async def test_auto_stages_while_requests_run_where_all_workers_have_room(
-    is_busy: bool, room: tuple[int, ...], staged: bool
-) -> None:
+async def test_auto_stages_while_requests_run_where_all_workers_have_room(is_busy, room, staged):
     asked = [rooms(*room)] * bool(room) + [READY] * staged
     engine = Engine(*RIGHT, *asked, both(result()), stage="auto")
     assert not (await engine.take()).staged
@@ -352,9 +334,7 @@ async def test_auto_stages_while_requests_run_where_all_workers_have_room(
     assert engine.staged() == [False, True][: 1 + staged]
 
 
-async def test_workers_are_asked_for_room_once_for_a_layout(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_workers_are_asked_for_room_once_for_a_layout(caplog):
     caplog.set_level("INFO")
     small = [*RIGHT, rooms(100, 10), both(result())]
     engine = Engine(*RIGHT, rooms(100, 90), *RIGHT, *RIGHT, *small, stage="auto")

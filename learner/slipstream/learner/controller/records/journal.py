@@ -76,6 +76,10 @@ class Journal:
             # Now others are fenced: what is read from here on is all they may have acknowledged.
             self._file = first or _begin_next_log(folder)
             sync_folder(folder)
+            # This log goes on where they end, so their last lines must outlive a loss of power.
+            for path in journal_logs(folder)[:-1]:
+                with path.open("rb") as earlier:
+                    os.fsync(earlier.fileno())
         except OSError as error:
             self._lock_file.close()
             raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None

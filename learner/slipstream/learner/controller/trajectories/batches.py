@@ -88,7 +88,8 @@ class BatchFormer:
         # newest of them, in case the answer was lost.
         self._attempts: Counter[int] = Counter()
         self._set_aside_in_a_row = 0
-        self._set_aside: FormedBatch | None = None
+        # Id and step of the newest batch that was set aside, by this controller or one before.
+        self._set_aside: tuple[str, int] | None = None
         self.num_set_aside = 0
         # Runs while the trainer waits for groups.
         self.waits = Stopwatch()
@@ -101,6 +102,9 @@ class BatchFormer:
         self._attempts.update(batch.step for batch in history.set_aside)
         self._set_aside_in_a_row = history.set_aside_in_a_row
         self.num_set_aside = len(history.set_aside)
+        if history.set_aside:
+            newest = history.set_aside[-1]
+            self._set_aside = newest.batch_id, newest.step
         self._restore_put_back(history)
         # A trainer may go back to the version before the first kept batch.
         self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
@@ -276,7 +280,7 @@ class BatchFormer:
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):
-            if self._set_aside is not None and _batch_of(self._set_aside) == _batch_of(fault):
+            if self._set_aside == _batch_of(fault):
                 return None
             raise ProtocolError(
                 f"the trainer was not given batch {fault.batch_id} of step {fault.step + 1}"
@@ -294,7 +298,7 @@ class BatchFormer:
             )
         found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
         self._journal.append("batch_set_aside", **found.record())
-        self.training, self._set_aside = None, batch
+        self.training, self._set_aside = None, _batch_of(batch)
         self._attempts[batch.step] += 1
         self.num_set_aside += 1
         self._set_aside_in_a_row += 1

@@ -138,9 +138,7 @@ def test_images_reserve_their_bytes_in_the_queue(folder: Path) -> None:
         ),
     ],
 )
-def test_what_a_model_with_vision_cannot_do_is_refused(
-    folder: Path, changes: dict, words: str
-) -> None:
+def test_what_a_model_with_vision_cannot_do_is_refused(folder, changes, words):
     with pytest.raises(ConfigError, match=words):
         check_model(parse_config(table(folder, max_images=1) | changes, source="test"))
 

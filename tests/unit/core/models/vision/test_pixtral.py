@@ -48,9 +48,7 @@ def test_without_images_the_model_reads_their_tokens_as_text(folder: Path) -> No
 @pytest.mark.parametrize(
     ("width", "height"), [(28, 28), (29, 28), (112, 56), (9, 100), (300, 113), (113, 300), (500, 7)]
 )
-def test_an_image_has_the_pixels_of_transformers_and_their_tokens(
-    width: int, height: int, folder: Path
-) -> None:
+def test_an_image_has_the_pixels_of_transformers_and_their_tokens(width, height, folder):
     processor, data = load_processor(folder), png(width, height)
     assert isinstance(processor, PixtralProcessor)
     with Image.open(io.BytesIO(data)) as image:
@@ -70,9 +68,7 @@ def test_an_image_has_the_pixels_of_transformers_and_their_tokens(
     assert len(tokens) <= processor.max_tokens
 
 
-def test_a_processor_may_lie_in_the_file_of_the_whole_processor(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_processor_may_lie_in_the_file_of_the_whole_processor(folder, tmp_path):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
@@ -100,9 +96,7 @@ def test_a_tokenizer_without_these_tokens_is_refused(folder: Path, tmp_path: Pat
         load_processor(tmp_path)
 
 
-def test_a_folder_may_name_the_token_of_images_as_transformers_does(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_may_name_the_token_of_images_as_transformers_does(folder, tmp_path):
     other = tmp_path / "model"
     shutil.copytree(folder, other)
     values = json.loads((folder / "config.json").read_text())

@@ -120,10 +120,7 @@ class World:
             unfinished = tuple(sorted(lease.unfinished))
             self.travelling.append(
                 Message(
-                    key,
-                    lease.group.group_id,
-                    unfinished=unfinished,
-                    next_attempt=lease.attempt + 1,
+                    key, lease.group.group_id, unfinished=unfinished, next_attempt=lease.attempt + 1
                 )
             )
 

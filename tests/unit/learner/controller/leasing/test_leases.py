@@ -53,8 +53,17 @@ def lease(book, server=A, version=0):
     return book.lease("e", 0, 0, server, version)
 
 
-def test_leases_stop_where_a_group_could_expire():
-    book = make_book()
+@pytest.fixture
+def book():
+    return make_book()
+
+
+@pytest.fixture
+def group(book):
+    return lease(book)
+
+
+def test_leases_stop_where_a_group_could_expire(book):
     for _ in range(4):
         assert book.may_lease(0)
         lease(book)
@@ -62,8 +71,7 @@ def test_leases_stop_where_a_group_could_expire():
     assert book.may_lease(1)
 
 
-def test_a_server_that_lags_too_far_is_leased_nothing():
-    book = make_book()
+def test_a_server_that_lags_too_far_is_leased_nothing(book):
     book.step = 3
     assert not book.may_lease(1)
     assert book.may_lease(2)
@@ -76,8 +84,7 @@ def test_the_last_step_bounds_what_is_leased():
     assert not book.may_lease(0)
 
 
-def test_groups_overtake_each_other_while_the_slow_one_can_wait():
-    book = make_book()
+def test_groups_overtake_each_other_while_the_slow_one_can_wait(book):
     slow, *others = [lease(book) for _ in range(3)]
     for group in others:
         for member in range(2):
@@ -96,18 +103,14 @@ def test_the_slow_group_is_waited_for_when_it_is_due():
     assert book.due() == [slow]
 
 
-def test_a_member_fills_its_place_once():
-    book = make_book()
-    group = lease(book)
+def test_a_member_fills_its_place_once(book, group):
     assert book.add(reply(group, 0)) is Fate.HELD
     assert book.add(reply(group, 0, attempt=1)) is Fate.SUPERSEDED
     assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
     assert book.add(reply(group, 2)) is Fate.SUPERSEDED
 
 
-def test_a_failed_member_runs_again_until_its_last_attempt():
-    book = make_book()
-    group = lease(book)
+def test_a_failed_member_runs_again_until_its_last_attempt(book, group):
     failure = Failure(FailureKind.ENVIRONMENT, "x")
     first = reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True)
     last = reply(group, 0, attempt=1, status=Status.FAILED, failure=failure)
@@ -181,8 +184,7 @@ def test_the_oldest_open_group_is_the_first_leased_of_its_environment_that_waits
     assert book.oldest_open("e") == math.inf
 
 
-def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough():
-    book = make_book()
+def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough(book):
     group = lease(book, version=1)
     book.add(reply(group, 1))
     assert book.orphan(A) == [group]
@@ -203,9 +205,9 @@ def test_evaluation_leases_do_not_count_for_the_invariant():
     assert book.training_groups() == []
 
 
-def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it():
-    book = make_book()
-    group = lease(book)
+def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it(
+    book, group
+):
     book.add(reply(group, 0))
     assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
     book.remove(group.group_id)
@@ -229,17 +231,14 @@ def test_each_cancelled_episode_that_comes_back_frees_its_slot():
     assert book.closing.leases == {}
 
 
-def test_a_lost_server_closes_what_it_was_ending():
-    book = make_book()
+def test_a_lost_server_closes_what_it_was_ending(book):
     book.remove(lease(book).group_id)
     book.remove(lease(book, server=B).group_id)
     book.orphan(A)
     assert (book.episodes_by_holder()[A], book.episodes_by_holder()[B]) == (0, 2)
 
 
-def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has():
-    book = make_book()
-    group = lease(book)
+def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has(book, group):
     failure = Failure(FailureKind.ENVIRONMENT, "x")
     book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
     assert book.episodes_by_holder()[A] == 2
@@ -249,18 +248,14 @@ def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has():
     assert book.episodes_by_holder()[A] == 1
 
 
-def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need():
-    book = make_book()
-    group = lease(book)
+def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need(book, group):
     book.orphan(A)
     assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 2)
     book.reassign(group, B)
     assert (book.episodes_by_holder()[B], book.promised_episodes) == (2, 2)
 
 
-def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back():
-    book = make_book()
-    group = lease(book)
+def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back(book, group):
     book.add(reply(group, 0))
     book.closed(group.group_id, B, [1])
     assert group.holder == A
@@ -273,18 +268,14 @@ def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back():
     assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
 
 
-def test_a_closed_lease_waits_for_what_is_still_on_its_way():
-    book = make_book()
-    group = lease(book)
+def test_a_closed_lease_waits_for_what_is_still_on_its_way(book, group):
     book.closed(group.group_id, A, [1])
     assert book.orphans() == []
     book.add(reply(group, 0))
     assert book.orphans() == [group]
 
 
-def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over():
-    book = make_book()
-    group = lease(book)
+def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over(book, group):
     book.closed(group.group_id, A, [0])
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
     assert book.orphans() == []
@@ -292,9 +283,7 @@ def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over():
     assert book.orphans() == [group]
 
 
-def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one():
-    book = make_book()
-    group = lease(book)
+def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one(book, group):
     book.closed(group.group_id, A, [0, 1], next_attempt=1)
     book.reassign(group, A)
     # Attempt 0 again would give two trajectories one name: the second would count as a repeat.
@@ -330,25 +319,19 @@ def test_a_report_that_contradicts_its_lease_is_refused(unfinished, next_attempt
 
 
 @pytest.mark.parametrize(("attempt", "epoch"), [(7, 1), (999_999, 1), (0, 5)])
-def test_an_attempt_that_no_lease_allows_sets_nobody_back(attempt, epoch):
-    book = make_book()
-    group = lease(book)
+def test_an_attempt_that_no_lease_allows_sets_nobody_back(book, group, attempt, epoch):
     name = TrajectoryName(group.group_id, 1, attempt, epoch)
     assert book.quarantined(name, will_retry=False) is None
     assert (group.setbacks, group.next_attempt, group.running) == ({}, 0, [0, 1])
 
 
-def test_each_lease_of_a_group_allows_as_many_attempts_again():
-    book = make_book()
-    group = lease(book)
+def test_each_lease_of_a_group_allows_as_many_attempts_again(book, group):
     book.closed(group.group_id, A, [0, 1], next_attempt=3)
     book.reassign(group, A)
     assert [group.excess(1, attempt) == "" for attempt in (0, 9, 10)] == [True, True, False]
 
 
-def test_a_closed_lease_of_a_complete_group_is_over():
-    book = make_book()
-    group = lease(book)
+def test_a_closed_lease_of_a_complete_group_is_over(book, group):
     book.closed(group.group_id, A, [])
     for member in range(2):
         book.add(reply(group, member))
@@ -356,9 +339,7 @@ def test_a_closed_lease_of_a_complete_group_is_over():
     assert group.holder == A
 
 
-def test_every_lost_server_counts_for_the_members_that_it_ran():
-    book = make_book()
-    group = lease(book)
+def test_every_lost_server_counts_for_the_members_that_it_ran(book, group):
     book.add(reply(group, 0))
     book.orphan(A)
     book.reassign(group, B)
@@ -366,9 +347,7 @@ def test_every_lost_server_counts_for_the_members_that_it_ran():
     assert group.setbacks == {1: 2}
 
 
-def test_the_member_of_a_quarantined_trajectory_runs_again():
-    book = make_book()
-    group = lease(book)
+def test_the_member_of_a_quarantined_trajectory_runs_again(book, group):
     book.add(reply(group, 0))
     name = TrajectoryName(group.group_id, 1, 0, 1)
     assert book.quarantined(name, will_retry=False) is group
@@ -378,17 +357,13 @@ def test_the_member_of_a_quarantined_trajectory_runs_again():
     assert book.orphans() == [group]
 
 
-def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for():
-    book = make_book()
-    group = lease(book)
+def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for(book, group):
     name = TrajectoryName(group.group_id, 1, 0, 1)
     assert book.quarantined(name, will_retry=True) is group
     assert book.episodes_by_holder()[A] == 2
 
 
-def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing():
-    book = make_book()
-    group = lease(book)
+def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing(book, group):
     book.add(reply(group, 0))
     for other in (0, 7):
         name = TrajectoryName(group.group_id, other, 0, 1)
@@ -408,8 +383,7 @@ def leased_again(book):
     return group
 
 
-def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one():
-    book = make_book()
+def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one(book):
     group = leased_again(book)
     failure = Failure(FailureKind.TIMEOUT, "slow")
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
@@ -419,8 +393,7 @@ def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one():
     assert group.running == [0, 1]
 
 
-def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done():
-    book = make_book()
+def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done(book):
     group = leased_again(book)
     assert book.add(reply(group, 0)) is Fate.HELD
     assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
@@ -430,9 +403,7 @@ def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_
     assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (0, 0)
 
 
-def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot():
-    book = make_book()
-    group = lease(book)
+def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot(book, group):
     book.remove(group.group_id)
     failure = Failure(FailureKind.TIMEOUT, "slow")
     book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))

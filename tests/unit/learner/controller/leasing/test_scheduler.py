@@ -27,9 +27,7 @@ def rig(tmp_path: Path, journal: Journal) -> Rig:
     return Rig(tmp_path, journal)
 
 
-async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile(rig, monkeypatch):
     disk = SlowDisk(monkeypatch)
     first = rig.serving("first", 0, max_episodes=2)
     disk.hold()
@@ -75,9 +73,7 @@ async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
         pass
 
 
-async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(rig, monkeypatch):
     disk = SlowDisk(monkeypatch)
     session = rig.serving("a", 0, max_episodes=2)
     disk.hold()
@@ -94,9 +90,7 @@ async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(
     assert left == ["lease", "drain"]
 
 
-async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(
-    rig: Rig,
-) -> None:
+async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(rig):
     rig.book.step = 1
     new = rig.serving("new", 1)
     await rig.lease()
@@ -237,9 +231,7 @@ async def test_what_the_next_lease_lacks_is_told(rig: Rig) -> None:
     assert len(rig.orders(session)) == 2
 
 
-async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(
-    tmp_path: Path, journal: Journal
-) -> None:
+async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(tmp_path, journal):
     # A trajectory has at most 2048 + 24 * 8 bytes: three of them do not fit twice.
     rig = Rig(tmp_path, journal, queue={"max_bytes": 3 * 2240})
     session = rig.serving("a", 0)

@@ -9,7 +9,7 @@ from slipstream.learner.controller.publishing.delivery import MAX_FAILED_WHILE_N
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs
-from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
+from slipstream.v1 import fleet_pb2, status_pb2, weights_pb2
 from support.rigs.publishing_scene import (
     DIGESTS,
     LOADED,
@@ -30,8 +30,7 @@ def texts(scene: Scene) -> list[str]:
 def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
     digests = DIGESTS if phase == LOADED else []
     scene.publisher.report(
-        session,
-        fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests),
+        session, fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests)
     )
 
 
@@ -118,9 +117,7 @@ async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away
     assert scene.fleet.find(scene.session.key) is scene.session
 
 
-async def sent_to_both(
-    scene: Scene, other: ServerSession
-) -> tuple[str, trainer_pb2.PublishReceipt]:
+async def sent_to_both(scene, other):
     """A publish that the scene's own server has loaded and the other one not yet."""
     preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
     for session in (scene.session, other):

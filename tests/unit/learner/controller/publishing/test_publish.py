@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from typing import Any
 
 import pytest
 from slipstream.core.types import PolicyVersion
@@ -58,9 +57,7 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: 
 
 
 @pytest.mark.parametrize("has_sent", [True, False])
-async def test_a_server_that_serves_has_loaded_without_saying_it_apart(
-    has_sent: bool, run: Run
-) -> None:
+async def test_a_server_that_serves_has_loaded_without_saying_it_apart(has_sent, run):
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -117,9 +114,7 @@ async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
 
 
 @pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
-async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
-    run: Run, unknown: str
-) -> None:
+async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(run, unknown):
     async with publishing(run) as scene:
         await scene.serve()
         scene.trainer.ClearField(unknown)
@@ -153,9 +148,7 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(run: R
         assert (await scene.ordered()).new_communicator
 
 
-async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
-    run: Run,
-) -> None:
+async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(run):
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -178,9 +171,7 @@ async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publ
         ({"phase": LOADED, "bucket_digests": DIGESTS}, {"error": "a bucket was not sent"}),
     ],
 )
-async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
-    run: Run, report: dict[str, Any], result: dict[str, Any]
-) -> None:
+async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(run, report, result):
     async with publishing(run) as scene:
         await scene.serve()
         order = await scene.ordered()
@@ -228,9 +219,7 @@ async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(r
         assert scene.sent() == []
 
 
-async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(
-    run: Run,
-) -> None:
+async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_one(run):
     async with publishing(run) as scene:
         first = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
@@ -313,9 +302,7 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(run: Run) 
         assert scene.publisher.due() == [scene.session]
 
 
-async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(
-    run: Run,
-) -> None:
+async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(run):
     async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
@@ -337,9 +324,7 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
     assert scene.fleet.find(session.key) is None
 
 
-async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_machine(
-    run: Run,
-) -> None:
+async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_machine(run):
     async with publishing(run) as scene:
         given_s = []
         for _ in range(5):
@@ -370,9 +355,7 @@ async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeed
         )
 
 
-async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
-    run: Run,
-) -> None:
+async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(run):
     async with publishing(run) as scene:
         await scene.serve()
         scene.publisher.pin(scene.session)
@@ -398,9 +381,7 @@ async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
         scene.publisher.trainer_lost()
 
 
-async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
-    run: Run,
-) -> None:
+async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(run):
     async with publishing(run) as scene:
         order = await scene.ordered()
         assert scene.publisher.start(scene.start_of(order))
@@ -414,9 +395,7 @@ async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and
     assert scene.fleet.serving() == []
 
 
-async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
-    run: Run,
-) -> None:
+async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(run):
     async with publishing(run) as scene:
         leaving, staying = scene.session, scene.joined("b")
         order = await scene.ordered(leaving, staying)

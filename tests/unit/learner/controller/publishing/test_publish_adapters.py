@@ -1,7 +1,6 @@
 """Which servers are sent the adapters alone, as the controller follows what they hold."""
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 from slipstream.core.types import PolicyVersion
@@ -37,13 +36,7 @@ class Adapted:
         self._tasks = tasks
         self._communicator_id = ""
 
-    async def publish(
-        self,
-        *sessions: ServerSession,
-        fails: str = "",
-        scored: float = -1.0,
-        meanwhile: Callable[[], None] = nothing,
-    ) -> weights_pb2.PublishOrder:
+    async def publish(self, *sessions, fails="", scored=-1.0, meanwhile=nothing):
         """Publishes the next version to `sessions`, which must be all servers that are due.
 
         `meanwhile` is called between commit and probe.
@@ -83,9 +76,7 @@ class Adapted:
                 await asyncio.sleep(0)
         return order
 
-    async def _ordered(
-        self, sessions: tuple[ServerSession, ...], trainer: trainer_pb2.NextRequest
-    ) -> weights_pb2.PublishOrder:
+    async def _ordered(self, sessions, trainer):
         preparing = self._tasks.create_task(self.publisher.prepare(trainer))
         for session in sessions:
             publish_id = (await message_of(session, "prepare")).prepare.publish_id

@@ -1,11 +1,9 @@
 """Which publishes send only what changed: those whose receivers all serve what it changes."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.deltas import content_name
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.publishing_scene import (
@@ -13,7 +11,6 @@ from support.rigs.publishing_scene import (
     FAILED,
     LOADED,
     SERVING,
-    Scene,
     next_order,
     publishing,
     run_of,
@@ -31,9 +28,7 @@ def run() -> Run:
     return run_of()
 
 
-async def deliver(
-    scene: Scene, *sessions: ServerSession, digests: list[bytes], **report: Any
-) -> weights_pb2.PublishOrder:
+async def deliver(scene, *sessions, digests, **report):
     """A publish of these digests that all of them load and serve."""
     sessions = sessions or (scene.session,)
     scene.trainer.bucket_digests[:] = digests

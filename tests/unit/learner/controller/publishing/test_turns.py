@@ -54,9 +54,7 @@ class Scene:
 
 
 @pytest.mark.parametrize(("turns", "give_back"), [("pause", False), ("sleep", True)])
-async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(
-    turns: str, give_back: bool
-) -> None:
+async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(turns, give_back):
     scene = Scene(turns)
     orders = await scene.begin(*scene.sessions)
     assert [order.give_back for order in orders] == [give_back, give_back]
@@ -171,9 +169,7 @@ async def test_engines_without_weights_and_those_that_leave_give_their_memory_ba
 
 
 @pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
-async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(
-    turns: str, rests: list[str]
-) -> None:
+async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(turns, rests):
     scene = Scene(turns)
     orders = []
     # It lasts from the loss of a trainer until the next one asks for its first order.

@@ -126,12 +126,7 @@ class Run:
             return
         self.version, self.attempt = self.version + 1, 0
         self.journal.append(
-            "step",
-            step=step,
-            version=[0, step + 1],
-            digest=f"d{step}",
-            lags=[[0, 10]],
-            several=1,
+            "step", step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1
         )
 
     def set_aside(self, step: int, name: str, groups: list[Group]) -> None:
@@ -468,9 +463,7 @@ def test_a_batch_that_was_set_aside_is_read_back() -> None:
         ("by", 1),
     ],
 )
-def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(
-    field: str, value: object
-) -> None:
+def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(field, value):
     with pytest.raises(ProtocolError, match=f"line 5 of the journal .*{field}"):
         read_history(records_up_to({**SET_ASIDE, field: value}))
 
@@ -483,20 +476,18 @@ def filtered(**environments: list[float]) -> FilteredGroups:
     return groups
 
 
-def test_a_run_goes_on_below_the_limit() -> None:
-    assert filtered(a=[1.0, 1.0], b=[0.0]).verdict(4) is FilterVerdict.GO_ON
-
-
-def test_solved_groups_of_all_environments_are_a_solved_task() -> None:
-    assert filtered(a=[1.0, 1.0], b=[1.0, 2.0]).verdict(4) is FilterVerdict.SOLVED
-
-
-def test_one_group_that_is_not_solved_is_no_success() -> None:
-    assert filtered(a=[1.0] * 30, b=[0.99]).verdict(4) is FilterVerdict.STUCK
-    assert filtered(a=[0.0] * 4).verdict(4) is FilterVerdict.STUCK
-
-
-def test_every_episode_of_a_solved_group_has_the_full_reward() -> None:
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ({"a": [1.0, 1.0], "b": [0.0]}, FilterVerdict.GO_ON),
+        ({"a": [1.0, 1.0], "b": [1.0, 2.0]}, FilterVerdict.SOLVED),
+        # One group that is not solved is no success.
+        ({"a": [1.0] * 30, "b": [0.99]}, FilterVerdict.STUCK),
+        ({"a": [0.0] * 4}, FilterVerdict.STUCK),
+    ],
+)
+def test_a_run_ends_when_four_groups_in_a_row_teach_nothing(rewards, verdict):
+    assert filtered(**rewards).verdict(4) is verdict
     # Equal after a penalty: they were filtered, and one of them is not right.
     assert not is_solved([1.0, 0.5], 1.0)
     assert is_solved([0.5, 0.5], 0.5)

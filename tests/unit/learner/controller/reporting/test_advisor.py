@@ -58,9 +58,7 @@ class Rig:
         self.warnings: list[str] = []
         self.advisor = Advisor(self.written.append, self.warnings.append)
 
-    def steps(
-        self, number: int, *, setting: Setting = SETTING, in_turns: bool = False, **changes: float
-    ) -> None:
+    def steps(self, number, *, setting=SETTING, in_turns=False, **changes):
         self.advisor.note_report(work(30, 60, step_s=0.2, token_s=0.0))
         for _ in range(number):
             self.advisor.note_step(
@@ -193,9 +191,7 @@ async def test_figures_that_cannot_be_end_no_run(monkeypatch: pytest.MonkeyPatch
     assert rig.warnings == ["there is no advice: ZeroDivisionError: 8 places"]
 
 
-async def test_an_end_of_the_run_ends_a_prediction_under_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_end_of_the_run_ends_a_prediction_under_way(monkeypatch):
     begun, ended = threading.Event(), threading.Event()
 
     def last(profile: Profile, is_cancelled: Callable[[], bool]) -> Advice:

@@ -171,10 +171,7 @@ def kept(*environments: str) -> list[int]:
     return [groups.index(group) for group in sampled_groups(groups)]
 
 
-def test_the_first_group_of_each_environment_is_kept() -> None:
+def test_the_first_group_of_each_environment_is_kept_and_two_where_there_is_one() -> None:
     assert kept("a", "a", "b", "a", "c", "b") == [0, 2, 4]
-
-
-def test_two_groups_are_kept_where_there_is_one_environment() -> None:
     assert kept("a", "a", "a") == [0, 1]
     assert kept("a") == [0]

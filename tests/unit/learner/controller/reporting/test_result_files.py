@@ -278,9 +278,7 @@ def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: byt
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("torn", [row(3)[:20], bytes(512)])
-def test_a_last_line_that_a_crash_tore_is_taken_away_without_a_word(
-    tmp_path: Path, name: str, torn: bytes
-) -> None:
+def test_a_last_line_that_a_crash_tore_is_taken_away_without_a_word(tmp_path, name, torn):
     (tmp_path / name).write_bytes(WHOLE + torn)
     recorder, told = opened(tmp_path)
     assert (tmp_path / name).read_bytes() == WHOLE

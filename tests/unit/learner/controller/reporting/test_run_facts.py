@@ -28,9 +28,7 @@ from support.fakes.small_configs import config_of
         ([*range(99)], [0, 1, 2, 3, 4], [94, 95, 96, 97, 98]),
     ],
 )
-def test_first_and_last_rewards_are_those_of_other_steps(
-    rewards: list[float], first: list[float], last: list[float]
-) -> None:
+def test_first_and_last_rewards_are_those_of_other_steps(rewards, first, last):
     facts = RunFacts()
     for reward in rewards:
         facts.steps += 1

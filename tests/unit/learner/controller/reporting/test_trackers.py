@@ -15,12 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
 from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker, crc32c
-from slipstream.learner.controller.reporting.trackers import (
-    COLUMNS,
-    RunIds,
-    Trackers,
-    ways_to_open,
-)
+from slipstream.learner.controller.reporting.trackers import COLUMNS, RunIds, Trackers, ways_to_open
 from support.rigs.controller_runs import make_config
 
 EPISODE = {
@@ -262,11 +257,7 @@ class FakeService(types.ModuleType):
 def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
     service = FakeService()
     monkeypatch.setitem(sys.modules, "wandb", service)
-    config = make_config(
-        tmp_path,
-        tracking__trackers=["wandb"],
-        tracking__project="sums",
-    )
+    config = make_config(tmp_path, tracking__trackers=["wandb"], tracking__project="sums")
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
     tracker = ways_to_open(config, config.run_dir, print)["wandb"]()
@@ -365,9 +356,7 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
 
 @pytest.mark.process
 @needs("wandb")
-def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_id = log_twice(tmp_path, "wandb")
     files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))

@@ -6,9 +6,7 @@ from support.rigs.publishing_scene import joined, nothing, run_of
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])
-async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(
-    kind: str, waiting: int
-) -> None:
+async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(kind, waiting):
     fleet = Fleet(run_of(queue={"kind": kind}))
     fleet.handlers = FleetHandlers(*[nothing] * 8)
     # A shared queue counts once, with the newer of the two reports.
@@ -35,9 +33,7 @@ def test_drafts_of_all_servers_are_added_up() -> None:
         (fleet_pb2.ServerMessage(heartbeat=fleet_pb2.ServerReport()), DEAD, "its stream ended"),
     ],
 )
-def test_a_server_has_left_only_if_it_said_goodbye(
-    last: fleet_pb2.ServerMessage, state: fleet_pb2.ServerState, cause: str
-) -> None:
+def test_a_server_has_left_only_if_it_said_goodbye(last, state, cause):
     fleet = Fleet(run_of())
     fleet.handlers = FleetHandlers(*[nothing] * 8)
     session = joined(fleet, "a")

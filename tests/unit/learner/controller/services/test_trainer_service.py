@@ -102,9 +102,7 @@ async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "what"), [(0, "untrained"), (1, "trained")])
-async def test_a_model_that_no_step_has_changed_is_called_untrained(
-    num_steps: int, what: str
-) -> None:
+async def test_a_model_that_no_step_has_changed_is_called_untrained(num_steps, what):
     run = run_of()
     servicer = servicer_of(run)
     for step in range(num_steps):

@@ -6,10 +6,10 @@ import pytest
 from pydantic import JsonValue
 from slipstream.core.settings.sections import MAX_WINDOW, CurriculumSection
 from slipstream.core.types import GroupId, ServerId
-from slipstream.learner.controller.records.history import RunHistory, TaskResults, read_history
+from slipstream.learner.controller.records.history import TaskResults, read_history
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.curriculum import Curriculum
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 KEY = ServerKey(ServerId("a"), 1)
@@ -19,9 +19,7 @@ def settings(**changes: object) -> CurriculumSection:
     return CurriculumSection.model_validate(changes)
 
 
-def book_with(
-    section: CurriculumSection, num_tasks: int, history: RunHistory | None = None
-) -> tuple[EnvironmentBook, EnvironmentEntry]:
+def book_with(section, num_tasks, history=None):
     book = EnvironmentBook(seed=1, max_failed_groups=2, curricula={"e": (section, 1.0)})
     if history is not None:
         book.restore(history)
@@ -100,9 +98,7 @@ def test_a_group_that_is_played_again_counts_once() -> None:
 def test_a_resumed_run_chooses_as_one_that_was_never_stopped(section: CurriculumSection) -> None:
     """The controller is stopped after every choice; the journal alone has the results."""
     live, entry = book_with(section, num_tasks=6)
-    records: list[dict[str, JsonValue]] = [
-        {"kind": "start", "format": 1, "run_id": "r-1"},
-    ]
+    records: list[dict[str, JsonValue]] = [{"kind": "start", "format": 1, "run_id": "r-1"}]
     for number in range(40):
         resumed, again = book_with(section, 6, read_history(records))
         chosen = live.next_task(entry)

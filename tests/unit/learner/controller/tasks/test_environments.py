@@ -137,17 +137,11 @@ def test_nothing_is_leased_on_a_server_that_has_not_loaded_it():
     assert book.next_for(KEY, {}, 4) is None
 
 
-def test_each_cause_is_told_once_and_only_the_first_few():
+def test_each_cause_of_a_failure_or_an_end_is_told_once_and_only_the_first_few():
     (entry,) = make_book(1.0).training()
-    causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
-    assert [cause for cause in causes if entry.is_news("failure", cause)] == ["a", "b", "c"]
-
-
-def test_ends_of_workers_are_told_beside_the_causes_of_failures():
-    (entry,) = make_book(1.0).training()
-    ends = ["a", "a", "b", "c", "d"]
-    assert [end for end in ends if entry.is_news("worker", end)] == ["a", "b", "c"]
-    assert entry.is_news("failure", "a")
+    for kind in ("failure", "worker"):
+        causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
+        assert [cause for cause in causes if entry.is_news(kind, cause)] == ["a", "b", "c"]
 
 
 def test_an_evaluation_tells_its_newest_round_only():

@@ -56,9 +56,7 @@ def test_a_group_without_some_of_its_members_is_told_as_it_is(batch: FormedBatch
 
 
 @pytest.mark.parametrize("messages_each", [0.5, 1, 2.5])
-def test_chunks_are_within_their_bytes_and_never_empty(
-    batch: FormedBatch, messages_each: float
-) -> None:
+def test_chunks_are_within_their_bytes_and_never_empty(batch, messages_each):
     limit = int(messages_each * max(m.ByteSize() for m in batch.record.trajectories))
     parts = [list(chunk.trajectories) for chunk in chunks(batch, chunk_bytes=limit)]
     assert [message for part in parts for message in part] == list(batch.record.trajectories)

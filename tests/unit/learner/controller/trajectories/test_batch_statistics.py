@@ -158,9 +158,7 @@ def test_it_is_named_again_when_it_had_taught_something_meanwhile(tmp_path: Path
 
 
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
-def test_equal_rewards_are_no_reason_to_speak_where_groups_are_not_compared(
-    tmp_path: Path, advantage: str
-):
+def test_equal_rewards_are_no_reason_to_speak_where_groups_are_not_compared(tmp_path, advantage):
     config = config_of(tmp_path)
     algorithm = config.algorithm.model_copy(update={"advantage": advantage})
     config = config.model_copy(update={"algorithm": algorithm})

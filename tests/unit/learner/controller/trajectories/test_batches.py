@@ -39,9 +39,7 @@ async def test_a_checkpoint_that_is_reported_twice_covers_no_more_than_once(tmp_
     assert await kept_after(tmp_path, 3, 6, 6) == [3, 4, 5, 6, 7, 8, 9]
 
 
-async def test_a_trainer_that_went_back_keeps_the_batches_that_it_must_train_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_trainer_that_went_back_keeps_the_batches_that_it_must_train_again(tmp_path):
     assert await kept_after(tmp_path, 2, 8, 5) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 

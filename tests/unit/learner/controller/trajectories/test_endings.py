@@ -2,10 +2,8 @@
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import pytest
 from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
@@ -30,9 +28,7 @@ class Receiver:
         self.changed.set()
 
 
-async def test_an_end_is_acknowledged_when_it_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_end_is_acknowledged_when_it_is_durable(tmp_path, monkeypatch):
     disk, receiver = SlowDisk(monkeypatch), Receiver()
     queue: Any = receiver
     with Journal(tmp_path) as journal:

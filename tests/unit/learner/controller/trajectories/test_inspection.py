@@ -38,9 +38,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     book.max_staleness = 0
     fleet.epochs.join(KEY)
     trajectory = dataclasses.replace(
-        GOOD,
-        group_id=group.group_id,
-        version_spans=(VersionSpan(2, PolicyVersion(0, oldest)),),
+        GOOD, group_id=group.group_id, version_spans=(VersionSpan(2, PolicyVersion(0, oldest)),)
     )
     with Journal(tmp_path / "journal") as journal:
         journal.append("start", format=1, run_id="r")
@@ -65,9 +63,7 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
 
 
 @pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
-def test_what_another_adapter_sampled_is_quarantined(
-    tmp_path: Path, adapter: str, cause: str
-) -> None:
+def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
     run = Run.of(make_config(tmp_path), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(tmp_path / "journal") as journal:
@@ -90,9 +86,7 @@ def test_what_another_adapter_sampled_is_quarantined(
     assert cause in " ".join(event.text for event in run.events.kept())
 
 
-def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(
-    tmp_path: Path,
-) -> None:
+def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(tmp_path):
     run = Run.of(make_config(tmp_path), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(tmp_path / "journal") as journal:

@@ -19,14 +19,7 @@ NAMES = report_names([USUAL], has_reference=False)
 BEHAVIOR = {"loss_args": {"ratio": "behavior"}, "weight": "none"}
 
 
-def loss_of(
-    policy: Tensor,
-    batch: MicroBatch,
-    settings: AlgorithmSection = USUAL,
-    *,
-    old: Tensor | None = None,
-    entropy: Tensor | None = None,
-) -> TokenLoss:
+def loss_of(policy, batch, settings=USUAL, *, old=None, entropy=None):
     entropies = torch.ones(len(policy)) if entropy is None else entropy
     reports = report_names([settings], has_reference=False)
     return policy_loss(policy, entropies, old, batch, [settings], reports, group=None)
@@ -224,9 +217,7 @@ def test_placeholders_at_context_tokens_change_nothing() -> None:
 
 @pytest.mark.parametrize("settings", [USUAL, algorithm(**BEHAVIOR)])
 @pytest.mark.parametrize("gap", [-1e3, 1e3])
-def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(
-    gap: float, settings: AlgorithmSection
-) -> None:
+def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(gap, settings):
     batch = micro_batch([0.0], [-1.0], reference=[0.0])
     for old in (None, torch.zeros(1)):
         policy = torch.tensor([gap], requires_grad=True)
@@ -257,9 +248,7 @@ def test_loss_and_gradient_equal_a_dense_computation_of_the_same_formula() -> No
     torch.testing.assert_close(torch.tensor(found), expected)
 
 
-def dense(
-    policy: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, mask: Tensor
-) -> Tensor:
+def dense(policy, old, behavior, advantages, mask):
     total = torch.zeros(())
     for i in mask.nonzero().flatten().tolist():
         weight = min(math.exp(old[i] - behavior[i]), 2.0)

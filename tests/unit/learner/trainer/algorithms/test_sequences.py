@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
 from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
@@ -29,11 +28,7 @@ def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
 
 
-def config(
-    own: dict[str, JsonValue] | None = None,
-    debug: dict[str, JsonValue] | None = None,
-    **algorithm: JsonValue,
-) -> Config:
+def config(own=None, debug=None, **algorithm):
     tables: dict[str, JsonValue] = {"debug": debug or {}}
     if own is not None:
         tables["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
@@ -234,9 +229,7 @@ def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
     assert fixed[5].loss_weight == pytest.approx(sum(counts) / (6 * 3))
 
 
-def sided(
-    rewards: tuple[float | None, ...], names: tuple[str, ...], *, reward: float = 0.0
-) -> Trajectory:
+def sided(rewards, names, *, reward=0.0):
     """A branch of two sampled tokens for each name."""
     made = tree((2,) * len(names), (1.0,) * len(names), reward)
     branches = tuple(Branch(2, 1.0, n, r) for n, r in zip(names, rewards, strict=True))

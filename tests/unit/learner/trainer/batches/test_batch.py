@@ -59,20 +59,16 @@ def test_lag_of_a_token_is_the_step_less_the_version_that_sampled_it() -> None:
 
 def test_lag_up_to_max_staleness_passes() -> None:
     batch_of(7, (span(2, 5), span(1, 7))).check(2)
-
-
-def test_token_older_than_max_staleness_is_refused() -> None:
-    with pytest.raises(StalenessError, match="lag of 3"):
-        batch_of(7, (span(1, 7),), (span(2, 4), span(1, 7))).check(2)
-
-
-def test_token_of_a_later_version_is_refused() -> None:
-    with pytest.raises(StalenessError, match="lag of -1"):
-        batch_of(7, (span(1, 8),)).check(2)
-
-
-def test_older_incarnation_counts_by_its_step_alone() -> None:
+    # An older incarnation counts by its step alone.
     batch_of(7, (VersionSpan(2, PolicyVersion(1, 6)),)).check(1)
+
+
+@pytest.mark.parametrize(
+    ("spans", "lag"), [(((span(1, 7),), (span(2, 4), span(1, 7))), 3), (((span(1, 8),),), -1)]
+)
+def test_token_of_an_older_or_a_later_version_is_refused(spans, lag):
+    with pytest.raises(StalenessError, match=f"lag of {lag}"):
+        batch_of(7, *spans).check(2)
 
 
 def test_trajectory_without_a_reward_is_refused() -> None:

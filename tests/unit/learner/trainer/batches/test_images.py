@@ -9,11 +9,7 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
-from slipstream.learner.trainer.batches.images import (
-    check_pixels,
-    image_positions,
-    images_of,
-)
+from slipstream.learner.trainer.batches.images import check_pixels, image_positions, images_of
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -35,14 +31,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
 def test_text_behind_an_image_goes_on_after_its_longer_side() -> None:
     found = image_positions(11, [(2, 2, 3)])
     assert found[:2].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert found[2:8].tolist() == [
-        [2, 2, 2],
-        [2, 2, 3],
-        [2, 2, 4],
-        [2, 3, 2],
-        [2, 3, 3],
-        [2, 3, 4],
-    ]
+    assert found[2:8].tolist() == [[2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4]]
     assert found[8:].tolist() == [[5, 5, 5], [6, 6, 6], [7, 7, 7]]
 
 
@@ -87,9 +76,7 @@ def test_a_broken_image_cannot_be_trained(processor: ImageProcessor) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_names_the_images_whose_pixels_are_cut(
-    processor: ImageProcessor, world_size: int
-) -> None:
+def test_every_rank_names_the_images_whose_pixels_are_cut(processor, world_size):
     cut = RED[: len(RED) // 2]
     # Its tokens follow from its header.
     assert len(processor.tokens(40, cut)) == 4

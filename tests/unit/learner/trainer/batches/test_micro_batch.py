@@ -4,11 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.batches.micro_batch import (
-    gathered_places,
-    share_of_rank,
-    zigzag,
-)
+from slipstream.learner.trainer.batches.micro_batch import gathered_places, share_of_rank, zigzag
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence

@@ -146,9 +146,7 @@ def test_empty_micro_batch_is_one_token_of_filler() -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 1000), multiple=st.integers(1, 8))
-def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(
-    seed: int, multiple: int
-) -> None:
+def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multiple):
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
     known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=batch.step)

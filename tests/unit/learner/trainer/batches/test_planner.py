@@ -45,12 +45,9 @@ def test_plan_deals_every_sequence_once_within_the_budget_and_equally_often(
 
 @settings(deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60),
-    dp_size=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60), dp_size=st.integers(1, 4)
 )
-def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(
-    lengths: list[int], dp_size: int
-) -> None:
+def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(lengths, dp_size):
     plan = plan_micro_batches(lengths, max_tokens=MAX_TOKENS, dp_size=dp_size)
     assert len(plan[0]) <= -(-2 * sum(lengths) // MAX_TOKENS // dp_size) + 1
 

@@ -74,9 +74,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sequences_shared_by_two_ranks_have_the_loss_of_whole_ones(
-    name: str, shared: list[dict]
-) -> None:
+def test_sequences_shared_by_two_ranks_have_the_loss_of_whole_ones(name, shared):
     whole = loss_of(name, torch.arange(NUMBER), None)
     alone = [
         loss_of(name, torch.arange(NUMBER).reshape(-1, 2)[r::2].flatten(), None) for r in (0, 1)

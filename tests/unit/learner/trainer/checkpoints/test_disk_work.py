@@ -64,9 +64,7 @@ def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(tmp_path: Pa
     assert {type(error) for error in errors.values()} == {CheckpointError}
 
 
-def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(
-    tmp_path: Path,
-) -> None:
+def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(tmp_path):
     released = threading.Event()
 
     def rank(ranks: ThreadRanks) -> None:

@@ -82,9 +82,7 @@ def test_what_was_reserved_is_enough_in_any_order(taken: list[int]) -> None:
     assert taken == before
 
 
-def test_a_save_hears_that_memory_could_not_be_reserved(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_hears_that_memory_could_not_be_reserved(monkeypatch, caplog):
     monkeypatch.setattr(host_copies.mmap, "mmap", _no_memory)
     host = HostCopies(CPU)
     host.reserve([10_000])

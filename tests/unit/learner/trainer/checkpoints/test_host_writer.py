@@ -46,9 +46,7 @@ class Planner:
 
 
 @pytest.mark.parametrize("error", [OSError("full"), MemoryError("no room"), ValueError("no bytes")])
-def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
-    tmp_path: Path, error: Exception
-) -> None:
+def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(tmp_path, error):
     writer = HostWriter(tmp_path, copy=False, host=HostCopies(torch.device("cpu")), moved=ignore)
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), Planner(error))
@@ -81,9 +79,7 @@ def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(
-    tmp_path: Path,
-) -> None:
+def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(tmp_path):
     host = HostCopies(torch.device("cpu"))
     whole = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
     parameter = torch.zeros(4)

@@ -12,11 +12,7 @@ from slipstream.learner.trainer.checkpoints.distributed_files import (  # noqa: 
     check_convertible,
     was_distributed,
 )
-from torch.distributed.checkpoint.metadata import (  # noqa: E402
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata  # noqa: E402
 
 
 def optimizer(**settings: bool) -> SimpleNamespace:

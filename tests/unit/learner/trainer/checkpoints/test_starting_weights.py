@@ -68,8 +68,7 @@ def test_a_trained_tower_that_would_be_left_out_is_refused(tmp_path: Path, folde
     write(tmp_path / "with" / folder, MATRIX, "visual.inner.vision_tower.ln_pre.weight")
     check_no_lost_tower(seeing, tmp_path / "with")
     with pytest.raises(
-        ConfigError,
-        match="sampling.max_images must be at least 1 with checkpoint.load = .*/with, ",
+        ConfigError, match="sampling.max_images must be at least 1 with checkpoint.load = .*/with, "
     ):
         check_no_lost_tower(alone, tmp_path / "with")
 

@@ -1,6 +1,5 @@
 """What a save says that a rank could not write."""
 
-from pathlib import Path
 from traceback import StackSummary
 from types import SimpleNamespace
 
@@ -35,9 +34,7 @@ def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(failures, cause: 
     assert str(caught.value) == f"the checkpoint could not be written: {cause}"
 
 
-def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         # Each rank makes its folder while all plan together.
         raise CheckpointException("plan", {1: (OSError(5, "Input/output error"), StackSummary())})

@@ -5,21 +5,14 @@ import itertools
 import pytest
 import torch
 from slipstream.learner.trainer.batches.micro_batch import zigzag
-from slipstream.learner.trainer.layers.length_groups import (
-    LengthGroup,
-    LengthSplit,
-    Masks,
-    length_groups,
-)
+from slipstream.learner.trainer.layers.length_groups import LengthSplit, Masks, length_groups
 
 CPU = torch.device("cpu")
 # Packed sequences of several lengths; the first two have a length class of their own.
 BOUNDS = (0, 48, 92, 100, 104)
 
 
-def seen(
-    groups: list[LengthGroup], bounds: tuple[int, ...], split: LengthSplit
-) -> dict[int, set[int]]:
+def seen(groups, bounds, split):
     """The places of the keys that each token of a rank sees, all in the whole micro batch."""
     own = zigzag(bounds, split.rank, split.size).tolist()
     gathered = torch.cat([zigzag(bounds, rank, split.size) for rank in range(split.size)]).tolist()

@@ -40,9 +40,7 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
         ({}, {"params_dtype": torch.float16}, False, ""),
     ],
 )
-def test_what_cannot_share_says_why(
-    learner: dict[str, object], model: dict[str, object], replay: bool, cause: str
-) -> None:
+def test_what_cannot_share_says_why(learner, model, replay, cause):
     plain = {"multi_latent_attention": False, "window_size": None}
     plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "params_dtype": torch.bfloat16}
     known = SimpleNamespace(**(plain | model))

@@ -38,9 +38,7 @@ class Group:
 class Layer(nn.Module):
     """What `LayerReplay` sees of a transformer layer; its scores are its input."""
 
-    def __init__(
-        self, number: int = 1, *, num_experts: int = 4, tp_rank: int = 0, splits: bool = False
-    ) -> None:
+    def __init__(self, number=1, *, num_experts=4, tp_rank=0, splits=False):
         super().__init__()
         self.layer_number = number
         self.config = SimpleNamespace(
@@ -81,9 +79,7 @@ def test_a_token_goes_to_the_experts_that_are_given_with_its_own_scores() -> Non
 
 
 @pytest.mark.parametrize("given", [[UNKNOWN, UNKNOWN], [1, UNKNOWN], [4, 1], [2, 2]])
-def test_a_token_whose_experts_are_not_known_goes_where_its_router_sends_it(
-    given: list[int],
-) -> None:
+def test_a_token_whose_experts_are_not_known_goes_where_its_router_sends_it(given):
     layer = Layer()
     replay = LayerReplay(layer)
     values, chosen = route(layer, SCORES, ids(given, [2, 3]))

@@ -1,6 +1,5 @@
 """Parts of models that see images."""
 
-import pytest
 import torch
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower, frequency_axes
@@ -25,9 +24,7 @@ def test_tables_of_angles_stay_float32_in_bfloat16() -> None:
     assert [name for name, _ in tower.named_parameters()] == ["inner.weight", "inner.bias"]
 
 
-def test_each_image_of_pixtral_is_computed_alone_without_a_mask(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_image_of_pixtral_is_computed_alone_without_a_mask(monkeypatch):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     settings = Mistral3Config(

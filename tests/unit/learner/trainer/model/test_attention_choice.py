@@ -71,9 +71,7 @@ def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> N
         ("use_unfused_attention", "thd_thd_thd bfloat16", "another version of TransformerEngine"),
     ],
 )
-def test_a_wrong_kernel_is_named_with_what_avoids_it(
-    monkeypatch: pytest.MonkeyPatch, kind: str, kernel: str, remedy: str
-) -> None:
+def test_a_wrong_kernel_is_named_with_what_avoids_it(monkeypatch, kind, kernel, remedy):
     chosen, utils = ModuleType("chosen"), ModuleType("utils")
     vars(chosen).update(decision(kind))
     vars(utils)["get_cudnn_version"] = lambda: (9, 14, 0)

@@ -21,9 +21,7 @@ from slipstream.learner.trainer.model import recipe
         ({"world_size": 2, "offload": {"optimizer": True}}, True, False),
     ],
 )
-def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(
-    learner: dict, reduce: bool, gather: bool
-) -> None:
+def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(learner, reduce, gather):
     found = recipe._overlap(LearnerSection.model_validate(learner))
     assert found == {"overlap_grad_reduce": reduce, "overlap_param_gather": gather}
 
@@ -53,9 +51,7 @@ def test_ways_of_sharing_that_need_unpacked_sequences_are_refused(kind: object) 
         recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
 
 
-def test_optimizer_on_the_host_is_refused_where_it_cannot_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
     monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs a GPU, there is none"):
         recipe._check_host_optimizer(sharing(1, "bfloat16"))

@@ -33,9 +33,7 @@ LAYER_BYTES, REST_BYTES = 1000, 50
         (4_999, 1, 12),
     ],
 )
-def test_as_many_layers_keep_their_activations_as_fit(
-    free: int, in_flight_count: int, expected: int
-) -> None:
+def test_as_many_layers_keep_their_activations_as_fit(free, in_flight_count, expected):
     found = recomputed_layers(
         Measured(LAYER_BYTES, REST_BYTES),
         layers=12,
@@ -51,12 +49,9 @@ def test_nothing_is_recomputed_for_layers_that_keep_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pp", "vpp", "expected"),
-    [(1, None, [1]), (4, None, [4, 3, 2, 1]), (2, 2, [5, 3])],
+    ("pp", "vpp", "expected"), [(1, None, [1]), (4, None, [4, 3, 2, 1]), (2, 2, [5, 3])]
 )
-def test_earlier_stages_hold_more_micro_batches(
-    pp: int, vpp: int | None, expected: list[int]
-) -> None:
+def test_earlier_stages_hold_more_micro_batches(pp, vpp, expected):
     parallel = ParallelSection(pp=pp, vpp=vpp)
     assert [in_flight(parallel, stage) for stage in range(pp)] == expected
 
@@ -139,9 +134,7 @@ class Ranks:
         (1_100_000, 0.0, 8),
     ],
 )
-def test_the_second_pass_follows_what_the_first_measured(
-    limit: int, other: float, expected: int
-) -> None:
+def test_the_second_pass_follows_what_the_first_measured(limit, other, expected):
     memory = FakeMemory(limit)
     block: Any = Block(memory, 8)
     plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)

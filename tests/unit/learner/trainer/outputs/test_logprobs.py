@@ -37,9 +37,7 @@ def make_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tenso
     return hidden, weight, targets, torch.tensor([0, 1, 2, 3, 4, 6, 7])
 
 
-def dense(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def dense(hidden, weight, targets, rows, temperature):
     """The same by torch's own functions, from all logits at one time."""
     logs = (hidden @ weight.T / temperature).log_softmax(-1)
     is_row = torch.zeros(len(targets), dtype=torch.bool).index_fill(0, rows, True)
@@ -50,9 +48,7 @@ def dense(
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_logits", [1, 2 * VOCAB, 1000])
-def test_gradients_are_those_of_finite_differences(
-    chunk_logits: int, entropy_gradient: bool
-) -> None:
+def test_gradients_are_those_of_finite_differences(chunk_logits, entropy_gradient):
     hidden, weight, targets, rows = make_case()
     projection = Projection(
         0.7, VOCAB, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits
@@ -67,19 +63,13 @@ def test_gradients_are_those_of_finite_differences(
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_logits", [2 * VOCAB, 1000])
-def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(
-    chunk_logits: int, entropy_gradient: bool
-) -> None:
+def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(chunk_logits, entropy_gradient):
     hidden, weight, targets, rows = make_case()
     cap, temperature = 1.5, 0.7
     padded = torch.cat([weight, torch.zeros(5, HIDDEN, dtype=weight.dtype)])
     outer, bend = torch.randn(2, TOKENS, dtype=torch.float64)
     projection = Projection(
-        temperature,
-        VOCAB,
-        entropy_gradient=entropy_gradient,
-        chunk_logits=chunk_logits,
-        cap=cap,
+        temperature, VOCAB, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits, cap=cap
     )
 
     def gradients(found: Tensor, entropy: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -97,8 +87,7 @@ def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(entropy, expected_entropy)
     torch.testing.assert_close(
-        gradients(found, entropy, states, part),
-        gradients(expected, expected_entropy, states, part),
+        gradients(found, entropy, states, part), gradients(expected, expected_entropy, states, part)
     )
 
 

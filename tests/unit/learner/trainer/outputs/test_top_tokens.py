@@ -15,9 +15,7 @@ ROWS, HIDDEN, VOCAB = 9, 5, 11
 @pytest.mark.parametrize("chunk_logits", [1, 3 * VOCAB, 1000])
 @pytest.mark.parametrize("top_k", [1, 3, 9])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_likely_tokens_are_those_of_the_whole_vocabulary(
-    size: int, top_k: int, chunk_logits: int
-) -> None:
+def test_likely_tokens_are_those_of_the_whole_vocabulary(size, top_k, chunk_logits):
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, HIDDEN, dtype=torch.float64)
     # With 4 ranks of 8 entries the vocabulary of 11 leaves two ranks with padding alone.

@@ -52,9 +52,7 @@ def test_the_loss_is_half_the_squared_error_of_the_trained_tokens() -> None:
         (3.0, 0.5 * 1.0**2, 1.0, False),
     ],
 )
-def test_a_value_gains_nothing_beyond_its_bound(
-    value: float, loss: float, slope: float, is_clipped: bool
-) -> None:
+def test_a_value_gains_nothing_beyond_its_bound(value, loss, slope, is_clipped):
     values = torch.tensor([value], requires_grad=True)
     found, sums = value_loss(values, micro_batch([1.0], [2.0], [True]), clip=0.2)
     found.backward()

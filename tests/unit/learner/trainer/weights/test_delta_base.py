@@ -59,13 +59,7 @@ class Receiver:
         )
 
 
-def follow(
-    weights: Weights,
-    steps: Iterator[None],
-    *,
-    bucket_bytes: int = 3000,
-    delta: DeltaSetting = "host",
-) -> list[int]:
+def follow(weights, steps, *, bucket_bytes=3000, delta="host"):
     """Publishes before and after each step; returns the payloads in each of these publishes.
 
     A publish is a delta if there is an offer. What the receiver holds is compared each time.

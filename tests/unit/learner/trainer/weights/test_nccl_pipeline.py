@@ -23,9 +23,7 @@ class Group:
     def __init__(self) -> None:
         self.began: list[float] = []
 
-    def broadcast(
-        self, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
-    ) -> None:
+    def broadcast(self, pointer, num_bytes, root, stream, *, deadline_s):
         link = fake_streams.Stream.by_handle[stream]
         self.began.append(link.time)
         link.work(BROADCAST)

@@ -208,15 +208,7 @@ class Scene:
         model.memory = NotedMemory(self, ranks.rank)
         return WeightStream(model, filling, bucket_bytes=BUCKET_BYTES, delta=self.delta)
 
-    def publish(
-        self,
-        ranks: ThreadRanks,
-        stream: WeightStream,
-        new_communicator: bool,
-        *,
-        begun: bool = False,
-        delta: weights_pb2.Delta | None = None,
-    ) -> None:
+    def publish(self, ranks, stream, new_communicator, *, begun=False, delta=None):
         """One rank's part."""
         (directive,) = publish_order(
             1, new_communicator=new_communicator, verify=False, begun=begun
@@ -340,9 +332,7 @@ def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: 
 
 
 @pytest.mark.parametrize("delta", ["gpu", "host"])
-def test_a_publish_of_changes_gives_all_receivers_the_new_weights(
-    scene: Scene, delta: DeltaSetting
-) -> None:
+def test_a_publish_of_changes_gives_all_receivers_the_new_weights(scene, delta):
     # One of a hundred elements changes.
     counts = [sum(-(-span.tensor.shape[0] // 100) for span in b.spans) for b in scene.buckets]
     payloads = on_the_wire(scene.buckets, counts)
@@ -402,9 +392,7 @@ def test_a_server_that_does_not_join_in_time_is_reported_once_and_stops_no_other
     assert scene.run(new_communicator=True).error == ""
 
 
-def test_receivers_that_die_in_the_middle_are_reported_once_and_all_senders_abort(
-    scene: Scene,
-) -> None:
+def test_receivers_that_die_in_the_middle_are_reported_once_and_all_senders_abort(scene):
     scene.num_taken = 1
     scene.set_deadlines(NO_BUCKET)
     filled: list[tuple[int, int]] = []
@@ -438,9 +426,7 @@ def test_parameters_are_on_the_device_before_any_member_waits_for_a_bucket(scene
     assert scene.starts_when_resident[0] == 0
 
 
-def test_problem_of_one_sender_is_known_to_all_and_reported_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_problem_of_one_sender_is_known_to_all_and_reported_once(monkeypatch):
     scene = Scene("gloo", 2)
     sender = scene.senders[1].for_transport("gloo")
     finish = sender.finish

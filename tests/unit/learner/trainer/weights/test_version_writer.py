@@ -11,7 +11,6 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import WeightsSection
-from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.version_writer import RankObjects, VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
@@ -57,9 +56,7 @@ class Trainer:
         }
         self.contents: list[bytes] = []
 
-    def opened(
-        self, ranks: ThreadRanks, *, delta: DeltaSetting = "off"
-    ) -> tuple[WeightStream, VersionWriter]:
+    def opened(self, ranks, *, delta="off"):
         """The weights of a rank, and what writes them."""
         filling = PlainFilling(self.tensors, ranks)
         stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES, delta=delta)
@@ -72,9 +69,7 @@ class Trainer:
         )
         return stream, writer
 
-    def write(
-        self, *changes: Callable[[], None], first: int = 0, close: bool = False
-    ) -> list[trainer_pb2.StoredReport]:
+    def write(self, *changes, first=0, close=False):
         """Writes a version after each change, beginning with version `first`."""
 
         def on_rank(ranks: ThreadRanks) -> None:
@@ -203,9 +198,7 @@ def test_what_only_an_earlier_trainer_knew_stays_while_it_is_needed(tmp_path: Pa
     assert trainer.fetched(first, tmp_path / "slow") == trainer.contents[0]
 
 
-def test_a_full_disk_is_reported_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s")
 
     def full(path: str, _: bytes) -> None:
@@ -247,9 +240,7 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-def test_an_error_that_nobody_foresaw_is_reported_too(
-    sender: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_nobody_foresaw_is_reported_too(sender, tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s", storage_deadline_s=20.0)
     write = RankObjects.write
 
@@ -269,9 +260,7 @@ def test_an_error_that_nobody_foresaw_is_reported_too(
     assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
 
 
-def test_what_a_rank_still_writes_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_still_writes_is_not_read(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s")
 
     def slow(path: str, _: bytes) -> None:
@@ -286,9 +275,7 @@ def test_what_a_rank_still_writes_is_not_read(
     assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
 
 
-def test_a_ranks_list_that_somebody_changed_in_storage_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ranks_list_that_somebody_changed_in_storage_is_refused(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s")
 
     def change(path: str, value: bytes) -> bytes:
@@ -306,9 +293,7 @@ def test_a_ranks_list_that_somebody_changed_in_storage_is_refused(
     )
 
 
-def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s", storage_deadline_s=60.0)
     begun, over, written = threading.Event(), threading.Event(), threading.Event()
 
@@ -346,9 +331,7 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(
     assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
 
 
-def test_a_manifest_is_written_after_all_that_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_is_written_after_all_that_it_names(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s")
     write, done = Storage.write, list[str]()
 

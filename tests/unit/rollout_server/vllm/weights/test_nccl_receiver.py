@@ -51,9 +51,7 @@ def test_kernel_of_digests_is_loaded_before_the_others_wait(cupy: fake_cupy.Fake
     assert cupy.seen == ["digest 0 spans", "join"]
 
 
-def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(
-    cupy: fake_cupy.FakeCupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(cupy, monkeypatch):
     """vLLM pins under `VLLM_BATCH_INVARIANT`; members that differ wait for each other for ever."""
     for name in (*AGREED, "NCCL_NO_CACHE"):
         # Set first, so that it is put back whatever vLLM makes of it.
