@@ -122,14 +122,6 @@ def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(
     torch.testing.assert_close(one["before"], expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["mistral-1", "gpt-oss-1"])
-def test_131072_tokens_with_windows_on_four_ranks_are_those_of_one(
-    model: str, trained: Trained
-) -> None:
-    assert_alike(trained(model, "cp4", 131072), trained(model, "one", 131072))
-
-
 # Packed sequences of several lengths; the first two are of one length class.
 BOUNDS = (0, 48, 92, 100, 104)
 

@@ -139,30 +139,6 @@ async def test_without_staleness_a_resumed_run_ends_with_the_digest_of_an_uninte
         assert {tuple(r["version"])[0] for r in records if r["kind"] == "step"} == {0}
 
 
-async def test_with_staleness_nothing_is_trained_twice_and_nothing_is_lost(tmp_path):
-    config = make_config(tmp_path / "whole")
-    _, crashes = await crash(config, tmp_path, seed=2)
-    for folder, checkpoint in random.Random(3).sample(crashes, 2):
-        again = moved(config, folder)
-        before = list(read_records(again.run_dir / "journal"))
-        leased = {r["group"] for r in before if r["kind"] == "lease"}
-        summary, trainer, fleet = await resume(again, checkpoint)
-        records = check_run(again, summary)
-        assert max(trainer.lags) <= 2
-        # The steps that the journal had are trained as they were.
-        assert digests(records)[: len(digests(before))] == digests(before)
-        # What was leased goes on under its own name; new groups have new ones.
-        over = {g for r in records if r["kind"] == "batch" for g in r["groups"]}
-        assert leased <= over
-        trained_before = {g for r in before if r["kind"] == "batch" for g in r["groups"]}
-        again_leased = {lease.group_id for server in fleet for lease in server.leases}
-        assert not again_leased & trained_before
-        tasks = {r["group"]: (r["task"], r["seed"]) for r in records if r["kind"] == "lease"}
-        for server in fleet:
-            for lease in server.leases:
-                assert (lease.task_index, lease.seed) == tasks[lease.group_id]
-
-
 async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     config = make_config(tmp_path / "whole")
     address, folder = config.controller.address, tmp_path / "crash"
@@ -247,35 +223,6 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
     waited_s, all_s = (sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s"))
     assert len(rows) == STEPS
     assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
-
-
-async def test_a_trainer_that_starts_again_goes_on_beside_the_fleet(tmp_path):
-    config = make_config(tmp_path)
-    address = config.controller.address
-    first = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
-    second = FakeTrainer(address)
-    fleet = FakeServer(address, delay_s=0.01)
-
-    async def replace(controller, tasks):
-        await until(lambda: first.version.step >= 5)
-        first.gate.clear()
-        leases = len(fleet.leases)
-        second.version, second.digest = first.newest_checkpoint
-        started = second.version.step
-        # The network was cut: the first one lives on, and finds that the controller refuses it.
-        first.place.cancel()
-        tasks.append(asyncio.ensure_future(second.run()))
-        await until(lambda: second.version.step >= 8)
-        assert [b[0].group_id for b in second.batches[: 5 - started]] == [
-            b[0].group_id for b in first.batches[started:5]
-        ]
-        assert len(fleet.leases) > leases
-        assert fleet.loaded_versions == sorted(fleet.loaded_versions)
-        first.gate.set()
-
-    controller_run = play(config, fleet, trainer=first, during=replace)
-    with pytest.raises(Exception, match="another trainer has taken over"):
-        await controller_run
 
 
 async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(tmp_path):

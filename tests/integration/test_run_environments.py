@@ -10,6 +10,7 @@ from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.learner.controller.records.journal import read_records
 from support.fakes.example_environments import Repeat
 from support.rigs.run_processes import (
+    SLOW_RUN,
     WORKER,
     address_of,
     check_ledger,
@@ -24,11 +25,7 @@ from support.rigs.run_processes import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(300)]
 
 RUN_LIMIT_S = 200.0
 SIZES = {

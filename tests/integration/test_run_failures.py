@@ -14,6 +14,7 @@ from slipstream.client import Client
 from slipstream.client.status import Event
 from support.rigs.run_processes import (
     ROLLOUT_SERVER,
+    SLOW_RUN,
     TRAINER,
     check_ledger,
     command,
@@ -30,11 +31,7 @@ from support.rigs.run_processes import (
 )
 from support.rigs.waiting import until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(300)]
 
 # A run that is killed has ended so long after.
 END_LIMIT_S = 30.0

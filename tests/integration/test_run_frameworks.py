@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.run_processes import (
+    SLOW_RUN,
     check_ledger,
     rows_of,
     succeed,
@@ -12,11 +13,7 @@ from support.rigs.run_processes import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1300),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(1300)]
 
 STEPS = 20
 FRAMEWORKS = "slipstream.environments.frameworks"

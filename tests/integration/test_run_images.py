@@ -8,13 +8,9 @@ import tomli_w
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.models.vision.placed import image_tokens
-from support.rigs.run_processes import check_ledger, rows_of, succeed, summary_of
+from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1500),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(1500)]
 COLOURS = Path(__file__).parents[2] / "deploy/configs/colours.toml"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.run_processes import (
+    SLOW_RUN,
     check_ledger,
     copy_environments,
     succeed,
@@ -15,11 +16,7 @@ from support.rigs.run_processes import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(300)]
 
 LAYOUTS = {
     "two replicas with a distributed optimizer": {"learner__use_distributed_optimizer": True},

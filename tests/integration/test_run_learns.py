@@ -7,6 +7,7 @@ import pytest
 from slipstream.client.launch.preflight import free_port
 from support.references.documented_metrics import tables
 from support.rigs.run_processes import (
+    SLOW_RUN,
     check_ledger,
     rows_of,
     run_command,
@@ -15,11 +16,7 @@ from support.rigs.run_processes import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(700),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(700)]
 
 
 def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:

@@ -8,13 +8,9 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from slipstream.client.launch.preflight import free_port
-from support.rigs.run_processes import check_ledger, rows_of, succeed, summary_of
+from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parents[2] / "deploy/configs/two-adapters.toml"
 
 

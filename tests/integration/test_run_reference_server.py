@@ -5,19 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from slipstream.v1 import trainer_pb2
 from support.rigs.run_processes import (
+    SLOW_RUN,
     check_ledger,
     rows_of,
-    run_command,
     succeed,
     summary_of,
     write_config,
 )
 from support.rigs.teacher_server import NAME, teacher_server
 
-pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
+pytestmark = SLOW_RUN
 
 STEPS, TOP_K = 25, 8
 
@@ -58,18 +57,3 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
     # The server is gone: the journal has what it said.
     replay = succeed("replay", run, limit_s=400)
     assert len(replay.stdout.splitlines()) == STEPS
-
-
-def test_a_server_with_another_tokenizer_is_refused_before_anything_starts(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    teacher = make_teacher(tmp_path / "teacher")
-    path = teacher / "tokenizer.json"
-    path.write_text(path.read_text().replace('"a"', '"~"'))
-    with teacher_server(teacher, tmp_path / "log") as url:
-        write_config(tmp_path, tiny_model, **settings_with(url))
-        result = run_command("run", "config.toml", cwd=tmp_path)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
-    assert "must have the tokenizer of model.path" in line
-    assert not (tmp_path / "run").exists()

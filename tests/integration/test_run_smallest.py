@@ -16,23 +16,15 @@ pytestmark = pytest.mark.usefixtures("nothing_survives")
 ARITHMETIC = "slipstream.environments.arithmetic:Arithmetic"
 
 
-@pytest.mark.parametrize(
-    ("start", "name"),
-    [
-        pytest.param([str(SMALLEST)], "echo", marks=pytest.mark.slow),
-        pytest.param(
-            [f"--environment={ARITHMETIC}", "--steps=3"], "arithmetic", id="without a file"
-        ),
-    ],
-)
 def test_a_run_chooses_all_but_model_environment_and_steps(
-    start: list[str], name: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     own = own_settings(tmp_path, tiny_model)
-    run = succeed("run", f"--model={tiny_model}", *start, *own[1:], limit_s=500)
-    folder = tmp_path / f"{tiny_model.name}-{name}"
+    start = (f"--model={tiny_model}", f"--environment={ARITHMETIC}", "--steps=3")
+    run = succeed("run", *start, *own[1:], limit_s=500)
+    folder = tmp_path / f"{tiny_model.name}-arithmetic"
     summary = summary_of(folder)
     check_ledger(summary)
     assert (summary["state"], summary["steps"]) == ("finished", 3)

@@ -3,15 +3,11 @@
 from pathlib import Path
 
 import pytest
-from support.rigs.run_processes import check_ledger, rows_of, succeed, summary_of
+from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
 from support.rigs.smallest_run import SHORT, SMALLEST, own_settings, plain_engine
 
 __all__ = ["plain_engine"]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*SLOW_RUN, pytest.mark.timeout(600)]
 STEPS = 5
 
 

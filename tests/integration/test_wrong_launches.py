@@ -448,40 +448,6 @@ async def test_a_wrong_password_of_the_queue_is_named(site: Site) -> None:
             assert len(started.err.splitlines()) == 1
 
 
-async def examine_both(site: Site, *second: str) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Exit codes and outputs of the doctor on two learner nodes at once."""
-    words = ("doctor", "config.toml", "--role=learner", *NODES, "--json")
-    async with (
-        command(site.folder / "0", *words, "--node-rank=0", *second[:1], cwd=site.folder) as one,
-        command(site.folder / "1", *words, "--node-rank=1", *second, cwd=site.folder) as other,
-    ):
-        codes = [await each.wait(280) for each in (one, other)]
-        return (codes[0], one.out), (codes[1], other.out)
-
-
-@pytest.mark.slow
-async def test_the_doctors_of_two_nodes_meet(site: Site) -> None:
-    before = site.contents()
-    (_, first), (_, second) = await examine_both(site, "--connect-timeout-s=240")
-    assert '"area": "nodes", "verdict": "ok", "seen": "all 2 are here: this one, ' in first
-    assert "answers: same versions and settings, clocks differ by 0." in second
-    for area in ("python", "security", "network", "open files", "placement"):
-        assert f'"area": "{area}", "verdict": "ok"' in second
-    left = {name for name in site.contents() - before if name.partition("/")[0] not in ("0", "1")}
-    assert left == set()
-
-
-@pytest.mark.slow
-async def test_the_doctor_names_a_node_that_differs(site: Site) -> None:
-    _, (code, second) = await examine_both(
-        site, "--connect-timeout-s=240", "algorithm.group_size=8"
-    )
-    assert code == 1
-    assert (
-        '"area": "controller", "verdict": "problem", "seen": "algorithm.group_size is 8' in second
-    )
-
-
 def test_the_doctor_of_a_role_needs_settings(site: Site) -> None:
     result = run_command("doctor", "--role=rollout-server", cwd=site.folder)
     check_line(result, "--role rollout-server needs a CONFIG.toml")

@@ -45,6 +45,8 @@ COMMANDS = Forks(
     "slipstream.client.terminal",
     entry="slipstream.client.cli:main",
 )
+# Marks of whole runs with all real parts.
+SLOW_RUN = [pytest.mark.slow, pytest.mark.usefixtures("nothing_survives")]
 START_LIMIT_S = 120.0
 # Processes of a run, by what stands in their command line.
 CONTROLLER = "slipstream.learner.controller"
