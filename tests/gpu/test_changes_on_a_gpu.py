@@ -1,15 +1,13 @@
 """What the kernels of changes find, write and put on a GPU, beside what a CPU does."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from slipstream.learner.trainer.weights.delta_base import DeltaBase  # noqa: E402
-from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets  # noqa: E402
-from slipstream.protocol.weights.deltas import payload_parts, travels_whole  # noqa: E402
-from slipstream.protocol.weights.digests import HostDigests  # noqa: E402
-from slipstream.rollout_server.weights.bucket_receiver import open_digests  # noqa: E402
-from slipstream.rollout_server.weights.live_base import LiveParts  # noqa: E402
+import torch
+from slipstream.learner.trainer.weights.delta_base import DeltaBase
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.protocol.weights.deltas import payload_parts, travels_whole
+from slipstream.protocol.weights.digests import HostDigests
+from slipstream.rollout_server.weights.bucket_receiver import open_digests
+from slipstream.rollout_server.weights.live_base import LiveParts
 
 pytestmark = pytest.mark.gpu
 

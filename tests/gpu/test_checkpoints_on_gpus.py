@@ -38,10 +38,7 @@ def test_a_checkpoint_holds_every_bit(
         pytest.skip(f"fewer than {world_size} GPUs")
     name = f"{layout}-{dtype}"
     job = {"run": name, "learner": learner, "dtype": dtype, "until": 3}
-    jobs = {
-        name: {**job, "save": [2]},
-        f"{name}-again": {**job, "resume": True, "late": True},
-    }
+    jobs = {name: {**job, "save": [2]}, f"{name}-again": {**job, "resume": True, "late": True}}
     for its, table in jobs.items():
         (folder / f"{its}.json").write_text(json.dumps(table))
         program = Path(checkpoint_ranks.__file__)

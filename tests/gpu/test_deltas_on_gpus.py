@@ -5,10 +5,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from benchmarks.weights import delta  # noqa: E402
+from benchmarks.weights import delta
 
 pytestmark = pytest.mark.gpu
 

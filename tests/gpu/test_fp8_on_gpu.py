@@ -9,12 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.references.learner_scores import gaps_of  # noqa: E402
-from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+import torch
+from support.references.learner_scores import gaps_of
+from support.rigs.receiver_story import judge, run_rig
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 300
@@ -22,10 +19,7 @@ LIMIT_S = 300
 
 @pytest.mark.parametrize(
     ("method", "cache", "delta"),
-    [
-        ("fp8_per_channel", "auto", "off"),
-        ("fp8_per_channel", "fp8", "gpu"),
-    ],
+    [("fp8_per_channel", "auto", "off"), ("fp8_per_channel", "fp8", "gpu")],
 )
 @pytest.mark.parametrize("shape", ["biased", "qwen3-6-layers", "qwen3-0.6b"])
 def test_a_plan_quantises_as_vllms_loader_does(

@@ -5,10 +5,7 @@ import torch
 from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 TOKENS, HIDDEN, VOCAB, PADDED = 700, 64, 32007, 32064
 TEMPERATURE = 0.7
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -54,10 +51,7 @@ def expected(
     [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)],
 )
 def test_values_and_gradients_are_those_of_a_softmax_in_float64(
-    dtype: torch.dtype,
-    logits_dtype: torch.dtype | None,
-    entropy_gradient: bool,
-    kept_logits: int,
+    dtype: torch.dtype, logits_dtype: torch.dtype | None, entropy_gradient: bool, kept_logits: int
 ) -> None:
     case = hidden, weight, targets, rows = make_case(dtype)
     outer, bend = torch.randn(2, TOKENS, device="cuda", dtype=torch.float64)

@@ -6,13 +6,10 @@ Prints the time of each stage of each publish.
 from pathlib import Path
 
 import pytest
+import torch
+from support.rigs.receiver_story import judge, run_rig
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.receiver_story import judge, run_rig  # noqa: E402
-
-from benchmarks.common.measure import visible  # noqa: E402
+from benchmarks.common.measure import visible
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 400

@@ -7,23 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
-from slipstream.core.errors import WeightSyncError  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import (  # noqa: E402
-    Generation,
-    TextOptions,
-)
-from support.fakes.plain_matrices import keep_matrices_plain  # noqa: E402
-from support.fakes.tiny_models import make_model_folder  # noqa: E402
-from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_for  # noqa: E402
-from support.rigs.running_replies import until_generated  # noqa: E402
-from support.rigs.started_engine import become_a_server, started_engine  # noqa: E402
+import torch
+from safetensors.torch import load_file
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import Generation, TextOptions
+from support.fakes.plain_matrices import keep_matrices_plain
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_for
+from support.rigs.running_replies import until_generated
+from support.rigs.started_engine import become_a_server, started_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

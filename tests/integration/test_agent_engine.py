@@ -10,24 +10,19 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-pytest.importorskip("openai")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.types import PolicyVersion, VersionSpan  # noqa: E402
-from slipstream.rollout_server.engine_interface import (  # noqa: E402
+from safetensors.torch import load_file
+from slipstream.core.types import PolicyVersion, VersionSpan
+from slipstream.rollout_server.engine_interface import (
     FinishReason,
     Generation,
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
-from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config  # noqa: E402
-from support.fakes.chat_models import make_chat_model  # noqa: E402
-from support.rigs.engine_rig import Reference  # noqa: E402
-from support.rigs.started_engine import started_engine  # noqa: E402
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config
+from support.fakes.chat_models import make_chat_model
+from support.rigs.engine_rig import Reference
+from support.rigs.started_engine import started_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,27 +7,16 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from slipstream.core.types import Branch, FailureKind, PolicyVersion, ServerId, Status, Trajectory
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.service import RolloutServer
+from slipstream.v1 import environment_pb2, fleet_pb2
+from support.fakes.agent_rig import agent_config, script, scripted_engine
+from support.fakes.chat_models import make_chat_model
+from support.fakes.fake_fleet import Connection, FakeFleet
+from support.fakes.scripted_engine import ScriptedEngine
 from support.rigs.waiting import until
-
-pytest.importorskip("vllm")
-pytest.importorskip("openai")
-
-from slipstream.core.types import (  # noqa: E402
-    Branch,
-    FailureKind,
-    PolicyVersion,
-    ServerId,
-    Status,
-    Trajectory,
-)
-from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway  # noqa: E402
-from slipstream.rollout_server.service import RolloutServer  # noqa: E402
-from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
-from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
-from support.fakes.chat_models import make_chat_model  # noqa: E402
-from support.fakes.fake_fleet import Connection, FakeFleet  # noqa: E402
-from support.fakes.scripted_engine import ScriptedEngine  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -209,18 +198,18 @@ async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_coun
     server,
 ) -> None:
     server.engine.samples.clear()
-    hanging = server.lease("Hanging", timeout_s=8.0)
+    hanging = server.lease("Hanging", timeout_s=5.0)
     await until(lambda: server.engine.samples)
     server.engine.may_end.clear()
-    calling = server.lease("Plain", timeout_s=8.0)
+    calling = server.lease("Plain", timeout_s=5.0)
     await until(lambda: server.engine.num_open)
-    await asyncio.sleep(9.0)
+    await asyncio.sleep(5.5)
     assert not [one for one in server.fleet.trajectories if one.group_id == calling]
     server.engine.may_end.set()
     (failed,) = await server.ended(hanging)
     assert failed.failure is not None
     assert failed.failure.kind is FailureKind.TIMEOUT
-    assert "within 8 s, the environment's timeout_s" in failed.failure.message
+    assert "within 5 s, the environment's timeout_s" in failed.failure.message
     assert "example_agents.py" in failed.failure.message
     assert failed.num_sampled_tokens > 0
     (completed,) = await server.ended(calling)

@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, scripted_engine
 
-pytest.importorskip("vllm")
-
-from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.rollout_server.episodes.recording import Recording  # noqa: E402
-from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
-from support.fakes.agent_rig import (  # noqa: E402
-    SAMPLING,
-    AgentRig,
-    agent_config,
-    scripted_engine,
-)
-
-from deploy.environments.colours import COLOURS, square_png  # noqa: E402
+from deploy.environments.colours import COLOURS, square_png
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -122,11 +114,7 @@ async def test_another_branch_keeps_the_images_that_it_has_read(rig: AgentRig) -
 
 
 async def test_the_other_apis_show_images_too(rig: AgentRig) -> None:
-    source = {
-        "type": "base64",
-        "media_type": "image/png",
-        "data": base64.b64encode(RED).decode(),
-    }
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "colour"}]
     answer = await ask(
         rig, "/v1/messages", max_tokens=5, messages=[{"role": "user", "content": content}]

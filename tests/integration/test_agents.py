@@ -7,24 +7,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
+from slipstream.core.errors import ConfigError
+from slipstream.rollout_server.engine_interface import RequestRefused
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
 from support.rigs.waiting import until
-
-pytest.importorskip("vllm")
-openai = pytest.importorskip("openai")
-pytest.importorskip("anthropic")
-
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.rollout_server.engine_interface import RequestRefused  # noqa: E402
-from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
-from support.fakes.agent_rig import (  # noqa: E402
-    SAMPLING,
-    AgentRig,
-    agent_config,  # noqa: E402
-    agent_rig,
-    script,
-)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -101,11 +91,13 @@ async def test_the_sync_sdk_in_a_thread_gets_the_same(rig) -> None:
     assert message["content"].startswith("You said 'hi'")
 
 
+@pytest.mark.parametrize("word", ["call", "space"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> None:
+async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) -> None:
+    """Claude Code drops blocks that are white space alone, when it sends a message back."""
     tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
     client = rig.anthropic()
-    messages = [{"role": "user", "content": "call 4"}]
+    messages = [{"role": "user", "content": f"{word} 4"}]
     for turn in range(3):
         asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, "tools": tools}
         if stream:
@@ -118,33 +110,12 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream) -> Non
             block.pop("parsed_output", None)
         (use,) = [block for block in blocks if block["type"] == "tool_use"]
         assert use["input"] == {"a": 4 + turn}
-        result = {"type": "tool_result", "tool_use_id": use["id"], "content": f"call {5 + turn}"}
+        if word == "space":
+            assert (blocks[0] == {"type": "text", "text": "\n\n"}) is stream
+            blocks = [use]
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": f"{word} {5 + turn}"}
         messages += [
             {"role": "assistant", "content": blocks},
-            {"role": "user", "content": [result]},
-        ]
-    assert rig.runs() == [3]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_white_space_before_a_call_may_be_left_out_when_it_is_sent_back(rig, stream) -> None:
-    """Claude Code drops blocks that are white space alone."""
-    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
-    client = rig.anthropic()
-    messages = [{"role": "user", "content": "space 4"}]
-    for turn in range(3):
-        asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, "tools": tools}
-        if stream:
-            async with client.messages.stream(**asked) as events:
-                final = await events.get_final_message()
-        else:
-            final = await client.messages.create(**asked)
-        blocks = [block.model_dump(exclude_none=True) for block in final.content]
-        assert (blocks[0] == {"type": "text", "text": "\n\n"}) is stream
-        kept = [block for block in blocks if block["type"] == "tool_use"]
-        result = {"type": "tool_result", "tool_use_id": kept[0]["id"], "content": f"space {turn}"}
-        messages += [
-            {"role": "assistant", "content": kept},
             {"role": "user", "content": [result]},
         ]
     assert rig.runs() == [3]
@@ -380,10 +351,7 @@ async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -
     first = await client.responses.create(model="m", input="hi", instructions="Be short.")
     for instructions in ("Be short.", "Be long."):
         await client.responses.create(
-            model="m",
-            input="more",
-            instructions=instructions,
-            previous_response_id=first.id,
+            model="m", input="more", instructions=instructions, previous_response_id=first.id
         )
     assert rig.runs() == [2, 1]
 
@@ -473,8 +441,7 @@ async def test_an_error_of_the_engine_is_503_and_says_when_to_come_again(rig, st
     rig.engine.fail_with = "the engine abandoned it"
     async with rig.http() as client:
         answer = await client.post(
-            "/v1/chat/completions",
-            json={"model": "m", "messages": [QUESTION], "stream": stream},
+            "/v1/chat/completions", json={"model": "m", "messages": [QUESTION], "stream": stream}
         )
     if stream:
         # The stream had begun.
@@ -492,8 +459,7 @@ async def test_what_the_engine_refuses_is_the_clients_fault(rig, stream) -> None
     rig.engine.fail_with = RequestRefused("logprobs must be at most 20, got 21")
     async with rig.http() as client:
         answer = await client.post(
-            "/v1/chat/completions",
-            json={"model": "m", "messages": [QUESTION], "stream": stream},
+            "/v1/chat/completions", json={"model": "m", "messages": [QUESTION], "stream": stream}
         )
     if stream:
         assert '"code":400' in answer.text.replace(" ", "")

@@ -8,16 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-pytest.importorskip("openai")
-
-from slipstream.client.environment_loader import load_environment  # noqa: E402
-from slipstream.client.episode_host import EpisodeHost  # noqa: E402
-from support.fakes.page_reader import BLOCK, Reader  # noqa: E402
-from support.fakes.scripted_server import Episode, answers  # noqa: E402
-from support.rigs.run_processes import check_ledger, summary_of  # noqa: E402
+from slipstream.client.environment_loader import load_environment
+from slipstream.client.episode_host import EpisodeHost
+from support.fakes.page_reader import BLOCK, Reader
+from support.fakes.scripted_server import Episode, answers
+from support.rigs.run_processes import check_ledger, summary_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("nothing_survives")]
 

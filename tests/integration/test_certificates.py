@@ -118,8 +118,7 @@ async def answers(socket: Path) -> bool:
 
 def url(secrets: Path, socket: Path, role: str) -> str:
     section = QueueSection(
-        redis_url=f"unix://{role}@{socket}",
-        redis_password_file=secrets / f"redis_{role}_password",
+        redis_url=f"unix://{role}@{socket}", redis_password_file=secrets / f"redis_{role}_password"
     )
     return redis_url_of(section, "controller")
 

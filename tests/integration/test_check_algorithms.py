@@ -8,7 +8,7 @@ from slipstream.client.launch import preflight
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from support.fakes import wrong_algorithms
-from support.rigs.run_processes import run_command, write_config
+from support.rigs.run_processes import run_command, succeed, write_config
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
@@ -37,8 +37,7 @@ def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_functions_are_proved_once_for_a_source(config: Path) -> None:
     overrides = [f"algorithm.{kind}={json.dumps(name)}" for kind, name in OWN.items()]
-    shown = run_command("check", config, *overrides, cwd=config.parent)
-    assert shown.returncode == 0, shown.stderr
+    shown = succeed("check", config, *overrides, cwd=config.parent)
     lines = shown.stdout.splitlines()
     assert lines[-1] == (
         "a tiny model is trained alike with one rank, small micro batches, shared prefixes, "

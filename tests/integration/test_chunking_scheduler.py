@@ -13,12 +13,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from slipstream.rollout_server.inference.step_rules import PromptGathering
+from slipstream.rollout_server.vllm import chunking_scheduler
+from slipstream.rollout_server.vllm.chunking_scheduler import Chunk, scheduler_class
+from slipstream.rollout_server.vllm.engine_arguments import engine_config
+from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
+from slipstream.rollout_server.weights.direct_line import DirectLine
 from support.fakes.small_configs import small_config
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
+from support.fakes.tiny_models import SMALLEST, make_model_folder
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
 PROMPT = list(range(4, 14))
@@ -27,17 +48,11 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     folder = make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)
     config = small_config(
         model={"path": str(folder), "dtype": "float32"},
         sampling={"max_reply_tokens": 64, "max_episode_tokens": 96},
-        rollout_server={
-            "max_episodes": 8,
-            "enforce_eager": True,
-            "engine": {"block_size": BLOCK},
-        },
+        rollout_server={"max_episodes": 8, "enforce_eager": True, "engine": {"block_size": BLOCK}},
     )
     return engine_config(config, seed=0)
 
@@ -114,8 +129,6 @@ class Engine:
         raise AssertionError("the scheduler never runs out of work")
 
     def _run(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
-        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-
         names = list(plan.num_scheduled_tokens)
         for new in plan.scheduled_new_reqs:
             self._computed[new.req_id] = new.num_computed_tokens
@@ -174,17 +187,6 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
         windowed: bool = False,
         newer_runner: bool = False,
     ) -> Engine:
-        from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            SlidingWindowSpec,
-        )
-        from vllm.v1.structured_output import StructuredOutputManager
-
         plain = AsyncScheduler if overlapping else Scheduler
         cls = scheduler_class(async_scheduling=overlapping) if ours else plain
         spec = FullAttentionSpec(
@@ -225,12 +227,6 @@ def add(
     eos: int | None = None,
     **parameters: object,
 ) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     chosen = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
@@ -331,8 +327,6 @@ def counted_plans(engine: Engine) -> list[int]:
 def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
     start, overlapping: bool
 ) -> None:
-    from vllm.sampling_params import RequestOutputKind
-
     engine = start(ours=True, overlapping=overlapping)
     own_plans = counted_plans(engine)
     add(engine, "steady", 60)
@@ -349,8 +343,6 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
 
 
 def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
-    from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
-
     full, windowed = (start(ours=True, overlapping=True, windowed=each) for each in (False, True))
     assert decodes_plainly(full.scheduler, "0.32.0+cu130")
     assert not decodes_plainly(full.scheduler, "0.32.1")
@@ -359,8 +351,6 @@ def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
 
 @both
 def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
     ours, theirs = (start(ours=each, overlapping=overlapping) for each in (True, False))
     for engine in (ours, theirs):
         add(engine, "r0", 60)
@@ -383,8 +373,6 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) ->
 def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(
     start, overlapping: bool
 ) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "r0", 40)
     engine.drain()
@@ -399,8 +387,6 @@ def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(
 def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
     start, overlapping: bool
 ) -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     engine = start(ours=True, overlapping=overlapping)
     slots = engine.scheduler.kv_cache_manager.allocate_slots
     asked, taken = [], []
@@ -427,8 +413,6 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
 
 def gathering(engine: Engine, most_steps: int) -> Engine:
     """Returns `engine` whose prompts wait until there is one for every two replies."""
-    from slipstream.rollout_server.inference.step_rules import PromptGathering
-
     engine.scheduler._gathering = PromptGathering(most_steps, replies_per_prompt=2)
     return engine
 
@@ -581,8 +565,6 @@ def test_no_prompt_is_held_longer_than_it_may_whatever_comes(start, overlapping:
 
 @both
 def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping: bool) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
     engine = start(ours=True, overlapping=overlapping)
     for number in range(4):
         add(engine, f"r{number}", 60)
@@ -613,9 +595,6 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
 def test_the_server_is_told_at_once_that_an_engine_takes_steps_again(
     start, overlapping: bool
 ) -> None:
-    from slipstream.rollout_server.weights.direct_line import DirectLine
-    from vllm.v1.core.sched.interface import PauseState
-
     scheduler = start(ours=True, overlapping=overlapping).scheduler
     (ours,) = DirectLine(1)._sockets
     for number in (1, 2):
@@ -627,8 +606,6 @@ def test_the_server_is_told_at_once_that_an_engine_takes_steps_again(
 
 
 def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypatch) -> None:
-    from slipstream.rollout_server.vllm import chunking_scheduler
-
     now_s = [100.0]
     monkeypatch.setattr(chunking_scheduler.time, "monotonic", lambda: now_s[0])
     engine = start(ours=True, overlapping=False)
@@ -655,9 +632,6 @@ def test_every_step_that_sampled_is_counted_though_few_hand_out(start, overlappi
 
 @both
 def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.request import RequestStatus
-
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "gone", 60)
     add(engine, "stays", 60)
@@ -681,8 +655,6 @@ def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool
 
 @both
 def test_cumulative_outputs_get_every_token_at_once(start, overlapping: bool) -> None:
-    from vllm.sampling_params import RequestOutputKind
-
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "cumulative", 20, output_kind=RequestOutputKind.CUMULATIVE)
     engine.drain()
@@ -692,8 +664,6 @@ def test_cumulative_outputs_get_every_token_at_once(start, overlapping: bool) ->
 
 @both
 def test_a_reader_of_parts_gets_chunks(start, overlapping: bool) -> None:
-    from vllm.sampling_params import RequestOutputKind
-
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "streams", 40, output_kind=RequestOutputKind.DELTA)
     engine.drain()
@@ -739,10 +709,6 @@ def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_block
 
 
 def test_what_comes_beside_tokens_is_joined_too() -> None:
-    from slipstream.rollout_server.vllm.chunking_scheduler import Chunk
-    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
-    from vllm.v1.metrics.stats import PrefillStats
-
     chunk = Chunk(client_index=0, limit=16, with_logprobs=False)
     events = [EngineCoreEvent(EngineCoreEventType.QUEUED, float(n)) for n in range(3)]
     stats = PrefillStats(num_prompt_tokens=7)
@@ -766,9 +732,6 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
 
     In any step, also while another one is under way, as in vLLM's loop.
     """
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.request import RequestStatus
-
     rng, scheduler = random.Random(seed), engine.scheduler
     left: set[str] = set()
     for number in range(150):
@@ -807,10 +770,7 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
     for seed in range(SEEDS):
         ours, theirs = (
             start(
-                ours=each,
-                overlapping=overlapping,
-                num_blocks=num_blocks,
-                newer_runner=newer_runner,
+                ours=each, overlapping=overlapping, num_blocks=num_blocks, newer_runner=newer_runner
             )
             for each in (True, False)
         )

@@ -113,26 +113,14 @@ def write_model(name: str, folder: Path) -> None:
 
 # configuration, number of nodes, sizes, and the groups of pipeline stages
 LAYOUTS = {
-    "qwen3-8b": (
-        1,
-        "8 ranks: tp 2, pp 4, cp 1, dp 1",
-        "pp: 2 x 4: [0 2 4 6] [1 3 5 7]",
-    ),
-    "qwen3-8b-128k": (
-        1,
-        "8 ranks: tp 2, pp 1, cp 4, dp 1",
-        "cp: 2 x 4: [0 2 4 6] [1 3 5 7]",
-    ),
+    "qwen3-8b": (1, "8 ranks: tp 2, pp 4, cp 1, dp 1", "pp: 2 x 4: [0 2 4 6] [1 3 5 7]"),
+    "qwen3-8b-128k": (1, "8 ranks: tp 2, pp 1, cp 4, dp 1", "cp: 2 x 4: [0 2 4 6] [1 3 5 7]"),
     "qwen3-30b-a3b": (
         4,
         "32 ranks: tp 2, pp 1, cp 4, dp 4; experts: ep 8, etp 2, dp 2",
         "ep: 4 x 8: [0 2 4 .. 14] [1 3 5 .. 15] [16 18 20 .. 30] [17 19 21 .. 31]",
     ),
-    "llama-70b": (
-        4,
-        "32 ranks: tp 8, pp 2, cp 1, dp 2",
-        "tp: 4 x 8: [0-7] [8-15] [16-23] [24-31]",
-    ),
+    "llama-70b": (4, "32 ranks: tp 8, pp 2, cp 1, dp 2", "tp: 4 x 8: [0-7] [8-15] [16-23] [24-31]"),
     "llama-405b": (
         32,
         "256 ranks: tp 8, pp 16, cp 2, dp 1",

@@ -2,7 +2,6 @@
 
 import asyncio
 import http.server
-import json
 import re
 import shutil
 import socket
@@ -24,6 +23,7 @@ from support.rigs.run_processes import (
     command,
     copy_environments,
     run_command,
+    succeed,
     write_config,
 )
 
@@ -42,12 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "broken.toml").write_text("[run\n")
     (folder / "used" / "journal").mkdir(parents=True)
     (folder / "used" / "journal" / "journal.log").write_text("a record")
-    (folder / "token").write_text("short")
     weightless = folder / "weightless"
     shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 8}
-    (folder / "mixture").mkdir()
-    (folder / "mixture" / "config.json").write_text(json.dumps(sizes))
     return folder
 
 
@@ -73,37 +69,15 @@ def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: i
 
 SETTINGS = {
     "unknown key": ("algorithm.group_sise=3", "did you mean 'group_size'?"),
-    "unknown key of a list": ("environments.0.nme=3", "did you mean 'name'?"),
     "wrong type": ("run.steps=many", "run.steps", "integer", "'many'"),
     "no override": ("run.steps", "section.key=value"),
-    "group too large": ("rollout_server.max_episodes=8", "max_episodes", "16 and 8"),
     "world too small": ("learner.parallel.tp=2", "tp * pp * cp = 2", "got 1"),
-    "world and pipeline": (
-        "learner={world_size=2, parallel={pp=2, cp=2}}",
-        "tp * pp * cp = 4",
-        "got 2",
-    ),
-    "heads": ("learner={world_size=2, parallel={tp=2}}", "1 key-value heads, got 2"),
-    "layers": ("learner={world_size=4, parallel={pp=4}}", "2 layers, got 4"),
-    "batch and mini-batches": ("algorithm.mini_batches=3", "multiple of mini_batches", "16 and 3"),
-    "experts of none": ("learner={world_size=2, parallel={ep=2}}", "no experts, got 2"),
-    "overlap without its optimizer": (
-        "learner.ddp={overlap_param_gather=true}",
-        "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true",
-    ),
     "unknown name for Megatron": (
         "learner.ddp={overlap_grad_reduction=true}",
         "unknown key learner.ddp.overlap_grad_reduction; did you mean 'overlap_grad_reduce'?",
     ),
-    "architecture": ('model.path="mixture"', "GraniteMoeForCausalLM", "cannot be loaded"),
-    "episode too long": ("sampling.max_episode_tokens=1000", "max_position_embeddings"),
-    "queue too small": ("queue.max_bytes=1000", "queue.max_bytes must hold"),
     "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
-    "no model in the folder": ('model.path="."', "model.path", "no config.json"),
-    "no weights": ('model.path="weightless"', "model.path", "safetensors", "weightless"),
     "no module": ('environments.0.reference="nomodule:E"', "environment echo", "'nomodule'"),
-    "no class": ('environments.0.reference="user_environments:No"', "has no class No"),
-    "no reference": ('environments.0.reference="echo"', "package.module:Class", "'echo'"),
     "constructor raises": (
         'environments.0={name="e", reference="user_environments:Unmade"}',
         "environment e: Unmade(...) failed: RuntimeError: there is no dataset",
@@ -111,10 +85,7 @@ SETTINGS = {
     ),
     "wrong arguments": ("environments.0.args={digits=3}", "echo", "'digits'"),
     "open address": ('controller.address="192.0.2.7:7070"', "not loopback", "tls_certificate"),
-    "no address": ('controller.address="localhost"', "host:port", "'localhost'"),
     "no token file": ('security.token_file="no.txt"', "no.txt", "No such file"),
-    "short token": ('security.token_file="token"', "at least 32 characters", "5"),
-    "half of TLS": ('security.tls_key="token"', "tls_certificate and tls_key go together"),
     "used run folder": (
         'run={name="used", steps=1, dir=".", resume="never"}',
         "used holds a run already",
@@ -142,10 +113,7 @@ COMMANDS = {
         ["status", "--controller", NOWHERE],
         f"no controller answers at {NOWHERE}",
     ),
-    "environments of nobody": (["environments", "--controller", NOWHERE], NOWHERE),
-    "stop of nobody": (["stop", "--controller", NOWHERE], NOWHERE),
     "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
-    "far address": (["status", "--controller", "example.com:1"], "not loopback"),
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
@@ -163,18 +131,8 @@ COMMANDS = {
         ["run", "config.toml", "--dry-run", "run.name=x", "algorithm.learning_rate"],
         "slipstream: unrecognized arguments: algorithm.learning_rate; a setting is section.key=v",
     ),
-    "export without checkpoints": (["export", "."], "has no checkpoints"),
     "replay of no run": (["replay", "."], "has no journal"),
     "node rank": (["learner", "config.toml", "--node-rank", "1"], "must be 0 to 0, got 1"),
-    "negative node rank": (["learner", "config.toml", "--node-rank=-1"], "got -1"),
-    "node without a port": (
-        ["learner", "config.toml", "learner={world_size=2, ranks_per_node=1}", "--node-rank=0"],
-        "learner.master needs a port",
-    ),
-    "redis without an address": (
-        ["rollout-server", "config.toml", 'queue.kind="redis"'],
-        "queue.redis_url is required",
-    ),
     "server of nobody": (
         ["rollout-server", "config.toml", "--controller", NOWHERE, "--connect-timeout-s", "1"],
         f"no controller answers at {NOWHERE} within 1 s",
@@ -195,11 +153,7 @@ def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(fol
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["status"],
-        ["submit", "m:C"],
-        ["rollout-server", "config.toml", "--connect-timeout-s", "2"],
-    ],
+    [["status"], ["submit", "m:C"], ["rollout-server", "config.toml", "--connect-timeout-s", "2"]],
     ids=lambda arguments: arguments[0],
 )
 def test_a_server_that_is_no_controller_is_refused(
@@ -262,8 +216,7 @@ def test_help_is_instant_since_it_imports_nothing_of_others() -> None:
 
 def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> None:
     override = "algorithm.max_staleness=5"
-    result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed("run", "config.toml", override, "--dry-run", cwd=folder)
     assert result.stderr == ""
     printed = tmp_path / "printed.toml"
     printed.write_text(result.stdout)
@@ -274,8 +227,7 @@ def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> N
 
 def test_dry_run_warns_of_stale_training_without_a_correction(folder: Path) -> None:
     override = 'algorithm.weight="none"'
-    result = run_command("run", "config.toml", override, "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed("run", "config.toml", override, "--dry-run", cwd=folder)
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("# Warning: ")]
     assert "algorithm.max_staleness is 2 without a correction" in note
 
@@ -289,8 +241,7 @@ def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
     ]
     first = run_command("learner", "config.toml", *settings, "--node-rank=0", cwd=folder)
     check_refused(first, "queue.redis_password_file: none: No such file")
-    second = run_command("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
-    assert second.returncode == 0, second.stderr
+    succeed("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
 
 
 STARTS_A_SERVER = (
@@ -354,16 +305,14 @@ def test_every_dry_run_checks_the_engine(command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["learner", "rollout-server"])
 def test_every_service_has_a_dry_run(command: str, folder: Path) -> None:
-    result = run_command(command, "config.toml", "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = succeed(command, "config.toml", "--dry-run", cwd=folder)
     assert tomllib.loads(result.stdout)["run"]["name"] == "run"
 
 
 def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     override = 'environments.0.reference="nomodule:E"'
     check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
-    result = run_command("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
-    assert result.returncode == 0, result.stderr
+    succeed("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
 
 
 async def test_of_two_commands_that_start_one_run_together_one_goes_on(

@@ -3,11 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+from support.rigs.receiver_story import judge, run_rig
 
 
 def test_a_plan_copies_what_the_loader_would_load(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.receiver_worker import (  # noqa: E402
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
+from slipstream.rollout_server.vllm.weights.loader_update import check_layers
+from slipstream.rollout_server.weights.copy_plan import NotCopied, record
+from slipstream.rollout_server.weights.live_base import whole_digests
+from support.fakes.receiver_worker import (
     deltas,
     first_update_with_slow_recording,
     updates,
@@ -16,7 +16,7 @@ from support.fakes.receiver_worker import (  # noqa: E402
     updates_of_layers_with_scales,
     updates_while_experts_move,
 )
-from support.ranks.loader_ranks import (  # noqa: E402
+from support.ranks.loader_ranks import (
     SHAPES,
     Outcome,
     in_ranks,
@@ -24,6 +24,8 @@ from support.ranks.loader_ranks import (  # noqa: E402
     patched,
     with_room_for_adapters,
 )
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionImplBase
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,6 @@ def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(
 def test_deltas_equal_the_loader_and_their_shares_the_whole_weights(
     folder: Path, tp_size: int
 ) -> None:
-    from slipstream.rollout_server.weights.live_base import whole_digests
-
     # GLM has a bias in float32, whatever the wire's type is: it takes no deltas.
     shapes = {name: shape for name, shape in SHAPES.items() if name != "glm"}
     found = patched(folder, tp_size, shapes)
@@ -152,8 +152,6 @@ def test_layers_that_compute_scales_are_loaded_though_nobody_sends_them(folder: 
 
 def test_a_number_that_the_loader_reads_from_a_checkpoint_is_no_constant() -> None:
     import torch
-    from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-    from slipstream.rollout_server.weights.copy_plan import NotCopied, record
 
     parameters = {"scale": torch.nn.Parameter(torch.ones(1))}
 
@@ -171,10 +169,6 @@ def test_a_number_that_the_loader_reads_from_a_checkpoint_is_no_constant() -> No
 def test_sinks_that_attention_copies_go_through_the_loader(precision: str) -> None:
     import torch
     import vllm
-    from slipstream.rollout_server.vllm.weights.loader_update import check_layers
-    from slipstream.rollout_server.weights.copy_plan import NotCopied
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionImplBase
 
     class Backend(AttentionImplBase):
         """Replaces FlashInfer's class, which cannot be imported without a GPU."""

@@ -4,16 +4,13 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+import torch
+from slipstream.rollout_server.vllm.cpu_drafts import SharedTextProposer, repair_expansion
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 
 def expanded(values: list[float], ends: list[int]) -> list[float]:
-    from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
-
     current_platform.register_triton_kernel_overrides()
     found = rejection_sampler.expand_batch_to_tokens(
         torch.tensor(values), torch.tensor(ends), ends[-1], replace_from=0, replace_to=1
@@ -22,16 +19,12 @@ def expanded(values: list[float], ends: list[int]) -> list[float]:
 
 
 def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
-    from slipstream.rollout_server.vllm.cpu_drafts import repair_expansion
-
     repair_expansion()
     # The second request has no draft; the third one is greedy.
     assert expanded([0.5, 0.7, 0.0, 2.0], [2, 2, 3, 6]) == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_a_row_of_vllms_table_is_drafted_from_all_of_them() -> None:
-    from slipstream.rollout_server.vllm.cpu_drafts import SharedTextProposer
-
     settings = SimpleNamespace(
         num_speculative_tokens=3, model_config=SimpleNamespace(max_model_len=50)
     )

@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.core.settings.config import Config  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import FinishReason, Generation  # noqa: E402
-from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig  # noqa: E402
-from support.rigs.running_replies import until_generated  # noqa: E402
+import torch
+from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import FinishReason, Generation
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig
+from support.rigs.running_replies import until_generated
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,23 +9,39 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
-
-torch = pytest.importorskip("torch")
-vllm = pytest.importorskip("vllm")
-
-from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.core.models.model_sizes import decoder_table  # noqa: E402
-from slipstream.core.models.vision.processors import load_processor  # noqa: E402
-from slipstream.core.settings.config import Config  # noqa: E402
-from slipstream.core.settings.engine_table import OWNED  # noqa: E402
-from slipstream.core.settings.sections import SamplingSection  # noqa: E402
-from slipstream.rollout_server.vllm.engine_arguments import tower_values  # noqa: E402
-from support.fakes.parity_models import make_mixture  # noqa: E402
-from support.fakes.small_configs import small_config  # noqa: E402
-from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
-from vllm import AsyncEngineArgs  # noqa: E402
+from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_sizes import decoder_table
+from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.engine_table import OWNED
+from slipstream.core.settings.sections import RolloutServerSection, SamplingSection
+from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
+from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
+from slipstream.rollout_server.vllm.engine_arguments import (
+    check_precision,
+    engine_config,
+    own_values,
+    tower_values,
+)
+from slipstream.rollout_server.vllm.passed_table import (
+    argument_types,
+    parser_problems,
+    table_problems,
+)
+from support.fakes.parity_models import make_mixture
+from support.fakes.small_configs import small_config
+from support.fakes.tiny_models import SMALLEST, make_model_folder
+from vllm import AsyncEngineArgs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +66,6 @@ def config_with(
 
 
 def test_settings_reach_vllm_by_name(model: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     passed = {"max_num_batched_tokens": 192, "block_size": 32, "load_format": "dummy"}
     settings = engine_config(config_with(model, passed), seed=3)
     assert settings.scheduler_config.max_num_batched_tokens == 192
@@ -70,8 +84,6 @@ def in_bfloat16(config: Config) -> Config:
 def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
     model: Path, tmp_path: Path
 ) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config, own_values
-
     delta_nets = make_model_folder(tmp_path / "model", **SMALLEST)
     architectures = ["Qwen3NextForCausalLM"]
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 32}
@@ -88,8 +100,6 @@ def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
 
 
 def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config, own_values
-
     folder = make_model_folder(tmp_path / "model", **SMALLEST)
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "mamba_num_heads": 4}
     kinds = ["linear_attention", "full_attention"]
@@ -109,8 +119,6 @@ def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> Non
 def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
     model: Path, steps: int | None, interval: int
 ) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     config = config_with(model, {})
     section = config.debug.model_copy(update={"prompt_wait_steps": steps})
     config = config.model_copy(update={"debug": section})
@@ -136,8 +144,6 @@ def test_drafts_reach_vllm_where_they_may_pay(
     expected: tuple[str, int] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
     assert (found and (found.method, found.num_speculative_tokens)) == expected
     told = "nothing is drafted: it would not pay for rollout_server.max_episodes > 256, got 257"
@@ -145,11 +151,6 @@ def test_drafts_reach_vllm_where_they_may_pay(
 
 
 def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
-    from slipstream.core.settings.sections import RolloutServerSection
-    from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.worker.gpu_worker import Worker
-
     shared = draft_values(RolloutServerSection(max_episodes=64, drafts="shared"), on_cpu=False)
     # vLLM plans ahead with it, and it needs no second model.
     assert shared["speculative_config"]["method"] == "ngram_gpu"
@@ -160,8 +161,6 @@ def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
 def test_logits_have_the_type_that_the_learners_have(
     model: Path, head: str, dtype: torch.dtype
 ) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     config = config_with(model, {})
     section = config.model.model_copy(update={"dtype": "bfloat16"})
     debug = config.debug.model_copy(update={"head_dtype": head})
@@ -177,8 +176,6 @@ def config_in_fp8(model: Path, method: str) -> Config:
 
 
 def test_precisions_reach_vllm_by_their_names(model: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     plain = engine_config(config_with(model, {}), seed=3)
     assert plain.model_config.quantization is None
     settings = engine_config(config_in_fp8(model, "fp8_per_channel"), seed=3)
@@ -187,8 +184,6 @@ def test_precisions_reach_vllm_by_their_names(model: Path) -> None:
 
 
 def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import check_precision
-
     # vLLM's platform here is one that has no FP8.
     with pytest.raises(ConfigError) as refused:
         check_precision("fp8_per_channel")
@@ -203,17 +198,12 @@ def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(
     async_scheduling: bool, name: str
 ) -> None:
-    from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
     found = scheduler_class(async_scheduling=async_scheduling)
     assert found.__name__ == f"{name}ChunkingScheduler"
     assert issubclass(found, AsyncScheduler) is async_scheduling
 
 
 def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     settings = engine_config(config_with(model, {}), seed=3).scheduler_config
     assert "Chunking" in settings.get_scheduler_cls().__name__
 
@@ -235,8 +225,6 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
 def test_settings_that_cannot_be_are_refused_in_one_line(
     model: Path, engine: dict[str, object], line: str
 ) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     with pytest.raises(ConfigError) as caught:
         engine_config(config_with(model, engine), seed=3)
     assert str(caught.value).startswith(line)
@@ -244,8 +232,6 @@ def test_settings_that_cannot_be_are_refused_in_one_line(
 
 
 def test_few_arguments_have_a_type_that_only_vllm_knows() -> None:
-    from slipstream.rollout_server.vllm.passed_table import argument_types
-
     known = argument_types()
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init}
     assert known.keys() == {name for name in fields if not name.startswith("_")}
@@ -258,10 +244,6 @@ def test_every_name_that_is_refused_is_one_of_vllm() -> None:
 
 def test_vllm_takes_a_connector_that_keeps_its_cache_for_one_that_was_reset() -> None:
     """Why `kv_transfer_config` is refused: prefixes of old weights would outlive a publish."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     assert ExampleConnector.reset_cache is KVConnectorBase_V1.reset_cache
     connector = object.__new__(ExampleConnector)
     scheduler = SimpleNamespace(connector=connector, log_stats=False)
@@ -270,8 +252,6 @@ def test_vllm_takes_a_connector_that_keeps_its_cache_for_one_that_was_reset() ->
 
 def test_vllm_loads_experts_to_where_they_are_at_the_start() -> None:
     """Why `enable_eplb` is refused: nothing tells the loader which ones were moved since."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
     mapping = RoutedExperts.build_expert_params_mapping("gate", "down", "up", 2, 1)
     down = [(name, place) for _, name, place, shard in mapping if shard == "w2"]
     assert [(name.split(".")[1], place) for name, place in down] == [("0", 0), ("1", 1), ("0", 2)]
@@ -321,8 +301,6 @@ KEY = "rollout_server.engine"
     ids=str,
 )
 def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> None:
-    from slipstream.rollout_server.vllm.passed_table import table_problems
-
     (found,) = table_problems(engine)
     assert found.startswith(line)
     assert "\n" not in found
@@ -341,14 +319,10 @@ def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> 
     ids=str,
 )
 def test_what_vllm_may_take_passes(engine: dict[str, object]) -> None:
-    from slipstream.rollout_server.vllm.passed_table import table_problems
-
     assert list(table_problems(engine)) == []
 
 
 def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
-    from slipstream.rollout_server.vllm.passed_table import table_problems
-
     plain = (bool, int, float, str, list, dict)
     defaults = {f.name: f.default for f in dataclasses.fields(AsyncEngineArgs)}
     table = {
@@ -380,16 +354,12 @@ def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
 def test_a_parser_that_vllm_lacks_is_one_line(
     model: Path, settings: dict[str, object], line: str
 ) -> None:
-    from slipstream.rollout_server.vllm.passed_table import parser_problems
-
     found = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
     assert bool(found) == bool(line)
     assert line in "".join(found)
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     lora = {"rank": 24, "target_modules": ["linear_qkv", "o_proj"]}
     assert engine_config(config_with(model, {}, lora), seed=3).lora_config is None
     settings = engine_config(config_with(model, {}, lora | {"publish": "adapters"}), seed=3)
@@ -404,8 +374,6 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
 
 
 def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     folder = tmp_path / "gpt2"
     shutil.copytree(model, folder)
     transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, n_positions=256).save_pretrained(folder)
@@ -471,8 +439,6 @@ def test_a_server_asks_about_images_without_kernels_of_delta_nets(
 
 
 def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     folder = tmp_path / "mixture"
     make_mixture(folder, seed=0, num_hidden_layers=2)
     lora = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}

@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
-from slipstream.core.errors import WeightSyncError  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.protocol.codec import version_to_pb  # noqa: E402
-from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb  # noqa: E402
-from slipstream.rollout_server.engine_interface import (  # noqa: E402
-    EngineDied,
-    FinishReason,
-    Sampling,
-)
-from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd  # noqa: E402
-from slipstream.v1 import weights_pb2  # noqa: E402
-from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.types import PolicyVersion
+from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
+from slipstream.rollout_server.vllm.engine import VllmEngine
+from slipstream.rollout_server.vllm.engine_requests import TokenCounter
+from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
+from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
+from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
+from slipstream.v1 import weights_pb2
+from vllm.v1.engine.exceptions import EngineDeadError
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
@@ -34,8 +31,6 @@ class NotedCalls:
     """Stands for AsyncLLM: notes when it is called; `arrived` lets an update's buckets come."""
 
     def __init__(self) -> None:
-        from slipstream.rollout_server.vllm.engine_requests import TokenCounter
-
         self.noted: list[str] = []
         self.errored = False
         self.arrived = asyncio.Event()
@@ -105,8 +100,6 @@ class Rig:
     """An engine that has a plan for its copies and serves version 1."""
 
     def __init__(self, *, answer_limit_s: float = 120.0) -> None:
-        from slipstream.rollout_server.vllm.engine import VllmEngine
-
         self.llm, self.line = NotedCalls(), DirectLine(1)
         # The engine's end of the line.
         self.end = WorkerEnd(0)
@@ -376,8 +369,6 @@ async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
 def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies() -> (
     None
 ):
-    from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
-
     class Worker(WorkerExtension):
         waits = 0
 
@@ -404,8 +395,6 @@ def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless
 
 
 def test_copies_are_under_way_until_the_device_has_ended_them() -> None:
-    from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
-
     engine = object.__new__(SlipstreamWeightTransfer)
     seen = []
 

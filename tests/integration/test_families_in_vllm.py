@@ -5,14 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
-from support.fakes.field_models import make_field_model  # noqa: E402
-from support.fakes.nested_folders import nest  # noqa: E402
-from support.ranks.field_ranks import probe  # noqa: E402
-from support.rigs import family_engine  # noqa: E402
-from support.rigs.sent_engine import run_engine  # noqa: E402
+from support.fakes.field_models import make_field_model
+from support.fakes.nested_folders import nest
+from support.ranks.field_ranks import probe
+from support.rigs import family_engine
+from support.rigs.sent_engine import run_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

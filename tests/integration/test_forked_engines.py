@@ -5,18 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from make_tiny_vision_model import make_model, make_tokenizer  # noqa: E402
-from slipstream.core.configuration.config_file import check_model, parse_config  # noqa: E402
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.core.settings.config import Config  # noqa: E402
-from support.fakes.field_models import CASES, make_field_model  # noqa: E402
-from support.fakes.nested_folders import nest  # noqa: E402
-from support.fakes.published_qwen35 import write_as_published  # noqa: E402
-from support.rigs.forking_engine import start_up_to_the_fork  # noqa: E402
+from make_tiny_vision_model import make_model, make_tokenizer
+from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+from support.fakes.field_models import CASES, make_field_model
+from support.fakes.nested_folders import nest
+from support.fakes.published_qwen35 import write_as_published
+from support.rigs.forking_engine import start_up_to_the_fork
 
 LIMIT_S = 300
 # A process of its own: a fork of this one would inherit locks of threads of earlier tests.

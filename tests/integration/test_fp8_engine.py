@@ -3,12 +3,8 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.references.learner_scores import gaps_of  # noqa: E402
-from support.rigs.receiver_story import judge, run_rig  # noqa: E402
+from support.references.learner_scores import gaps_of
+from support.rigs.receiver_story import judge, run_rig
 
 
 @pytest.mark.parametrize(

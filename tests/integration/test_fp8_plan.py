@@ -3,13 +3,9 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.receiver_worker import deltas  # noqa: E402
-from support.ranks.fp8_ranks import Quantised, quantised  # noqa: E402
-from support.ranks.loader_ranks import in_ranks  # noqa: E402
+from support.fakes.receiver_worker import deltas
+from support.ranks.fp8_ranks import Quantised, quantised
+from support.ranks.loader_ranks import in_ranks
 
 SHAPES = ["llama_tied", "qwen2_with_bias", "qwen3_with_qk_norm"]
 Outcomes = dict[int, list[dict[str, Quantised]]]

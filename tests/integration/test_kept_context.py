@@ -6,14 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import Generation  # noqa: E402
-from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
-from support.rigs.running_replies import until_generated  # noqa: E402
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import Generation
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
+from support.rigs.running_replies import until_generated
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -3,14 +3,10 @@
 from pathlib import Path
 
 import pytest
+from support.rigs.kill_scenario import check, config_of, gaps_of_versions, kill_one_of_two
 
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.kill_scenario import check, config_of, gaps_of_versions, kill_one_of_two  # noqa: E402
-
-from benchmarks.common.rig import Placement  # noqa: E402
-from benchmarks.common.shapes import make_shape  # noqa: E402
+from benchmarks.common.rig import Placement
+from benchmarks.common.shapes import make_shape
 
 pytestmark = [
     pytest.mark.slow,

@@ -34,20 +34,19 @@ from support.rigs.controller_runs import make_config, play
 from support.rigs.waiting import until
 
 
-@pytest.mark.parametrize(
-    ("trajectory_id", "line"),
-    [
-        ("ä" * 150, "DeliverRequest.trajectory_id must have at most 128 bytes, got 300"),
-        ("g000001\x1b[2J", "DeliverRequest.trajectory_id must hold ASCII letters, digits and "),
-        ("what", "trajectory 'what' is not sealed by the server that it names"),
-    ],
-)
-async def test_a_delivery_of_nobody_ends_its_stream_alone(tmp_path, caplog, trajectory_id, line):
+async def test_a_delivery_of_nobody_ends_its_stream_alone(tmp_path, caplog):
+    lines = {
+        "ä" * 150: "DeliverRequest.trajectory_id must have at most 128 bytes, got 300",
+        "g000001\x1b[2J": "DeliverRequest.trajectory_id must hold ASCII letters, digits and ",
+        "what": "trajectory 'what' is not sealed by the server that it names",
+    }
+
     async def attack(channel, server):
-        request = trajectory_pb2.DeliverRequest(trajectory_id=trajectory_id, trajectory=b"junk")
-        code, details = await ended(deliver(channel, request))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details.startswith(line)
+        for trajectory_id, line in lines.items():
+            request = trajectory_pb2.DeliverRequest(trajectory_id=trajectory_id, trajectory=b"junk")
+            code, details = await ended(deliver(channel, request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert details.startswith(line)
 
     await attacked(tmp_path, caplog, attack)
 
@@ -185,53 +184,41 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
     assert len(causes) == 16
 
 
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
+IMPOSSIBLE_REPORTS = [
+    (
+        {"lease": fleet_pb2.LeaseReport(group_id="g1", closed=True, next_attempt=2**32 - 1)},
+        "ServerMessage.lease.next_attempt must be between 0 and 1e+06, got 4294967295",
+    ),
+    (
+        {"drained": fleet_pb2.ServerReport(uptime_s=float("nan"))},
+        "ServerMessage.drained.uptime_s must be between 0 and 1e+09, got nan",
+    ),
+    *(
         (
-            {
-                "lease": fleet_pb2.LeaseReport(
-                    group_id="g000001", closed=True, next_attempt=2**32 - 1
-                )
-            },
-            "ServerMessage.lease.next_attempt must be between 0 and 1e+06, got 4294967295",
-        ),
+            {"heartbeat": fleet_pb2.ServerReport(**{name: value})},
+            f"rollout server liar reports {value} {name.replace('_', ' ')} after ",
+        )
+        for name, value in {"generated_tokens": 10**12, "drafted_tokens": 10**12}.items()
+    ),
+    *(
         (
-            {"heartbeat": fleet_pb2.ServerReport(generated_tokens=2**64 - 1)},
-            "ServerMessage.heartbeat.generated_tokens must be between 0 and 1e+15, got "
-            "18446744073709551615",
-        ),
-        (
-            {"heartbeat": fleet_pb2.ServerReport(generated_tokens=10**12)},
-            "rollout server liar reports 1000000000000 generated tokens after ",
-        ),
-        (
-            {"heartbeat": fleet_pb2.ServerReport(drafted_tokens=10**12)},
-            "rollout server liar reports 1000000000000 drafted tokens after ",
-        ),
-        *(
-            (
-                {"heartbeat": fleet_pb2.ServerReport(**{name: 1e8})},
-                f"rollout server liar reports 1e+08 {name.replace('_', ' ')} after ",
-            )
-            for name in ("busy_s", "paused_s", "uptime_s")
-        ),
-        (
-            {"drained": fleet_pb2.ServerReport(uptime_s=float("nan"))},
-            "ServerMessage.drained.uptime_s must be between 0 and 1e+09, got nan",
-        ),
-    ],
-)
-async def test_a_report_that_cannot_be_ends_the_stream_of_its_server(
-    tmp_path, caplog, message, line
-):
+            {"heartbeat": fleet_pb2.ServerReport(**{name: 1e8})},
+            f"rollout server liar reports 1e+08 {name.replace('_', ' ')} after ",
+        )
+        for name in ("busy_s", "paused_s", "uptime_s")
+    ),
+]
+
+
+async def test_a_report_that_cannot_be_ends_the_stream_of_its_server(tmp_path, caplog):
     async def attack(channel, server):
-        liar = Liar(channel)
-        await liar.join()
-        await liar.say(**message)
-        refusal = await liar.refusal()
-        assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert refusal.details().startswith(line)
+        for epoch, (message, line) in enumerate(IMPOSSIBLE_REPORTS, 100):
+            liar = Liar(channel, epoch=epoch)
+            await liar.join()
+            await liar.say(**message)
+            refusal = await liar.refusal()
+            assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refusal.details().startswith(line)
 
     await attacked(tmp_path, caplog, attack)
 
@@ -254,31 +241,23 @@ async def test_a_host_with_other_data_runs_no_task_of_the_environment(tmp_path, 
     assert events[-1].startswith("environment e on liar: it has 2 tasks here and ")
 
 
-@pytest.mark.parametrize(
-    ("hello", "line"),
-    [
-        (
-            {"layout_description": ""},
-            "layout_description of a trainer must not be empty",
-        ),
-        (
-            {"num_senders": 2**32 - 1},
-            "TrainerHello.num_senders must be between 0 and 65536, got 4294967295",
-        ),
-        (
-            {"num_senders": 9},
-            "num_senders of a trainer must be at most its world_size, got 9 and 1",
-        ),
-    ],
-)
-async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog, hello, line):
+async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog):
+    facts = {"world_size": 1, "layout_description": "a\nb", "num_senders": 1}
+    lines = {
+        "layout_description of a trainer must not be empty": {"layout_description": ""},
+        "TrainerHello.num_senders must be between 0 and 65536, got 4294967295": {
+            "num_senders": 2**32 - 1
+        },
+        "num_senders of a trainer must be at most its world_size, got 9 and 1": {"num_senders": 9},
+    }
+
     async def attack(channel, server):
-        facts = {"world_size": 1, "layout_description": "a\nb", "num_senders": 1}
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=20)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details() == line
+        for line, hello in lines.items():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=20)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == line
 
     await attacked(tmp_path, caplog, attack)
 
@@ -309,12 +288,10 @@ async def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path, c
     await attacked(tmp_path, caplog, attack)
 
 
-@pytest.mark.parametrize("epoch", ["", "1", "0"])
-async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, caplog, epoch):
+async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, caplog):
     async def attack(channel, server):
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-        metadata = ((TRAINER_EPOCH, epoch),) if epoch else ()
-        for method, request in (
+        calls = (
             (trainer.KeepPlace, trainer_pb2.PlaceRequest()),
             (trainer.Next, trainer_pb2.NextRequest()),
             (trainer.ReportStep, trainer_pb2.StepReport(step=2)),
@@ -323,12 +300,14 @@ async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, 
             (trainer.ReportCheckpoint, trainer_pb2.CheckpointReport()),
             (trainer.ReportWork, trainer_pb2.WorkReport()),
             (trainer.Finish, trainer_pb2.TrainerGoodbye()),
-        ):
-            call = method(request, timeout=20, metadata=metadata)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await (call.read() if hasattr(call, "read") else call)
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert caught.value.details() == "another trainer has taken over"
+        )
+        for metadata in ((), ((TRAINER_EPOCH, "0"),), ((TRAINER_EPOCH, "1"),)):
+            for method, request in calls:
+                call = method(request, timeout=20, metadata=metadata)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await (call.read() if hasattr(call, "read") else call)
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert caught.value.details() == "another trainer has taken over"
 
     await attacked(tmp_path, caplog, attack)
 
@@ -342,47 +321,37 @@ async def test_a_failure_that_no_registered_trainer_reports_ends_nothing(tmp_pat
     await attacked(tmp_path, caplog, attack)
 
 
-@pytest.mark.parametrize(
-    ("spec", "line"),
-    [
-        ({"num_workers": 2**32 - 1}, "SubmitEnvironmentRequest.spec.num_workers must be between 0"),
-        ({"num_workers": 0}, "num_workers must be between 1 and 256, got 0"),
-        ({"weight": 5e-324}, "weight must be between 1e-06 and 1e+06, got 5e-324"),
-        ({"name": ".."}, "a name has 1 to 100 letters, digits and ._:-, a letter or digit first"),
-        ({"args_json": "[" * 60_000}, "args must be a JSON object: "),
-        (
-            {"chat_template_kwargs_json": "[" * 60_000},
-            "chat_template_kwargs must be a JSON object: ",
-        ),
-        (
-            {"chat_template_kwargs_json": '{"chat_template": "{{ 1 }}"}'},
-            "chat_template_kwargs must not set 'chat_template', which servers set",
-        ),
-        (
-            {"args_json": "a" * (40 << 20)},
-            "SubmitEnvironmentRequest must have at most 131072 bytes",
-        ),
-    ],
-)
-async def test_an_environment_that_cannot_be_is_refused_in_one_line(tmp_path, caplog, spec, line):
+IMPOSSIBLE_ENVIRONMENTS = [
+    ({"num_workers": 2**32 - 1}, "SubmitEnvironmentRequest.spec.num_workers must be between 0"),
+    ({"num_workers": 0}, "num_workers must be between 1 and 256, got 0"),
+    ({"weight": 5e-324}, "weight must be between 1e-06 and 1e+06, got 5e-324"),
+    ({"name": ".."}, "a name has 1 to 100 letters, digits and ._:-, a letter or digit first"),
+    ({"args_json": "[" * 60_000}, "args must be a JSON object: "),
+    ({"chat_template_kwargs_json": "[" * 60_000}, "chat_template_kwargs must be a JSON object: "),
+    (
+        {"chat_template_kwargs_json": '{"chat_template": "{{ 1 }}"}'},
+        "chat_template_kwargs must not set 'chat_template', which servers set",
+    ),
+    ({"args_json": "a" * (40 << 20)}, "SubmitEnvironmentRequest must have at most 131072 bytes"),
+]
+
+
+async def test_an_environment_that_cannot_be_is_refused_in_one_line(tmp_path, caplog):
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    facts = {"name": "new", "reference": "m:E", "weight": 1.0, "timeout_s": 1.0}
+    facts |= {"num_workers": 1, "purpose": purpose}
+
     async def attack(channel, server):
-        facts = {
-            "name": "new",
-            "reference": "m:E",
-            "weight": 1.0,
-            "timeout_s": 1.0,
-            "num_workers": 1,
-            "purpose": trajectory_pb2.EPISODE_PURPOSE_TRAINING,
-        }
-        request = environment_pb2.SubmitEnvironmentRequest(
-            spec=environment_pb2.EnvironmentSpec(**(facts | spec))
-        )
         environments = environment_pb2_grpc.EnvironmentServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await environments.SubmitEnvironment(request, timeout=20)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details().startswith(line)
-        assert "\n" not in caught.value.details()
+        for spec, line in IMPOSSIBLE_ENVIRONMENTS:
+            request = environment_pb2.SubmitEnvironmentRequest(
+                spec=environment_pb2.EnvironmentSpec(**(facts | spec))
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await environments.SubmitEnvironment(request, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith(line)
+            assert "\n" not in caught.value.details()
 
     await attacked(tmp_path, caplog, attack)
 

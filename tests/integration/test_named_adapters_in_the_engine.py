@@ -8,25 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
-from slipstream.core.errors import WeightSyncError  # noqa: E402
-from slipstream.rollout_server.engine_interface import GenerationFailed, TextOptions  # noqa: E402
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
-from support.fakes.tiny_models import make_model_folder  # noqa: E402
-from support.rigs.adapter_engine import (  # noqa: E402
-    RANK,
-    SAMPLING,
-    SEQUENCE,
-    Rig,
-    Weights,
-    adapters_for,
-)
-from support.rigs.started_engine import become_a_server, started_engine  # noqa: E402
+from safetensors.torch import load_file
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import WeightSyncError
+from slipstream.rollout_server.engine_interface import GenerationFailed, TextOptions
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, Weights, adapters_for
+from support.rigs.started_engine import become_a_server, started_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAMES = ("code", "math", "prose")

@@ -19,16 +19,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-
-pytest.importorskip("vllm")
-
-from slipstream.client.episode_host import EpisodeHost  # noqa: E402
-from slipstream.environments.command import Command  # noqa: E402
-from slipstream.rollout_server.agents.limits import HttpCall  # noqa: E402
-from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
-from slipstream.v1 import environment_pb2 as pb  # noqa: E402
-from support.fakes.agent_rig import AgentRig, agent_rig  # noqa: E402
-from support.fakes.scripted_server import Episode, Handler  # noqa: E402
+from slipstream.client.episode_host import EpisodeHost
+from slipstream.environments.command import Command
+from slipstream.rollout_server.agents.limits import HttpCall
+from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.v1 import environment_pb2 as pb
+from support.fakes.agent_rig import AgentRig, agent_rig
+from support.fakes.scripted_server import Episode, Handler
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("nothing_survives")]
 

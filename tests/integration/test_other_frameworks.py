@@ -31,7 +31,6 @@ import pytest
 from slipstream.client.environment import Message, StepResult
 from slipstream.client.launch.preflight import free_port
 from slipstream.environments.frameworks.openenv import OpenEnv
-from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
@@ -40,6 +39,7 @@ from support.rigs.run_processes import (
     check_ledger,
     command,
     summary_of,
+    trained_trajectories,
     write_config,
 )
 from support.rigs.waiting import until
@@ -49,8 +49,6 @@ pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_surviv
 FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
 # An image that answers as the environment of `openenv init` does; its tests need Docker.
 IMAGE = os.environ.get("SLIPSTREAM_OPENENV_IMAGE", "")
-# The environments of OpenEnv's own repository.
-GAMES = FOLDER / "OpenEnv" / "envs"
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.environments.frameworks.verifiers:Verifiers"
@@ -324,12 +322,7 @@ async def trained(folder: Path, entries: list[dict], **changes: object) -> Path:
 
 def were_trained(run: Path) -> set[str]:
     """The environments whose trajectories were trained."""
-    batches = [record for record in read_records(run / "journal") if record["kind"] == "batch"]
-    return {
-        trajectory.environment
-        for record in batches
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    }
+    return {trajectory.environment for trajectory in trained_trajectories(run)}
 
 
 @pytest.mark.slow
@@ -419,45 +412,3 @@ async def test_environments_of_openenv_train_twenty_steps(tmp_path: Path) -> Non
             }
         )
     assert were_trained(await trained(tmp_path, entries)) == set(rules)
-
-
-MOVES = """
-def walk(reply):
-    return {"action": ["UP", "DOWN", "LEFT", "RIGHT"][len(reply) % 4]}
-
-def drop(reply):
-    return {"column": len(reply) % 7}
-
-def turn(reply):
-    return {"action": len(reply) % 4}
-"""
-
-
-@pytest.mark.slow
-@needs("openenv")
-@pytest.mark.skipif(not GAMES.exists(), reason=f"{GAMES} is not there: clone OpenEnv beside it")
-async def test_environments_of_openenvs_own_repository_train_twenty_steps(tmp_path: Path) -> None:
-    # A model that has learnt nothing moves nevertheless.
-    (tmp_path / "moves.py").write_text(MOVES)
-    actions = {
-        "grid_world_env": "moves:walk",
-        "connect4_env": "moves:drop",
-        "maze_env": "moves:turn",
-    }
-    uvicorn = [str(python_of("openenv")), "-m", "uvicorn", "--port", "{port}"]
-    entries = [
-        {
-            "name": name,
-            "reference": OPENENV,
-            "args": {
-                "command": [*uvicorn, "--app-dir", str(GAMES), f"{name}.server.app:app"],
-                "action": action,
-                "tasks": 10,
-                # These servers hold one session at a time, as they are shipped.
-                "full_timeout_s": 200,
-            },
-            "timeout_s": 240.0,
-        }
-        for name, action in actions.items()
-    ]
-    assert were_trained(await trained(tmp_path, entries)) == set(actions)

@@ -1,6 +1,5 @@
 """Groups of which some members never finish are trained with the others, after a crash too."""
 
-import asyncio
 import json
 import random
 import shutil
@@ -8,13 +7,12 @@ from collections import Counter
 
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Status
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.learner.trainer.replay import recorded_steps
 from support.fakes.fake_server import FakeServer, coin, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
-from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.controller_runs import make_config, play
 from support.rigs.waiting import until
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
@@ -101,16 +99,6 @@ async def test_groups_are_trained_with_the_members_that_finished(tmp_path, caplo
     )
 
 
-async def test_a_share_of_one_trains_whole_groups_alone(tmp_path):
-    config = make_config(tmp_path, controller__min_group_share=1.0)
-    address = config.controller.address
-    server = FakeServer(address, judge=a_fifth_fails)
-    summary = await play(config, server)
-    assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
-    assert {len(members) for members in trained(config).values()} == {MEMBERS}
-    assert records_of(config, "gave_up") == []
-
-
 async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
     config = make_config(tmp_path / "whole")
     address, copies = config.controller.address, []
@@ -186,44 +174,3 @@ async def test_a_member_without_progress_is_given_up_and_stopped(tmp_path):
     assert (record["group"], record["members"]) == ("g000001", [2])
     assert summary["ledger"]["cancelled"] >= TOKENS
     assert server.unfinished == {("g000001", 2)}
-
-
-async def test_failed_episodes_of_an_evaluation_leave_the_others_measured(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=2),
-        {"name": "held", "num_episodes": 10, "pass_at": [1]},
-    )
-    address = config.controller.address
-    server = FakeServer(address, judge=a_fifth_fails)
-    summary = await play(config, server)
-    rows, failed = evaluation_rows(config), Counter()
-    for record in records_of(config, "evaluation_lease"):
-        failed[record["version"]] += fails(record["group"], 0)
-    assert {row["evaluation_step"]: row["held/num_failed"] for row in rows} == dict(failed)
-    assert failed.total() > 0
-    assert all(row["held/num_episodes"] + row["held/num_failed"] == 10 for row in rows)
-    assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
-
-
-class SlowSuccess(FakeServer):
-    """What fails comes back at once, all else later."""
-
-    async def _deliver(self, lease, member, attempt, version, status, *rest, **fields) -> None:
-        if status is Status.COMPLETED:
-            await asyncio.sleep(0.3)
-        await super()._deliver(lease, member, attempt, version, status, *rest, **fields)
-
-
-async def test_an_environment_is_not_suspended_while_some_of_its_tasks_succeed(tmp_path):
-    config = make_config(tmp_path, run__steps=3, controller__max_failed_groups=4)
-
-    def three_of_four_fail(lease, member, attempt):
-        if int(lease.group_id[1:]) % 4 < 3:
-            return environment_failure(lease, member, attempt)
-        return coin(lease, member, attempt)
-
-    server = SlowSuccess(config.controller.address, judge=three_of_four_fail)
-    summary = await play(config, server, trainer=FakeTrainer(server.address))
-    assert (summary["state"], summary["suspended_environments"]) == ("finished", {})
-    assert summary["ledger"]["difference"] == 0
-    assert all(int(group[1:]) % 4 == 3 for group in trained(config))

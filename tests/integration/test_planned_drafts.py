@@ -8,12 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from slipstream.core.settings.sections import RolloutServerSection
+from slipstream.rollout_server.inference.draft_table import DraftRule
+from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
+from slipstream.rollout_server.vllm.drafting_scheduler import draft_lengths, draft_values
+from slipstream.rollout_server.vllm.drafting_worker import DraftingWorker, SharedText
+from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from support.fakes.small_configs import small_config
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.tiny_models import SMALLEST, make_model_folder  # noqa: E402
+from support.fakes.tiny_models import SMALLEST, make_model_folder
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
 DRAFT = 3
@@ -24,8 +36,6 @@ LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
-    from slipstream.rollout_server.vllm.engine_arguments import engine_config
-
     config = small_config(
         model={
             "path": str(make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)),
@@ -57,8 +67,6 @@ class Workers:
     drafted: list[int] = field(default_factory=list)
 
     def run(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
-        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-
         for new in plan.scheduled_new_reqs:
             self.computed[new.req_id] = new.num_computed_tokens
         names, sampled, values, starts = list(plan.num_scheduled_tokens), [], [], [0]
@@ -94,11 +102,6 @@ class Engine:
     """vLLM's loop around the scheduler, with two steps under way."""
 
     def __init__(self, settings: Any, num_blocks: int, **rule: int) -> None:  # noqa: ANN401
-        from slipstream.rollout_server.inference.draft_table import DraftRule
-        from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
@@ -122,18 +125,9 @@ class Engine:
         self._queue: deque[tuple[Any, Any]] = deque()
 
     def add(self, name: str, limit: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
         init_none_hash(sha256)
         sampling = SamplingParams(
-            max_tokens=limit,
-            ignore_eos=True,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            max_tokens=limit, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
         )
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.tokens[name], self.logprobs[name] = [], []
@@ -218,16 +212,11 @@ def test_steps_draft_nothing_while_drafts_rest(settings) -> None:
 
 
 def test_a_step_with_many_replies_gets_shorter_drafts() -> None:
-    from slipstream.rollout_server.vllm.drafting_scheduler import draft_lengths
-
     lengths = draft_lengths(7, 256)
     assert [lengths[size] for size in (1, 64, 65, 128, 129, 256)] == [7, 7, 6, 3, 2, 1]
 
 
 def test_graphs_are_captured_for_steps_with_drafts_and_without(settings) -> None:
-    from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
-    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
     for places, expected in ((1, {4}), (2, {0, 4}), (102, {0, 4}), (128, {0, 3, 4})):
         section = parse_section(places)
         drafts = draft_values(section, on_cpu=False)["speculative_config"]
@@ -238,15 +227,11 @@ def test_graphs_are_captured_for_steps_with_drafts_and_without(settings) -> None
 
 
 def parse_section(places: int) -> Any:  # noqa: ANN401 - a section
-    from slipstream.core.settings.sections import RolloutServerSection
-
     return RolloutServerSection(max_episodes=places, drafts="shared")
 
 
 def test_workers_draft_what_prompts_and_other_replies_say() -> None:
     """On the CPU, with vLLM's tables of requests as plain tensors."""
-    from slipstream.rollout_server.vllm.drafting_worker import SharedText
-
     text = random.Random(1).sample(range(1000, 9000), 40)
     tokens = torch.zeros(3, 64, dtype=torch.int32)
     ends = torch.zeros(3, dtype=torch.int32)
@@ -295,8 +280,6 @@ def test_workers_draft_what_prompts_and_other_replies_say() -> None:
 
 
 def test_a_worker_with_vllms_older_runner_is_refused() -> None:
-    from slipstream.rollout_server.vllm.drafting_worker import DraftingWorker
-
     worker = object.__new__(DraftingWorker)
     worker.use_v2_model_runner = False
     with pytest.raises(RuntimeError, match='older runner.*rollout_server.drafts = "off"'):

@@ -24,8 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
-        not PYTHON.exists(),
-        reason="SLIPSTREAM_RAY must name a virtual environment with ray",
+        not PYTHON.exists(), reason="SLIPSTREAM_RAY must name a virtual environment with ray"
     ),
 ]
 

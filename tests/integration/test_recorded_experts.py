@@ -8,18 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.configuration.config_file import parse_config  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import Generation, Sampling  # noqa: E402
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
-from support.fakes.parity_models import NUM_EXPERTS, make_mixture  # noqa: E402
-from support.rigs.running_replies import until_generated  # noqa: E402
-from support.rigs.started_engine import started_engine  # noqa: E402
+import torch
+from safetensors.torch import load_file
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import Generation, Sampling
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.parity_models import NUM_EXPERTS, make_mixture
+from support.rigs.running_replies import until_generated
+from support.rigs.started_engine import started_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

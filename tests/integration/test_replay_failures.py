@@ -5,10 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.rigs.run_processes import write_config
-
-pytest.importorskip("megatron.core")
 
 
 def test_a_step_that_fails_is_no_digest_that_differs(tmp_path: Path, tiny_model: Path) -> None:

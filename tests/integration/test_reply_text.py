@@ -4,15 +4,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from slipstream.rollout_server.engine_interface import TextOptions, TextPart  # noqa: E402
-from slipstream.rollout_server.inference.reply_text import ReplyText  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer  # noqa: E402
+from slipstream.rollout_server.engine_interface import TextOptions, TextPart
+from slipstream.rollout_server.inference.reply_text import ReplyText
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from vllm import SamplingParams
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 SPECIAL = ["<s>", "</s>", "<tool>"]
 TEXT = ["the wörld is größer than 3 apples 🍎🍏, 日本語 too", "a b c the the", "<x> { } \n\n tab\t"]

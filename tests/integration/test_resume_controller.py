@@ -200,9 +200,7 @@ async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
         return 1.0 if number % 5 == 0 else random.Random(f"{number}/{member}").random()
 
     config = make_config(
-        tmp_path / "whole",
-        algorithm__filter="unequal_rewards",
-        controller__max_attempts=3,
+        tmp_path / "whole", algorithm__filter="unequal_rewards", controller__max_attempts=3
     )
     config = with_evaluations(config, {"name": "held", "num_episodes": 6, "every_steps": 4})
     _, crashes = await crash(config, tmp_path, seed=5, judge=judge)

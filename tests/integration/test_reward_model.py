@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.environments.judge import RewardModel  # noqa: E402
-from support.rigs.teacher_server import NAME, teacher_server  # noqa: E402
+import torch
+from slipstream.environments.judge import RewardModel
+from support.rigs.teacher_server import NAME, teacher_server
 
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
 

@@ -7,13 +7,10 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.core.errors import ConfigError, WeightSyncError  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import (  # noqa: E402
+import torch
+from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
     GenerationFailed,
@@ -21,10 +18,14 @@ from slipstream.rollout_server.engine_interface import (  # noqa: E402
     Sampling,
     TextOptions,
 )
-from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS  # noqa: E402
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
-from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig  # noqa: E402
-from support.rigs.running_replies import until_generated  # noqa: E402
+from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, check_outputs
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
+from support.rigs.running_replies import until_generated
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,19 +57,6 @@ async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
     assert len(gaps) > 100
     assert gaps.mean() <= 1e-4
     assert gaps.max() <= 1e-2
-
-
-async def test_a_reply_ends_with_the_first_stop_token(rig) -> None:
-    await rig.publish(rig.old, 0)
-    greedy = dataclasses.replace(ENDLESS, temperature=0.0)
-    endless = await rig.generate("endless", sampling=greedy, num_tokens=60)
-    tokens = endless.token_ids.tolist()
-    assert (len(tokens), endless.finish_reason) == (60, FinishReason.LENGTH)
-    for stop in dict.fromkeys(tokens):
-        stopping = dataclasses.replace(greedy, stop_token_ids=(stop,))
-        reply = await rig.generate(f"stop-{stop}", sampling=stopping, num_tokens=60)
-        assert reply.token_ids.tolist() == tokens[: tokens.index(stop) + 1]
-        assert reply.finish_reason is FinishReason.STOP
 
 
 async def test_no_token_behind_a_stop_token_is_handed_out(rig) -> None:
@@ -103,14 +91,6 @@ async def test_a_reply_ends_with_the_token_that_completes_a_text(rig) -> None:
         assert reply.finish_reason is FinishReason.STOP
 
 
-async def test_each_step_of_a_lone_reply_is_counted_though_tokens_come_in_chunks(rig) -> None:
-    await rig.publish(rig.old, 0)
-    before = rig.engine.use().steps
-    reply = await rig.generate("alone", num_tokens=60, sampling=ENDLESS)
-    assert len(reply.token_ids) == 60
-    assert rig.engine.use().steps - before == 60
-
-
 async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.use()
@@ -143,10 +123,6 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
 
 async def sample_as(rig, kind: str, parameters: dict[str, object]):
     """24 requests of the same seeds, all known to the engine before its first step."""
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-
     await rig.engine.pause()
     waiting = []
     for number in range(24):
@@ -194,21 +170,6 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
         assert mine.num_cached_tokens == other.num_cached_tokens
 
 
-async def test_tokens_leave_the_engine_in_chunks(rig) -> None:
-    from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS
-
-    await rig.publish(rig.old, 0)
-    start = rig.engine.use().generated_tokens
-    reply = asyncio.create_task(rig.generate("chunked", num_tokens=100, sampling=ENDLESS))
-    counts = {0}
-    while not reply.done():
-        counts.add(rig.engine.use().generated_tokens - start)
-        await asyncio.sleep(0)
-    assert len((await reply).token_ids) == 100
-    # The first chunk may be a short one.
-    assert len(counts) <= 2 + -(-100 // CHUNK_TOKENS)
-
-
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.publish(rig.old, 0)
     start = rig.engine.use().generated_tokens
@@ -231,24 +192,12 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
 
 
 async def test_outputs_of_another_vllm_are_refused() -> None:
-    from slipstream.rollout_server.vllm.chunking_scheduler import check_outputs
-    from vllm.v1.engine import EngineCoreOutput
-
     known = set(EngineCoreOutput.__struct_fields__)
     check_outputs(known)
     with pytest.raises(ConfigError, match=r"differ from 0\.32\.0's in: new_thing"):
         check_outputs(known | {"new_thing"})
     with pytest.raises(ConfigError, match="in: stop_reason"):
         check_outputs(known - {"stop_reason"})
-
-
-async def test_logprobs_are_taken_after_temperature(rig) -> None:
-    await rig.publish(rig.old, 0)
-    hot = Sampling(2.0, 1.0, 0, 200, 1, 250)
-    reply = await rig.generate("hot", sampling=hot)
-    tokens = PROMPT + reply.token_ids.tolist()
-    expected = rig.reference.logprobs(rig.old, tokens, temperature=2.0)[len(PROMPT) - 1 :]
-    assert np.abs(expected - reply.logprobs).mean() <= 1e-4
 
 
 async def test_temperature_zero_is_greedy(rig) -> None:
@@ -314,26 +263,6 @@ async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(rig, give_b
     for reply in await asyncio.gather(*replies, late):
         assert {span.version for span in reply.version_spans} == {PolicyVersion(0, 3)}
         assert rig.gap(rig.old, PROMPT, reply).mean() <= 1e-4
-
-
-async def test_weights_that_come_while_an_engine_rests_are_stamped_where_they_begin(rig) -> None:
-    await rig.publish(rig.old, 3)
-    start = rig.engine.use().generated_tokens
-    replies = [
-        asyncio.create_task(rig.generate(f"crossing{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(8)
-    ]
-    await until_generated(rig.engine, start + 50, replies)
-    await rig.engine.rest(give_back=True)
-    await rig.publish(rig.new, 4)
-    crossed = 0
-    for reply in await asyncio.gather(*replies):
-        cut = reply.version_spans[0].length
-        assert rig.gap(rig.old, PROMPT, reply)[:cut].mean() <= 1e-4
-        if len(reply.version_spans) == 2:
-            crossed += 1
-            assert rig.gap(rig.new, PROMPT, reply)[cut:].mean() <= 1e-4
-    assert crossed >= 3
 
 
 async def test_no_cached_prefix_crosses_a_version(rig) -> None:

@@ -13,18 +13,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.configuration.config_file import dump_config, parse_config  # noqa: E402
-from slipstream.core.types import PolicyVersion, Status  # noqa: E402
-from slipstream.protocol.codec import pack_tokens, unpack_logprobs, version_to_pb  # noqa: E402
-from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2  # noqa: E402
-from support.fakes.fake_fleet import LIMIT_S, SAMPLING, Connection, FakeFleet  # noqa: E402
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
-from support.fakes.tiny_models import make_model_folder  # noqa: E402
+from safetensors.torch import load_file
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.types import PolicyVersion, Status
+from slipstream.protocol.codec import pack_tokens, unpack_logprobs, version_to_pb
+from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2
+from support.fakes.fake_fleet import LIMIT_S, SAMPLING, Connection, FakeFleet
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.tiny_models import make_model_folder
 
 START_LIMIT_S = 150.0
 

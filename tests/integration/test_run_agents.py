@@ -6,33 +6,25 @@ import zlib
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("vllm")
-pytest.importorskip("openai")
-
-from slipstream.client.status import EnvironmentStatus, RunStatus  # noqa: E402
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.fakes import letter_agents  # noqa: E402
-from support.rigs.adapter_runs import LORA  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+import torch
+import transformers
+from support.fakes import letter_agents
+from support.rigs.adapter_runs import LORA
+from support.rigs.run_processes import (
     check_ledger,
     command,
     connection,
-    run_command,
+    succeed,
     summary_of,
-    until_status,
+    trained_trajectories,
     until_step,
     write_config,
 )
-from support.rigs.smallest_run import SMALLEST  # noqa: E402
+from support.rigs.smallest_run import SMALLEST
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
 
 RUN_LIMIT_S = 500.0
-# A busy machine takes seconds to import an SDK, which the check before the run waits for.
-TIMEOUT_S = 15.0
 SIZES = {
     "evaluations": [],
     "algorithm__group_size": 4,
@@ -51,32 +43,11 @@ with urllib.request.urlopen(urllib.request.Request(url, body.encode(), key)) as 
 open("reply.txt", "w").write(reply)
 """
 SCORE = "import sys; print(open('reply.txt').read().split()[:1] == [sys.argv[1]] and 1 or 0)"
-# Class -> what the cause of its failures says.
-BROKEN = {
-    "Raising": "KeyError",
-    "Hanging": "neither called the model nor returned a result within 15 s",
-    "HangingPlainly": "neither called the model nor returned a result within 15 s",
-    "Blocking": "within 15 s",
-    "Exiting": "worker exited with code 3",
-}
 
 
 def agents_folder(folder: Path) -> Path:
     shutil.copy(letter_agents.__file__, folder / "user_agents.py")
     return folder
-
-
-def trajectories(run: Path) -> list:
-    return [
-        trajectory
-        for record in read_records(run / "journal")
-        if record["kind"] == "batch"
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    ]
-
-
-def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
-    return {entry.name: entry for entry in status.environments}
 
 
 async def test_agents_of_every_kind_train_the_model_with_every_default(
@@ -102,7 +73,7 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
         agents_folder(tmp_path),
         tiny_model,
         base=SMALLEST,
-        run__steps=8,
+        run__steps=6,
         environments=entries,
         algorithm={"group_size": 4, "groups_per_step": 6, "learning_rate": 1e-4},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64},
@@ -114,10 +85,10 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
             await client.serve(served, name="served", weight=4.0, timeout_s=60.0)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")
-    assert summary["steps"] == 8
+    assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
     check_ledger(summary)
-    found = trajectories(tmp_path / "run")
+    found = trained_trajectories(tmp_path / "run")
     assert {t.environment for t in found} == {"smallest", "plainly", "program", "served"}
     # The second call of an episode continues the tokens of the first one.
     twice = [t for t in found if t.metrics.get("attempts") == 2.0]
@@ -147,59 +118,15 @@ def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
     entry = {"name": "asks", "reference": "user_agents:AsksTheStart", "timeout_s": 60.0}
     learning = {"lora": LORA, "algorithm__learning_rate": 2e-2, "weights__verify_every": 2}
     write_config(
-        agents_folder(tmp_path),
-        tiny_model,
-        run__steps=8,
-        environments=[entry],
-        **SIZES,
-        **learning,
+        agents_folder(tmp_path), tiny_model, run__steps=8, environments=[entry], **SIZES, **learning
     )
-    run = run_command("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
-    assert run.returncode == 0, run.stdout + run.stderr
+    succeed("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)
-    found = trajectories(tmp_path / "run")
+    found = trained_trajectories(tmp_path / "run")
     # Many versions sampled the replies; beside all of them the judge said what version 0 says.
     assert len({span.version.step for t in found for span in t.version_spans}) > 3
     assert {t.metrics["said"] for t in found} == {float(zlib.crc32(likeliest(tiny_model)))}
     assert all(len(t.branches) <= 1 for t in found)
     judged = sum(int(t.metrics["judge_tokens"]) for t in found)
     assert summary["ledger"]["judged"] >= judged > 0
-
-
-@pytest.mark.slow
-async def test_broken_agents_are_suspended_and_the_rest_trains_to_the_end(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    names = ("Smallest", "Forgetting", *BROKEN)
-    entries = [
-        {"name": name.lower(), "reference": f"user_agents:{name}", "timeout_s": TIMEOUT_S}
-        for name in names
-    ]
-    config = write_config(
-        agents_folder(tmp_path),
-        tiny_model,
-        run__steps=40,
-        environments=entries,
-        controller__max_failed_groups=2,
-        controller__max_attempts=2,
-        sampling__max_branches=16,
-        **SIZES,
-    )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
-
-            def all_suspended(status: RunStatus) -> bool:
-                entries = by_name(status)
-                return all(entries[name.lower()].state == "suspended" for name in BROKEN)
-
-            status = await until_status(client, all_suspended, limit_s=RUN_LIMIT_S)
-            for name, cause in BROKEN.items():
-                assert cause in by_name(status)[name.lower()].cause
-            assert by_name(status)["smallest"].state == "ready"
-            assert by_name(status)["forgetting"].state == "ready"
-            await client.stop("all is seen")
-        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    check_ledger(summary_of(tmp_path / "run"))
-    trained = {t.environment for t in trajectories(tmp_path / "run")}
-    assert trained <= {"smallest", "forgetting"}

@@ -51,12 +51,7 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
                     seen.add((status.state, status.waiting_for))
                     await asyncio.sleep(0.02)
 
-    summary = await play(
-        config,
-        trainer=trainer,
-        during=look,
-        goodbye_limit_s=GRACE_S,
-    )
+    summary = await play(config, trainer=trainer, during=look, goodbye_limit_s=GRACE_S)
     assert (summary["code"], summary["state"]) == (0, "finished")
     assert exporting in seen
 
@@ -65,12 +60,7 @@ async def test_a_run_without_its_model_has_failed(tmp_path):
     config = make_config(tmp_path, **SETTINGS)
     trainer = ExportingTrainer(config.controller.address)
     trainer.export_s = 600.0
-    summary = await play(
-        config,
-        trainer=trainer,
-        wait_for_trainer=False,
-        goodbye_limit_s=GRACE_S,
-    )
+    summary = await play(config, trainer=trainer, wait_for_trainer=False, goodbye_limit_s=GRACE_S)
     assert (summary["code"], summary["state"], summary["steps"]) == (1, "failed", 2)
     assert summary["cause"].startswith("nothing was heard of the trainer for 3 s while it was to ")
 
@@ -93,12 +83,7 @@ async def test_a_trainer_that_fails_while_it_exports_is_not_waited_for(tmp_path)
         await until(lambda: trainer.stop_reason)
         controller._progress.fail("the disk is full")
 
-    summary = await play(
-        config,
-        trainer=trainer,
-        during=fail,
-        wait_for_trainer=False,
-    )
+    summary = await play(config, trainer=trainer, during=fail, wait_for_trainer=False)
     assert (summary["code"], summary["cause"]) == (1, "the disk is full")
 
 
@@ -133,10 +118,7 @@ async def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path):
                 if event.final_state:
                     states.append(event.final_state)
 
-    summary = await play(
-        config,
-        during=stop,
-    )
+    summary = await play(config, during=stop)
     assert states == ["stopped"]
     assert (summary["code"], summary["state"], summary["cause"]) == (0, "stopped", "enough")
     assert 2 <= summary["steps"] < 100_000
@@ -163,11 +145,7 @@ async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trai
     config = make_config(tmp_path, run__steps=2, controller__stall_timeout_s=2.0)
     trainer = SlowTrainer(config.controller.address)
     trainer.slow_step_s, trainer.sign_s = (4.0, 0.2) if works else (600.0, None)
-    summary = await play(
-        config,
-        trainer=trainer,
-        wait_for_trainer=works,
-    )
+    summary = await play(config, trainer=trainer, wait_for_trainer=works)
     if works:
         assert (summary["code"], summary["steps"]) == (0, 2)
     else:

@@ -3,11 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.smallest_run import plain_engine, run_smallest  # noqa: E402
+from support.rigs.smallest_run import plain_engine, run_smallest
 
 __all__ = ["plain_engine"]
 pytestmark = [

@@ -3,15 +3,11 @@
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.tiny_models import make_model_folder  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
-    run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -45,7 +41,7 @@ CASES = {
             "dataset": [
                 {"name": "coin_flip", "weight": 1.0},
                 {"name": "letter_counting", "weight": 2.0, "config": {"max_words": 8}},
-            ],
+            ]
         },
     ),
     "frozen-lake": ("gymnasium", GYMNASIUM, gym("FrozenLake-v1", 4, render_mode="ansi")),
@@ -88,8 +84,7 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         learner__micro_batch_tokens=4096,
         rollout_server__max_episodes=32,
     )
-    done = run_command("run", config, cwd=tmp_path, limit_s=1200.0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeed("run", config, cwd=tmp_path, limit_s=1200.0)
     summary = summary_of(tmp_path / "run")
     assert summary["steps"] == STEPS
     assert summary["ledger"]["failed"] == 0

@@ -1,16 +1,10 @@
-"""Small runs that go on: without a controller for a while, and with episodes that fail."""
+"""A small run goes on without a controller for a while, beside its engines and its trainer."""
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from support.rigs.run_processes import (
     CONTROLLER,
     ROLLOUT_SERVER,
     TRAINER,
@@ -21,7 +15,7 @@ from support.rigs.run_processes import (  # noqa: E402
     is_alive,
     kill,
     rows_of,
-    run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -29,7 +23,7 @@ from support.rigs.run_processes import (  # noqa: E402
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nothing_survives")]
 
 LIMIT_S = 600.0
-STEPS, MEMBERS, GROUPS = 6, 4, 4
+STEPS, MEMBERS, GROUPS = 4, 4, 4
 SIZES = {
     "evaluations": [],
     "algorithm__group_size": MEMBERS,
@@ -61,69 +55,18 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
         copy_environments(tmp_path), tiny_model, run__steps=STEPS, environments=[slow], **SIZES
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        for step in (1, 3):
-            await until_row(tmp_path, run, step)
-            (controller,) = run.find(CONTROLLER)
-            others = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
-            kill(controller)
-            await until_row(tmp_path, run, step + 2)
-            assert [is_alive(process) for process in others] == [True] * len(others)
+        await until_row(tmp_path, run, 1)
+        (controller,) = run.find(CONTROLLER)
+        others = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
+        kill(controller)
+        await until_row(tmp_path, run, 3)
+        assert [is_alive(process) for process in others] == [True] * len(others)
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     assert run.err == ""
-    starts = [f"start {n}" for n in (2, 3)]
-    told = [line for line in run.out.splitlines() if "! " in line]
-    assert [line.partition("; ")[2] for line in told] == starts, run.out
-    assert all("! controller was killed by SIGKILL" in line for line in told)
+    (told,) = (line for line in run.out.splitlines() if "! " in line)
+    assert "! controller was killed by SIGKILL" in told
+    assert told.endswith("; start 2")
     summary = summary_of(tmp_path / "run")
     assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
     check_ledger(summary)
-    replay = run_command("replay", tmp_path / "run")
-    assert replay.returncode == 0, replay.stdout + replay.stderr
-
-
-@pytest.mark.slow
-async def test_a_fifth_of_the_episodes_fails_in_every_way_and_the_run_reaches_its_last_step(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    names = {"unlucky": 1.0, "repeat": 30.0}
-    entries = [
-        {
-            "name": name,
-            "reference": f"user_environments:{name.title()}",
-            "timeout_s": limit_s,
-            "num_workers": 2,
-        }
-        for name, limit_s in names.items()
-    ]
-    write_config(
-        copy_environments(tmp_path),
-        tiny_model,
-        run__steps=STEPS,
-        environments=entries,
-        controller__max_attempts=1,
-        **SIZES,
-    )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        assert await run.wait(LIMIT_S) == 0, run.out + run.err
-    summary, journal = summary_of(tmp_path / "run"), tmp_path / "run" / "journal"
-    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
-    assert summary["suspended_environments"] == {}
-    check_ledger(summary)
-    records, sizes = list(read_records(journal)), Counter()
-    for record in records:
-        if record["kind"] == "batch":
-            batch = read_batch(journal, record["step"], record["crc32"])
-            sizes.update((t.environment, t.group_id) for t in batch.trajectories)
-    groups = Counter(name for name, _ in sizes)
-    assert groups["unlucky"] + groups["repeat"] == STEPS * GROUPS
-    assert min(groups.values()) >= STEPS
-    assert set(sizes.values()) <= {2, 3, 4}
-    partial = sum(size < MEMBERS for size in sizes.values())
-    assert partial >= 2
-    assert sum(row["missing_members"] for row in rows_of(journal.parent)) >= partial
-    causes = [r["cause"] for r in records if r["kind"] in ("gave_up", "set_aside")]
-    # A group that gives up names one of its failures, so not every way need be among the causes.
-    ways = ("KeyError", "got nan", "got inf", "exited with code 3", "within 1 s")
-    assert sum(any(way in cause for cause in causes) for way in ways) >= 3, causes
-    replay = run_command("replay", tmp_path / "run")
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    succeed("replay", tmp_path / "run")

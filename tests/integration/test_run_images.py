@@ -5,14 +5,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from slipstream.core.models.vision.placed import image_tokens  # noqa: E402
-from support.rigs.run_processes import check_ledger, rows_of, run_command, summary_of  # noqa: E402
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from slipstream.client.launch.preflight import free_port
+from slipstream.core.models.vision.placed import image_tokens
+from support.rigs.run_processes import check_ledger, rows_of, succeed, summary_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,8 +32,7 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     table["algorithm"]["router_replay"] = "rollout" if replays else "off"
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
-    result = run_command("run", tmp_path / "config.toml", limit_s=900)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeed("run", tmp_path / "config.toml", limit_s=900)
     summary = summary_of(tmp_path / "run")
     check_ledger(summary)
     # One colour alone, whatever the image shows, has a reward of 0.25.
@@ -53,7 +48,6 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     else:
         assert summary["logprob_gap_mean"] <= (0.02 if is_rounded else 1e-4)
     assert summary["probe_gap_max"] <= (0.1 if is_rounded else 1e-3)
-    replay = run_command("replay", tmp_path / "run", limit_s=500)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    succeed("replay", tmp_path / "run", limit_s=500)
     (exported,) = (path.parent for path in (tmp_path / "run").rglob("model.safetensors"))
     assert image_tokens(exported, max_images=1) is not None

@@ -4,16 +4,13 @@ import statistics
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from support.references.documented_metrics import tables  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.client.launch.preflight import free_port
+from support.references.documented_metrics import tables
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
     run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -27,8 +24,7 @@ pytestmark = [
 
 def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:
     write_config(folder, model, **changes)
-    result = run_command("run", "config.toml", cwd=folder, limit_s=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeed("run", "config.toml", cwd=folder, limit_s=600)
     assert result.stderr == ""
     summary = summary_of(folder / "run")
     check_ledger(summary)
@@ -58,8 +54,7 @@ def test_shuffled_rewards_teach_nothing(tmp_path: Path, tiny_model: Path) -> Non
 
 def check_replay(run: Path) -> None:
     """The journal alone trains all models to the last bit again."""
-    replay = run_command("replay", run, limit_s=400)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", run, limit_s=400)
     assert len(replay.stdout.splitlines()) == len(steps_of(run))
 
 

@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.client.launch.preflight import free_port  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
-    check_ledger,
-    rows_of,
-    run_command,
-    summary_of,
-)
+import torch
+from safetensors.torch import load_file
+from slipstream.client.launch.preflight import free_port
+from support.rigs.run_processes import check_ledger, rows_of, succeed, summary_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,8 +30,7 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
     table["learner"]["offload"] = {"parameters": True, "gradients": True, "optimizer": True}
     path = tmp_path / "config.toml"
     path.write_text(tomli_w.dumps(table))
-    run = run_command("run", path, cwd=tmp_path, limit_s=400)
-    assert run.returncode == 0, run.stdout + run.stderr
+    succeed("run", path, cwd=tmp_path, limit_s=400)
     folder, final = tmp_path / "run", tmp_path / "run" / "checkpoints" / "final-adapters"
     rows = rows_of(folder)
     for name in ("name-them", "name-others"):
@@ -59,8 +50,7 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
     assert not any(torch.equal(echo[name], others[name]) for name in echo)
 
     # The checkpoint of the end, and no merged model.
-    export = run_command("export", folder, "--step", "40", cwd=tmp_path, limit_s=100)
-    assert export.returncode == 0, export.stderr
+    succeed("export", folder, "--step", "40", cwd=tmp_path, limit_s=100)
     for name in ("echo", "others"):
         exported = folder / "checkpoints" / "hf-000040-adapters" / name
         for file in ("adapter_model.safetensors", "adapter_config.json"):
@@ -70,9 +60,7 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
 
     table["run"]["steps"] = 43
     path.write_text(tomli_w.dumps(table))
-    more = run_command("run", path, cwd=tmp_path, limit_s=200)
-    assert more.returncode == 0, more.stdout + more.stderr
+    succeed("run", path, cwd=tmp_path, limit_s=200)
     assert summary_of(folder)["steps"] == 43
-    replay = run_command("replay", folder, cwd=tmp_path, limit_s=200)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", folder, cwd=tmp_path, limit_s=200)
     assert replay.stdout.count("as recorded") == 43

@@ -10,27 +10,20 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.core.configuration.config_file import load_config  # noqa: E402
-from slipstream.core.errors import ConfigError  # noqa: E402
-from slipstream.learner.controller.receipt import pack, unpack  # noqa: E402
-from slipstream.learner.controller.receipt_checks import check  # noqa: E402
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.references.documented_metrics import tables  # noqa: E402
-from support.rigs.changed_receipt import (  # noqa: E402
-    changed_receipt,
-    in_journal,
-    in_json,
-)
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import ConfigError
+from slipstream.learner.controller.receipt import pack, unpack
+from slipstream.learner.controller.receipt_checks import check
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.references.documented_metrics import tables
+from support.rigs.changed_receipt import changed_receipt, in_journal, in_json
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     plain_loop,
     rows_of,
     run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -234,7 +227,8 @@ def test_the_screen_shows_only_our_own_lines(
 
 
 def test_the_exported_model_is_the_last_version(run: Path, summary: dict) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = run / "checkpoints" / "final"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -297,8 +291,7 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     subprocess.run(["tar", "-xzf", receipt], cwd=tmp_path, check=True)
     shutil.copytree(tiny_model, tmp_path / "copy")
     arguments = ["run", "--step", STEPS - 1, "model.path=copy"]
-    replay = run_command("replay", *arguments, cwd=tmp_path, limit_s=100)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", *arguments, cwd=tmp_path, limit_s=100)
     assert replay.stderr == ""
     assert [line.split() for line in replay.stdout.splitlines()] == [
         ["version", str(version), digest, "as", "recorded"]

@@ -6,19 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.v1 import trainer_pb2  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.v1 import trainer_pb2
+from support.rigs.run_processes import (
     check_ledger,
     rows_of,
     run_command,
+    succeed,
     summary_of,
     write_config,
 )
-from support.rigs.teacher_server import NAME, teacher_server  # noqa: E402
+from support.rigs.teacher_server import NAME, teacher_server
 
 pytestmark = [pytest.mark.usefixtures("nothing_survives"), pytest.mark.slow]
 
@@ -48,8 +45,7 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
     teacher = make_teacher(tmp_path / "teacher")
     with teacher_server(teacher, tmp_path / "log", more=["--dtype", "float32"]) as url:
         write_config(tmp_path, tiny_model, **settings_with(url))
-        result = run_command("run", "config.toml", cwd=tmp_path, limit_s=500)
-        assert result.returncode == 0, result.stdout + result.stderr
+        succeed("run", "config.toml", cwd=tmp_path, limit_s=500)
     run = tmp_path / "run"
     check_ledger(summary_of(run))
     losses = [row["loss"] for row in rows_of(run) if "step" in row]
@@ -60,8 +56,7 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
     recorded = trainer_pb2.RecordedBatch.FromString(batches[0].read_bytes())
     assert {one.reference.top_k for one in recorded.trajectories} == {TOP_K}
     # The server is gone: the journal has what it said.
-    replay = run_command("replay", run, limit_s=400)
-    assert replay.returncode == 0, replay.stdout + replay.stderr
+    replay = succeed("replay", run, limit_s=400)
     assert len(replay.stdout.splitlines()) == STEPS
 
 

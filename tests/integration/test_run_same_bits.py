@@ -3,11 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.smallest_run import run_smallest  # noqa: E402
+from support.rigs.smallest_run import run_smallest
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nothing_survives")]
 BFLOAT16 = ("run.steps=4", "model.dtype=bfloat16", "weights.verify_every=1")

@@ -6,17 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.client.launch.placement import uses_gpus  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
-    check_ledger,
-    run_command,
-    summary_of,
-)
-from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest  # noqa: E402
+from slipstream.client.launch.placement import uses_gpus
+from support.rigs.run_processes import check_ledger, run_command, succeed, summary_of
+from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
@@ -34,17 +26,12 @@ ARITHMETIC = "slipstream.environments.arithmetic:Arithmetic"
     ],
 )
 def test_a_run_chooses_all_but_model_environment_and_steps(
-    start: list[str],
-    name: str,
-    tmp_path: Path,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: list[str], name: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     own = own_settings(tmp_path, tiny_model)
-    run = run_command("run", f"--model={tiny_model}", *start, *own[1:], limit_s=500)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = succeed("run", f"--model={tiny_model}", *start, *own[1:], limit_s=500)
     folder = tmp_path / f"{tiny_model.name}-{name}"
     summary = summary_of(folder)
     check_ledger(summary)

@@ -3,18 +3,14 @@
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from slipstream.v1 import trainer_pb2  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.v1 import trainer_pb2
+from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     plain_loop,
     rows_of,
-    run_command,
+    succeed,
     summary_of,
     write_config,
 )
@@ -38,8 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         queue__kind="redis",
         weights__transport="ipc",
     )
-    result = run_command("run", "config.toml", cwd=folder, limit_s=250)
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeed("run", "config.toml", cwd=folder, limit_s=250)
     assert result.stderr == ""
     return folder / "run"
 

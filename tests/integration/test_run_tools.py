@@ -5,19 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from slipstream.learner.controller.records.journal import read_batch, read_records  # noqa: E402
-from support.fakes import example_tools  # noqa: E402
-from support.fakes.chat_models import make_chat_model  # noqa: E402
-from support.rigs.run_processes import (  # noqa: E402
+from support.fakes import example_tools
+from support.fakes.chat_models import make_chat_model
+from support.rigs.run_processes import (
     check_ledger,
     command,
     connection,
-    run_command,
+    succeed,
     summary_of,
+    trained_trajectories,
     write_config,
 )
 
@@ -60,14 +56,7 @@ async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
     check_ledger(summary)
-    found = [
-        trajectory
-        for record in read_records(folder / "journal")
-        if record["kind"] == "batch"
-        for trajectory in read_batch(
-            folder / "journal", record["step"], record["crc32"]
-        ).trajectories
-    ]
+    found = trained_trajectories(folder)
     assert {t.environment for t in found} == {"looking", "silent", "served"}
     for trajectory in found:
         thinks_not = trajectory.prompt_text.endswith("</think>\n\n")
@@ -83,5 +72,4 @@ async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -
     assert '"name": "look"' in turns[0]["context"]
     assert "<tool_call>" in turns[0]["sampled"]
     assert "<|im_start|>tool\nseen " in turns[1]["context"]
-    replayed = run_command("replay", folder, cwd=tmp_path)
-    assert replayed.returncode == 0, replayed.stderr
+    succeed("replay", folder, cwd=tmp_path)

@@ -307,7 +307,18 @@ async def test_a_crash_right_after_leaves_the_good_groups_whole(tmp_path: Path) 
     (record,) = records_of(crashed, "batch_set_aside")
     history = read_history(read_records(crashed.run_dir / "journal"))
     assert set(history.put_back) == {group for group, *_ in record["put_back"]}
-    summary, again = await run(crashed, group_of(17))
-    assert again.refused == []
+
+    class Asking(FakeTrainer):
+        """Did not hear the answer of the controller that died, and asks the next one."""
+
+        async def train(self) -> None:
+            fault = trainer_pb2.DataFault(step=record["step"], batch_id=record["batch_id"])
+            failure = trainer_pb2.TrainerFailure(message="the loss is nan", data=fault)
+            receipt = await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
+            assert receipt.set_aside
+
+    again = Asking(crashed.controller.address, checkpoint_every=3)
+    fleet = [FakeServer(crashed.controller.address, f"s{i}") for i in range(2)]
+    summary = await play(crashed, *fleet, trainer=again)
     check_whole(crashed, summary, num_set_aside=1)
     check_put_back(crashed, record)

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import EngineDied, Sampling  # noqa: E402
-from slipstream.rollout_server.weights.direct_line import DirectLine  # noqa: E402
-from support.rigs.engine_rig import engine_rig  # noqa: E402
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import EngineDied, Sampling
+from slipstream.rollout_server.inference.usage import EngineWatchdog
+from slipstream.rollout_server.vllm.engine import VllmEngine
+from slipstream.rollout_server.vllm.engine_requests import TokenCounter
+from slipstream.rollout_server.weights.direct_line import DirectLine
+from support.rigs.engine_rig import engine_rig
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
@@ -28,9 +28,6 @@ async def never(*_: object, **__: object) -> None:
 
 
 async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.vllm.engine import VllmEngine
-    from slipstream.rollout_server.vllm.engine_requests import TokenCounter
-
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
         model_config=SimpleNamespace(model="model"),
@@ -48,9 +45,6 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
 
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
-    from slipstream.rollout_server.vllm.engine import VllmEngine
-    from slipstream.rollout_server.vllm.engine_requests import TokenCounter
-
     counter = TokenCounter(None)
     asked = asyncio.Event()
 
@@ -89,9 +83,6 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
 
 
 def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.rollout_server.inference.usage import EngineWatchdog
-    from slipstream.rollout_server.vllm.engine import TokenCounter
-
     now_s = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     counter, watchdog = TokenCounter(None), EngineWatchdog(10.0)

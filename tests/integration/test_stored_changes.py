@@ -3,11 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.rigs.receiver_story import run_rig  # noqa: E402
+from support.rigs.receiver_story import run_rig
 
 # What the story loads, and whether as changes; the failures and what mends them come last.
 WHOLE, CHANGES, FAILURE = (False, True), (True, True), (True, False)

@@ -5,17 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from slipstream.core.types import PolicyVersion
+from slipstream.rollout_server.engine_interface import Sampling
+from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import small_config
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.types import PolicyVersion  # noqa: E402
-from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
-from support.fakes.gloo_sender import GlooSender, layout_of  # noqa: E402
-from support.fakes.tiny_models import make_model_folder  # noqa: E402
-from support.rigs.started_engine import started_engine  # noqa: E402
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.started_engine import started_engine
 
 PROMPT = [1, 4, 5, 6, 3]
 SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)

@@ -10,31 +10,21 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
-from slipstream.client import Environment  # noqa: E402
-from slipstream.client.episode_host import EpisodeHost  # noqa: E402
-from slipstream.core.types import (  # noqa: E402
-    Branch,
-    FailureKind,
-    ServerId,
-    Status,
-    Trajectory,  # noqa: E402
-)
-from slipstream.rollout_server.chat import TemplateInputs  # noqa: E402
-from slipstream.rollout_server.engine_interface import GenerationFailed  # noqa: E402
-from slipstream.rollout_server.episodes.renderer import Renderer  # noqa: E402
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway  # noqa: E402
-from slipstream.rollout_server.service import RolloutServer  # noqa: E402
-from slipstream.rollout_server.vllm.agents.agent_services import Agents  # noqa: E402
-from slipstream.v1 import environment_pb2, fleet_pb2  # noqa: E402
-from support.fakes import example_tools  # noqa: E402
-from support.fakes.agent_rig import agent_config, script, scripted_engine  # noqa: E402
-from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model  # noqa: E402
-from support.fakes.fake_fleet import Connection, FakeFleet  # noqa: E402
-from support.fakes.scripted_engine import ScriptedEngine  # noqa: E402
+from slipstream.client import Environment
+from slipstream.client.episode_host import EpisodeHost
+from slipstream.core.types import Branch, FailureKind, ServerId, Status, Trajectory
+from slipstream.rollout_server.chat import TemplateInputs
+from slipstream.rollout_server.engine_interface import GenerationFailed
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.service import RolloutServer
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from slipstream.v1 import environment_pb2, fleet_pb2
+from support.fakes import example_tools
+from support.fakes.agent_rig import agent_config, script, scripted_engine
+from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
+from support.fakes.fake_fleet import Connection, FakeFleet
+from support.fakes.scripted_engine import ScriptedEngine
 
 SAMPLING = fleet_pb2.SamplingSettings(
     temperature=1.0,

@@ -5,15 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from safetensors.torch import load_file  # noqa: E402
-from support.fakes.parity_models import make_models  # noqa: E402
-from support.ranks import float16_ranks  # noqa: E402
-from support.ranks.rank_pool import RankPool  # noqa: E402
-from support.rigs import parity_run  # noqa: E402
+import torch
+from safetensors.torch import load_file
+from support.fakes.parity_models import make_models
+from support.ranks import float16_ranks
+from support.ranks.rank_pool import RankPool
+from support.rigs import parity_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROGRAM = Path(float16_ranks.__file__)

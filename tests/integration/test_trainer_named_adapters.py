@@ -14,8 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 for_layouts = pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS],
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
 
 

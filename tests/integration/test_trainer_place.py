@@ -14,6 +14,7 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.protocol.access import security
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -43,6 +44,17 @@ except RunFailed as error:
 HELLO = trainer_pb2.TrainerHello(
     world_size=1, layout_description="on 1 rank", process="host there, process 2"
 )
+
+
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller finds out within three seconds who does not answer, not within thirty."""
+    quick = {"keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"}
+    options = [
+        (name, value // 10 if name.removeprefix("grpc.") in quick else value)
+        for name, value in security.CHANNEL_OPTIONS
+    ]
+    monkeypatch.setattr(security, "CHANNEL_OPTIONS", tuple(options))
 
 
 @contextlib.asynccontextmanager
@@ -93,9 +105,18 @@ async def test_a_trainer_that_was_killed_has_a_successor(tmp_path):
         client.close()
 
 
-async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tmp_path):
+@pytest.mark.usefixtures("quick_pings")
+async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tmp_path, caplog):
     config = make_config(tmp_path)
+    short = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"timeout_s": 3.0})}
+    )
     async with controlled(config), first_trainer(config) as first:
+        client = ControllerClient(short)
+        with pytest.raises(RunFailed, match="host here, process 1 has the place in this run"):
+            await asyncio.to_thread(client.register, HELLO)
+        assert "waiting for the place in the run: " in caplog.text
+        client.close()
         first.send_signal(signal.SIGSTOP)
         client = ControllerClient(config)
         await asyncio.to_thread(client.register, HELLO)
@@ -104,19 +125,6 @@ async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tm
         assert first.stdout is not None
         first.stdin.write(b"\n")
         assert b"another trainer has taken over" in await first.stdout.readline()
-        client.close()
-
-
-async def test_a_second_trainer_says_whom_it_waited_for_when_it_gives_up(tmp_path, caplog):
-    config = make_config(tmp_path)
-    short = config.model_copy(
-        update={"learner": config.learner.model_copy(update={"timeout_s": 3.0})}
-    )
-    async with controlled(config), first_trainer(config):
-        client = ControllerClient(short)
-        with pytest.raises(RunFailed, match="host here, process 1 has the place in this run"):
-            await asyncio.to_thread(client.register, HELLO)
-        assert "waiting for the place in the run: " in caplog.text
         client.close()
 
 

@@ -553,10 +553,7 @@ def with_old_token():
 
     first, *rest = BATCHES[2].trajectories
     number = first.num_sampled_tokens
-    spans = (
-        VersionSpan(1, PolicyVersion(0, 0)),
-        VersionSpan(number - 1, PolicyVersion(0, 2)),
-    )
+    spans = (VersionSpan(1, PolicyVersion(0, 0)), VersionSpan(number - 1, PolicyVersion(0, 2)))
     return replace(BATCHES[2], trajectories=(replace(first, version_spans=spans), *rest))
 
 

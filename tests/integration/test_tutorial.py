@@ -4,11 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("vllm")
-
-from support.fakes.page_reader import Reader  # noqa: E402
+from support.fakes.page_reader import Reader
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

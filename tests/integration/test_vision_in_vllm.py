@@ -9,24 +9,17 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
-from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.core.configuration.config_file import check_model, parse_config  # noqa: E402
-from slipstream.rollout_server.engine_interface import Sampling  # noqa: E402
-from support.fakes.published_qwen35 import write_as_published  # noqa: E402
-from support.ranks.vision_ranks import conversations, replied  # noqa: E402
-from support.references.plain_vision import (  # noqa: E402
-    Conversation,
-    plain_logprobs,
-    plain_model,
-)
-from support.rigs import vision_engine  # noqa: E402
-from support.rigs.adapter_engine import RANK, SCALE, Rig, adapters_for  # noqa: E402
-from support.rigs.sent_engine import run_engine  # noqa: E402
-from support.rigs.started_engine import started_engine  # noqa: E402
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from safetensors.torch import load_file
+from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.rollout_server.engine_interface import Sampling
+from support.fakes.published_qwen35 import write_as_published
+from support.ranks.vision_ranks import conversations, replied
+from support.references.plain_vision import Conversation, plain_logprobs, plain_model
+from support.rigs import vision_engine
+from support.rigs.adapter_engine import RANK, SCALE, Rig, adapters_for
+from support.rigs.sent_engine import run_engine
+from support.rigs.started_engine import started_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NAMES = ("first", "second")

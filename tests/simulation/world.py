@@ -25,12 +25,14 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.learner.controller import application
 from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.queue import redis
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import environments
 from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import trajectory_pb2
 
 from simulation.disk import Disk, OwnedJournal, close_files
+from simulation.durable_queue import DurableQueue
 from simulation.fleet import (
     NUM_TASKS,
     NumberRenderer,
@@ -64,6 +66,8 @@ class Shape:
     verify_every: int
     noise: bool
     filters: bool
+    # Whether trajectories lie in a queue of its own, instead of with their servers.
+    has_queue: bool
     # Every how many steps an evaluation is due; None without evaluations.
     evaluate_every: int | None
 
@@ -134,6 +138,8 @@ def config_of(shape: Shape, folder: Path) -> Config:
         },
         "environments": [{"name": "e", "reference": "m:E"}],
     }
+    if shape.has_queue:
+        table["queue"] = {"kind": "redis", "redis_url": "redis://127.0.0.1:6379"}
     if shape.evaluate_every is not None:
         played = {"name": "v", "reference": "m:V", "every_steps": shape.evaluate_every}
         table["evaluations"] = [{**played, "num_episodes": NUM_TASKS}]
@@ -152,6 +158,7 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
         verify_every=rnd.choice((1, 2, 10)),
         noise=rnd.random() < 0.4,
         filters=rnd.random() < 0.3,
+        has_queue=rnd.random() < 0.4,
         evaluate_every=rnd.choice((None, None, 0, 1, 2)),
     )
     names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
@@ -185,6 +192,7 @@ class World:
         self.disk = Disk(self.config.run_dir / "journal", seed)
         self.disk.kill = self._killed_at_sync
         self.wire, self.tokens, self.truth = Wire(), Tokens(), Truth()
+        self.queue = DurableQueue(self)
         # The newest process of each name, and all that were ever started.
         self.processes: dict[str, Process] = {}
         self._started: list[Process] = []
@@ -455,6 +463,8 @@ class World:
             (application, "bind", bind),
             (application, "Journal", OwnedJournal),
             (service, "open_channel", open_channel),
+            (redis, "RedisSender", self.queue.sender),
+            (redis, "RedisReceiver", self.queue.receiver),
             (environments, "EnvironmentWorker", SimulatedWorker),
             # Facts of the machine, which the product reads again and again.
             (metadata, "version", _package_version),
@@ -535,6 +545,12 @@ class World:
         self.loop.thread_s = self.random.uniform(0.1, 2.0)
         self._later(lambda: setattr(self.loop, "thread_s", 0.004), 1.0, 10.0)
         return True
+
+    def fault_slow_queue(self) -> bool:
+        """The controller reads so slowly that a backlog grows."""
+        self.queue.read_s = self.random.uniform(0.5, 2.0)
+        self._later(lambda: setattr(self.queue, "read_s", 0.002), 1.0, 10.0)
+        return self.shape.has_queue
 
     def fault_full_disk(self) -> bool:
         self.disk.is_full = True

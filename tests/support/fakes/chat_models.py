@@ -51,11 +51,7 @@ def make_chat_tokenizer(
 
 
 def make_chat_model(
-    folder: Path,
-    *,
-    with_weights: bool = True,
-    max_length: int = 4096,
-    words: Sequence[str] = (),
+    folder: Path, *, with_weights: bool = True, max_length: int = 4096, words: Sequence[str] = ()
 ) -> Path:
     """Saves a tiny Llama, with random weights or with none; returns `folder`."""
     import torch

@@ -51,41 +51,6 @@ class Slow(Breaking):
         return await Repeat.step(self, reply)
 
 
-class Raising(Breaking):
-    """Raises."""
-
-    async def judge(self, reply):
-        raise KeyError(self.letter)
-
-
-class Sleeping(Breaking):
-    """Waits for ever and lets others go on."""
-
-    async def judge(self, reply):
-        await asyncio.Event().wait()
-
-
-class Blocking(Breaking):
-    """Waits for ever and holds up its whole process."""
-
-    def judge(self, reply):
-        time.sleep(3600)
-
-
-class NotANumber(Breaking):
-    """Judges with a reward that is no number."""
-
-    def judge(self, reply):
-        return StepResult(reward=math.nan)
-
-
-class Exiting(Breaking):
-    """Takes its process down."""
-
-    def judge(self, reply):
-        os._exit(3)
-
-
 class Sabotaged(Breaking):
     """Has 25 tasks, and every fourth one breaks in its own way.
 
@@ -102,22 +67,6 @@ class Sabotaged(Breaking):
         if (kind := self._kinds.get(self.letter)) is not None:
             return StepResult(reward=sabotage(kind))
         return StepResult(reward=reply.split()[:4].count("a") / 4)
-
-
-class Unlucky(Repeat):
-    """Every fifth of its episodes fails, each time in another of five ways."""
-
-    KINDS = ("raise", "no number", "infinite", "exit", "hang")
-
-    def step(self, reply):
-        # All workers count in one file.
-        file = os.open(f"{__file__}.count", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(file, b".")
-        turn, rest = divmod(os.fstat(file).st_size, 5)
-        os.close(file)
-        if not rest:
-            return StepResult(reward=sabotage(self.KINDS[turn % 5]))
-        return StepResult(reward=reply.split()[:4].count(self.letter) / 4)
 
 
 class SabotagedAgent(AgentEnvironment[str]):
@@ -149,8 +98,6 @@ def sabotage(kind: str) -> float:
             raise KeyError(kind)
         case "no number":
             return math.nan
-        case "infinite":
-            return math.inf
         case "hang":
             time.sleep(3600)
         case "exit":

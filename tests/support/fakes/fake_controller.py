@@ -23,12 +23,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.access.tokens import TOKEN_KEY
-from slipstream.protocol.codec import (
-    TRAINER_EPOCH,
-    merge_spans,
-    trajectory_to_pb,
-    version_to_pb,
-)
+from slipstream.protocol.codec import TRAINER_EPOCH, merge_spans, trajectory_to_pb, version_to_pb
 from slipstream.protocol.rich_errors import DETAILS_KEY, DOMAIN, Reason
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2

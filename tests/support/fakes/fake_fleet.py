@@ -159,9 +159,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         return self.trajectories
 
     async def Join(
-        self,
-        requests: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext,
+        self, requests: AsyncIterator[fleet_pb2.ServerMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
         hello = (await anext(requests)).hello
         if self.refusal:
@@ -184,9 +182,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
             connection.ended.set()
 
     async def CallEnvironments(
-        self,
-        requests: AsyncIterator[fleet_pb2.EnvironmentCall],
-        context: grpc.aio.ServicerContext,
+        self, requests: AsyncIterator[fleet_pb2.EnvironmentCall], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
         async for call in requests:
             if self.client is None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from support.fakes.parity_models import enlarge
+
 VOCAB = 64
 SIZES = {
     "vocab_size": VOCAB,
@@ -172,12 +174,7 @@ FAMILIES = {
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         LATENT
-        | {
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "n_group": 2,
-            "topk_group": 1,
-        },
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1},
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2},
     ),
     "deepseek2": Family(
@@ -320,25 +317,7 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
         tie_word_embeddings=rope in ("default", "gemma3") and family != "olmoe",
     )
     model = getattr(transformers, known.model)(config)
-    # Larger weights than a fresh model's, so that attention and norms matter.
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("experts.gate_up_proj") and family == "gpt-oss":
-                # Some are beyond the limit of the experts' activation.
-                parameter.mul_(20.0)
-            elif name.endswith("mixer.in_proj.weight"):
-                # What the layer keeps of earlier tokens matters.
-                parameter.mul_(10.0)
-            elif name.endswith("dt_bias"):
-                # Steps between 0.00003 and 1, some smaller than transformers' own least one.
-                parameter.uniform_(-10.0, 0.0)
-            elif parameter.dim() > 1 and not name.endswith("_bias"):
-                parameter.mul_(3.0)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.3 * torch.randn_like(buffer))
+    enlarge(model, family)
     model.save_pretrained(folder / case)
 
 

@@ -1,11 +1,7 @@
 """Agents for whole runs with the tiny model, whose words are letters."""
 
-import asyncio
-import os
 import random
 import string
-import threading
-import time
 import zlib
 
 import openai
@@ -64,66 +60,3 @@ class Plainly(Smallest):
         with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
             said = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
         return float("".join(said).split()[:1] == [min(task)])
-
-
-class Raising(Smallest):
-    """Raises after its first call."""
-
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        raise KeyError(task[0])
-
-
-class Hanging(Smallest):
-    """Awaits for ever."""
-
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        await asyncio.Event().wait()
-
-
-class HangingPlainly(Plainly):
-    """Sleeps for ever in its thread, after its first call."""
-
-    def run(self, task, endpoint):
-        super().run(task, endpoint)
-        while True:
-            time.sleep(0.05)
-
-
-class Blocking(Smallest):
-    """Holds its whole process up."""
-
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        time.sleep(3600)
-
-
-class Exiting(Smallest):
-    """Takes its process down."""
-
-    async def run(self, task, endpoint):
-        await super().run(task, endpoint)
-        os._exit(3)
-
-
-class Forgetting(Smallest):
-    """Floods its endpoint from threads that it forgets; its result is fine."""
-
-    async def run(self, task, endpoint):
-        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-        body = [{"role": "user", "content": " ".join(task)}]
-
-        def ask() -> None:
-            while True:
-                try:
-                    client.chat.completions.create(model="any", messages=body)
-                except openai.AuthenticationError:
-                    return
-                except openai.OpenAIError:
-                    time.sleep(0.01)
-
-        outcome = await super().run(task, endpoint)
-        for _ in range(4):
-            threading.Thread(target=ask, daemon=True).start()
-        return outcome

@@ -310,26 +310,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     with torch.random.fork_rng():
         models["ernie"] = Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, **rope))
     for name, model in models.items():
-        # Larger weights than a fresh model's, so that attention and norms matter.
-        with torch.no_grad():
-            for place, parameter in model.named_parameters():
-                if place.endswith("experts.gate_up_proj") and name == "gpt-oss":
-                    # Some are beyond the limit of the experts' activation.
-                    parameter.mul_(20.0)
-                elif place.endswith("mixer.in_proj.weight"):
-                    # What the layer keeps of earlier tokens matters.
-                    parameter.mul_(10.0)
-                elif place.endswith("dt_bias"):
-                    # Steps between 0.00003 and 1.
-                    parameter.uniform_(-10.0, 0.0)
-                elif parameter.dim() > 1 and not place.endswith("_bias"):
-                    parameter.mul_(3.0)
-                else:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-            # Biases that change which experts are chosen.
-            for place, buffer in model.named_buffers():
-                if place.endswith("e_score_correction_bias"):
-                    buffer.copy_(0.3 * torch.randn_like(buffer))
+        enlarge(model, name)
         model.save_pretrained(folder / name)
     rename_as_modules(folder / "mistral-tower")
     # Published folders leave it out: their files have a projection, transformers' default is true.
@@ -337,6 +318,29 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     values = json.loads(path.read_text())
     del values["tie_word_embeddings"]
     path.write_text(json.dumps(values))
+
+
+def enlarge(model: torch.nn.Module, family: str) -> None:
+    """Makes weights larger than a fresh model's, so that attention and norms matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.gate_up_proj") and family == "gpt-oss":
+                # Some are beyond the limit of the experts' activation.
+                parameter.mul_(20.0)
+            elif name.endswith("mixer.in_proj.weight"):
+                # What the layer keeps of earlier tokens matters.
+                parameter.mul_(10.0)
+            elif name.endswith("dt_bias"):
+                # Steps between 0.00003 and 1, some smaller than transformers' own least one.
+                parameter.uniform_(-10.0, 0.0)
+            elif parameter.dim() > 1 and not name.endswith("_bias"):
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        # Biases that change which experts are chosen.
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
 
 
 def rename_as_modules(folder: Path) -> None:

@@ -6,6 +6,7 @@ FOLDER/JOB.pt afterwards.
 """
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import checkpoint_path
 
+from support.fakes import parity_models
 from support.fakes.fake_controller import make_batch
-from support.ranks.rank_program import kept, opened, score, weights_of
+from support.fakes.parity_models import VOCAB
+from support.ranks.rank_program import kept, opened, weights_of
 
-VOCAB = 64
 STEPS = 4
 BATCHES = [
     make_batch(step, num_groups=2, group_size=4, vocab_size=VOCAB, max_tokens=40)
@@ -45,7 +47,8 @@ def config_of(folder: Path, job: dict) -> Config:
         },
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40},
         "learner": {
-            "micro_batch_tokens": 96,
+            # One micro batch: what is saved does not depend on their number.
+            "micro_batch_tokens": 400,
             "weight_decay": 0.01,
             "adam_eps": 1e-3,
             "timeout_s": 100.0,
@@ -58,90 +61,17 @@ def config_of(folder: Path, job: dict) -> Config:
 
 
 def make_models(folder: Path) -> None:
-    from make_tiny_vision_model import make_model as make_vision_model
-    from transformers import (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        GptOssConfig,
-        GptOssForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        NemotronHConfig,
-        NemotronHForCausalLM,
-        Olmo2Config,
-        Olmo2ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-    )
+    from make_tiny_vision_model import make_model
 
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "head_dim": 16,
-        "dtype": "float32",
-    }
-    torch.manual_seed(0)
+    parity_models.make_models(folder)
     # Four layers for virtual stages and for patterns of layers; two are enough for the rest.
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama")
-    few_layers = sizes | {"num_hidden_layers": 2}
-    tied = LlamaForCausalLM(LlamaConfig(**few_layers, tie_word_embeddings=True))
-    tied.save_pretrained(folder / "tied")
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**few_layers, **experts, norm_topk_prob=True))
-    mixture.save_pretrained(folder / "moe")
-    Olmo2ForCausalLM(Olmo2Config(**few_layers)).save_pretrained(folder / "olmo2")
-    # Biases of experts, and sinks.
-    few = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
-    GptOssForCausalLM(GptOssConfig(**few_layers, **few)).save_pretrained(folder / "gpt-oss")
-    delta_net = {
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "shared_expert_intermediate_size": 32,
-    }
-    deltas = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts, **delta_net))
-    deltas.save_pretrained(folder / "qwen3-next")
-    hybrid = {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 8,
-        "time_step_min": 1e-30,
-    }
-    hybrids = NemotronHForCausalLM(NemotronHConfig(**sizes, **hybrid))
-    hybrids.save_pretrained(folder / "nemotron-h")
-    make_vision_model(folder / "qwen35", "qwen3_5", vocab_size=VOCAB, num_key_value_heads=2)
-    del few_layers["head_dim"]
-    latent = {
-        **few_layers,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 24,
-        "rms_norm_eps": 1e-6,
-        "num_mtp_layers": 0,
-    }
-    deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**latent))
-    for layer in deepseek.model.layers[1:]:
-        torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias)
-    deepseek.save_pretrained(folder / "deepseek")
+    shallow = folder / "shallow"
+    parity_models.make_models(shallow, num_layers=2)
+    for name in ("tied", "moe", "olmo2", "gpt-oss", "deepseek"):
+        shutil.rmtree(folder / name)
+        (shallow / name).rename(folder / name)
+    shutil.rmtree(folder / "qwen35")
+    make_model(folder / "qwen35", "qwen3_5", vocab_size=VOCAB, num_key_value_heads=2)
 
 
 def optimizer_tensors(policy) -> dict[str, torch.Tensor]:
@@ -209,8 +139,6 @@ def run_rank(folder: Path, name: str) -> None:
     result["loaded"] = step
     if loaded is not None:
         result["loaded_optimizer"] = optimizer_tensors(policy)
-    probe = [t.token_ids for t in BATCHES[0].trajectories[:6]]
-    result["logprobs"] = score(policy, probe)
     stream = open_stream(policy, config)
     result["digest"] = stream.run().identity.hex()
     if job.get("late"):
@@ -231,8 +159,8 @@ def run_rank(folder: Path, name: str) -> None:
     while step < job["until"]:
         result["metrics"].append(training.run(BATCHES[step]).metrics)
         step += 1
-        digest = stream.run().identity
         if step in job.get("save", []):
+            digest = stream.run().identity
             result["saved"].append(checkpointer.save(PolicyVersion(0, step), digest))
             result["saved_optimizer"] = optimizer_tensors(policy)
             if job.get("damage"):

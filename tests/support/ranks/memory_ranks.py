@@ -27,9 +27,7 @@ NO_FUSIONS = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
 FP8 = {"transformer": {"fp8": "hybrid", "fp8_recipe": "tensorwise"} | NO_FUSIONS}
 DETERMINISTIC = {"transformer": {"deterministic_mode": True}}
 # Jobs that run only on a machine with a GPU.
-GPU_JOBS = {
-    "bf16-cpu-optimizer": (1, BF16 | {"learner": DISTRIBUTED | CPU_OPTIMIZER}),
-}
+GPU_JOBS = {"bf16-cpu-optimizer": (1, BF16 | {"learner": DISTRIBUTED | CPU_OPTIMIZER})}
 # In a process of their own: they choose kernels for all that it does.
 DETERMINISTIC_JOBS = {
     "exact": (1, BF16 | {"learner": DETERMINISTIC}),

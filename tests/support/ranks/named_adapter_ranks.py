@@ -15,7 +15,7 @@ import torch
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 
-from support.ranks.lora_ranks import SP, save, slopes_of
+from support.ranks.lora_ranks import save, slopes_of
 from support.ranks.parity_layouts import OVERLAP, batches
 from support.ranks.rank_program import kept, opened, settings_of
 
@@ -28,46 +28,21 @@ ALL = "all"
 ALL_AWAY = dict.fromkeys(("parameters", "gradients", "optimizer"), True)
 # name -> (ranks, model, changes of sections)
 LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
-    "one": (1, "llama", {}),
     "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
-    "one-bfloat16": (1, "llama", {"model": {"dtype": "bfloat16"}}),
     # Each adapter has a scale of the loss of its own, which grows after each of its updates.
     "one-float16": (
         1,
         "llama",
         {"model": {"dtype": "float16"}, "learner": {"optimizer": {"loss_scale_window": 1}}},
     ),
-    "one-experts": (1, "moe", {}),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
-    "tp2-sp": (2, "llama", {"learner": {"parallel": SP}}),
-    "tp2-dropout": (
-        2,
-        "llama",
-        {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}},
-    ),
+    "tp2-dropout": (2, "llama", {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}}),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
-    "dp2": (2, "llama", {}),
-    "dp2-distributed": (2, "llama", {"learner": OVERLAP}),
     "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
-    "dp2-offload-bfloat16": (
-        2,
-        "llama",
-        {
-            "learner": {"offload": ALL_AWAY, "use_distributed_optimizer": True},
-            "model": {"dtype": "bfloat16"},
-        },
-    ),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
 }
 # What others show too, so that it need not be tried at every change.
-SLOW = {
-    "one-mini-batches",
-    "one-experts",
-    "pp2",
-    "dp2",
-    "dp2-distributed-bfloat16",
-    "dp2-offload-bfloat16",
-}
+SLOW = {"one-mini-batches", "pp2"}
 
 
 def jobs_of(layouts: Iterable[str], world_size: int) -> list[str]:
@@ -79,7 +54,7 @@ def config_of(job: str, folder: Path) -> Config:
     layout, chosen = job.split()
     world_size, model, changes = LAYOUTS[layout]
     own = {
-        "learner": {"world_size": world_size, "grad_clip": 0.05},
+        "learner": {"world_size": world_size, "grad_clip": 0.05, "micro_batch_tokens": 400},
         # Two groups for each adapter, of which one has unequal rewards.
         "algorithm": {"groups_per_step": 4},
         "lora": {"rank": 4, "alpha": 8.0},

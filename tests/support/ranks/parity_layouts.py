@@ -48,6 +48,8 @@ class Layout:
         )
 
 
+# The second step has moments, and ratios to the policy before it.
+PARITY_STEPS = 2
 SLOW_NETWORK = "slow-network"
 SP = {"tp": 2, "sequence_parallel": True}
 VPP = {"pp": 2, "vpp": 2}
@@ -213,9 +215,9 @@ def layouts_of(world_size: int) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if layout.world_size == world_size]
 
 
-def each_layout_of(world_size: int) -> list[object]:
+def each_layout_of(*world_sizes: int) -> list[object]:
     """Parameters of a test."""
-    return each_job(layouts_of(world_size), SLOW.split())
+    return each_job([name for n in world_sizes for name in layouts_of(n)], SLOW.split())
 
 
 def config_of(job: str, folder: Path) -> Config:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 
-from support.ranks.parity_layouts import LAYOUTS, batches, config_of, probe
+from support.ranks.parity_layouts import LAYOUTS, PARITY_STEPS, batches, config_of, probe
 from support.ranks.rank_program import kept, opened, score, weights_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def train(folder: Path, job: str) -> None:
 
     sequences, metrics = probe(config), []
     logprobs = [score(policy, sequences)]
-    for batch in batches(config):
+    for batch in batches(config)[:PARITY_STEPS]:
         with recorded_inputs(policy) as inputs:
             metrics.append(step.run(batch).metrics)
         if batch.step == 0:
@@ -114,11 +114,7 @@ def slow_sends() -> Iterator[None]:
 def recorded_inputs(policy: Policy) -> Iterator[dict]:
     """Records this rank's coordinates, and what enters its first chunk for each micro batch."""
     ranks = policy.ranks
-    found: dict = {
-        "dp": ranks.dp_rank,
-        "cp": ranks.cp_rank,
-        "micro_batches": [],
-    }
+    found: dict = {"dp": ranks.dp_rank, "cp": ranks.cp_rank, "micro_batches": []}
 
     def record(_: object, inputs: tuple, named: dict) -> None:
         bounds = named["packed_seq_params"].cu_seqlens_q.tolist()

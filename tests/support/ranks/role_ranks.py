@@ -80,10 +80,7 @@ LAYOUTS = {
     "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
     "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
     "dp2-dp2-dp2-overlap": RoleLayout(2, learner=OVERLAP),
-    "dp2-cp2-cp2": RoleLayout(2, reference={"cp": 2}, critic={"cp": 2}),
     "tp2-sp2-dp2-offload": RoleLayout(2, "llama", {"tp": 2}, SP, learner=OFFLOAD),
-    "tp2-tp2-tp2": RoleLayout(2, policy={"tp": 2}, reference={"tp": 2}, critic={"tp": 2}),
-    "sp2dp2-pp2dp2-sp2pp2": RoleLayout(4, policy=SP, reference={"pp": 2}, critic=SP | {"pp": 2}),
     "sp2-pp2-pp2-tied": RoleLayout(2, "tied", SP, {"pp": 2}, {"pp": 2}),
 }
 
@@ -114,10 +111,7 @@ def config_of(name: str, folder: Path) -> Config:
     table["learner"] |= layout.learner
     table["sampling"] |= layout.sampling
     table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
-    table["reference"] = {
-        "refresh_every_steps": REFRESH_STEPS,
-        "parallel": layout.reference,
-    }
+    table["reference"] = {"refresh_every_steps": REFRESH_STEPS, "parallel": layout.reference}
     if layout.model != "tied":
         table["algorithm"]["kl"]["estimator"] = "forward_top_k"
         table["reference"]["top_k"] = TOP_K

@@ -17,6 +17,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from torch import Tensor
 
 from support.ranks.parity_layouts import probe
+from support.references import plain_algorithm
 
 
 class ForcedExperts:
@@ -238,31 +239,8 @@ class PlainPolicy:
 
 def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, float]]:
     """Each branch as an episode by itself, and its share."""
-    if not trajectory.branches:
-        return [(trajectory, 1.0)]
-    found, run, token, sampled = [], 0, 0, 0
-    for branch in trajectory.branches:
-        lengths = trajectory.run_lengths[run : run + branch.num_runs]
-        end, last = token + sum(lengths), sampled + sum(lengths[1::2])
-        routed = trajectory.routed_experts
-        one = dataclasses.replace(
-            trajectory,
-            token_ids=trajectory.token_ids[token:end],
-            run_lengths=lengths,
-            behavior_logprobs=trajectory.behavior_logprobs[sampled:last],
-            routed_experts=routed
-            and RoutedExperts(routed.expert_ids[token:end], routed.num_experts),
-            reference=trajectory.reference
-            and ReferenceLogprobs(
-                trajectory.reference.logprobs[sampled:last],
-                trajectory.reference.top_ids[sampled:last],
-                trajectory.reference.top_logprobs[sampled:last],
-            ),
-            branches=(),
-        )
-        found.append((one, branch.share))
-        run, token, sampled = run + branch.num_runs, end, last
-    return found
+    found = plain_algorithm.conversations(trajectory)
+    return [(one, branch.share) for one, branch in found]
 
 
 def batch_advantages(trajectories: Sequence[Trajectory], kind: str) -> dict[str, float]:

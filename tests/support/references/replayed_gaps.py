@@ -32,10 +32,7 @@ class ReplayedGaps:
         self._temperature = temperature
         sequences = training_sequences(batch, config)
         self._share = rank_micro_batches(
-            policy,
-            sequences,
-            range(len(sequences)),
-            max_tokens=config.learner.micro_batch_tokens,
+            policy, sequences, range(len(sequences)), max_tokens=config.learner.micro_batch_tokens
         )
 
     def both(self, suffix: str) -> dict[str, float]:

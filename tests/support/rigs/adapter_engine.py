@@ -77,8 +77,7 @@ class Rig:
         self.publishes += 1
         if self.sender is None:
             self.sender = GlooSender(
-                f"communicator-{self.publishes}",
-                num_workers=self.engine.num_workers,
+                f"communicator-{self.publishes}", num_workers=self.engine.num_workers
             )
         self.sender.deadline_s = deadline_s
         order = self.sender.order(f"p{self.publishes}", self.publishes)

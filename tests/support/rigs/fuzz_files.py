@@ -93,14 +93,7 @@ RECORDS = (
         "trajectories": 0,
         "tokens": [["s", 7, 5]],
     },
-    {
-        "kind": "step",
-        "step": 0,
-        "version": [0, 1],
-        "digest": "ab",
-        "lags": [[0, 9]],
-        "several": 0,
-    },
+    {"kind": "step", "step": 0, "version": [0, 1], "digest": "ab", "lags": [[0, 9]], "several": 0},
     {"kind": "servers", "generated": [["s", 7, 20]]},
     {"kind": "servers", "generated": [["s", 7, 21]], "departed": True},
     {"kind": "checkpoint", "version": [0, 1]},
@@ -263,11 +256,7 @@ def file_readers() -> list[Reader]:
         Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
         Reader(
             "batch",
-            (
-                trainer_pb2.RecordedBatch().SerializeToString(),
-                honest_trajectory(),
-                honest_tree(),
-            ),
+            (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory(), honest_tree()),
             _read_batch,
             (ProtocolError,),
         ),

@@ -22,7 +22,9 @@ import tomli_w
 from slipstream.client import Client
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.status import Event, RunStatus
+from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.access.security import Credentials, open_channel
+from slipstream.v1 import trajectory_pb2
 
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.tiny_models import make_model_folder
@@ -121,6 +123,25 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """A command from its start to its end, forked where its imports are done."""
     return COMMANDS.run([*map(str, arguments)], cwd=cwd, limit_s=limit_s)
+
+
+def succeed(
+    *arguments: object, cwd: Path | None = None, limit_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """`run_command` whose exit code must be 0."""
+    result = run_command(*arguments, cwd=cwd, limit_s=limit_s)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def trained_trajectories(run: Path) -> list[trajectory_pb2.Trajectory]:
+    """All trajectories of the batches in a run's journal."""
+    return [
+        trajectory
+        for record in read_records(run / "journal")
+        if record["kind"] == "batch"
+        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
+    ]
 
 
 @dataclass(eq=False)

@@ -61,10 +61,7 @@ class StoredVersions:
     """Writes versions by two senders; `manifest` names each as the controller would."""
 
     def __init__(
-        self,
-        url: str,
-        specs: Sequence[TensorSpec] = TENSORS,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, url: str, specs: Sequence[TensorSpec] = TENSORS, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self.storage = Storage(url)
         self.buckets = buckets = plan_buckets(specs, bucket_bytes)
