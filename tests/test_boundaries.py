@@ -53,10 +53,7 @@ FLIGHTS = (
 )
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
-    "vllm": (
-        "slipstream.rollout_server.vllm",
-        "slipstream.learner.trainer.layers.engine_kernels",
-    ),
+    "vllm": ("slipstream.rollout_server.vllm", "slipstream.learner.trainer.layers.engine_kernels"),
     "megatron": ("slipstream.learner.trainer",),
     "transformer_engine": ("slipstream.learner.trainer",),
     "redis": (

@@ -81,9 +81,7 @@ def test_a_release_has_a_section_of_the_changelog() -> None:
     ],
     ids=["tag", "address", "citation", "changelog"],
 )
-def test_a_tag_that_does_not_fit_is_not_released(
-    tmp_path: Path, tag: str, address: str, old: str, new: str, said: str
-) -> None:
+def test_a_tag_that_does_not_fit_is_not_released(tmp_path, tag, address, old, new, said):
     for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     if old:

@@ -35,7 +35,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 USER = 1000
 # Rewards are those of the whole quickstart, which containers need not train again.
-STEPS, GROUPS_PER_STEP = {"namespaces": 150, "docker": 30}, 16
+STEPS, GROUPS_PER_STEP = {"namespaces": 150, "docker": 60}, 16
 LIMIT_S = 900.0
 SERVERS = "quickstart-rollout-server"
 SETTINGS = (

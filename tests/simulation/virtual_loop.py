@@ -35,6 +35,8 @@ class Process:
         self.at_end: list[Callable[[], None]] = []
         # Open files, which its end closes.
         self.files: list[Any] = []
+        # While the process is stopped: all that would have run, in order.
+        self.held: list[asyncio.Handle] | None = None
 
     def start(self, main: Coroutine[Any, Any, Any]) -> asyncio.Task:
         return self.context.run(self._loop.create_task, main)
@@ -42,6 +44,15 @@ class Process:
     def run(self, call: Callable[..., Any], *args: Any) -> Any:
         """Calls a function as code of this process."""
         return self.context.copy().run(call, *args)
+
+    def stop(self, seconds: float) -> None:
+        """Lets nothing of the process run for a while, as SIGSTOP and SIGCONT do."""
+        self.held = []
+        self._loop.call_later(seconds, self._go_on, context=contextvars.Context())
+
+    def _go_on(self) -> None:
+        held, self.held = self.held or [], None
+        self._loop._ready.extend(held)
 
     def die(self) -> None:
         """Ends the process at this moment: nothing of it runs, sends or writes any more."""
@@ -86,7 +97,9 @@ class _Selector:
 class _Handle(asyncio.Handle):
     def _run(self) -> None:
         process = self._context.get(PROCESS)
-        if process is None or process.is_alive:
+        if process is not None and process.held is not None:
+            process.held.append(self)
+        elif process is None or process.is_alive:
             asyncio.Handle._run(self)
 
 

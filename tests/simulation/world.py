@@ -510,6 +510,14 @@ class World:
     def fault_kill_trainer(self) -> bool:
         return self.kill("trainer", half_open_s=self.random.choice((0.0, 8.0)))
 
+    def fault_stopped_process(self) -> bool:
+        names = ("controller", "trainer", *(f"server{i}" for i in range(self.shape.servers)))
+        process = self.processes.get(self.random.choice(names))
+        if process is None or not process.is_alive or process.held is not None:
+            return False
+        process.stop(self.random.uniform(0.2, 12.0))
+        return True
+
     def fault_second_trainer(self) -> bool:
         """A trainer is started while an earlier one lives, which has lost its connections."""
         process = self.processes.get("trainer")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.settings.config import Config
-from slipstream.core.types import ServerId
+from slipstream.core.types import ServerId, Trajectory
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
@@ -58,6 +58,17 @@ class Server:
         if step is not None:
             await connection.serve_version(step)
         return connection
+
+    async def leased(self, *, step: int = 5, **lease: object) -> Connection:
+        """The next connection, on which group g1 was leased."""
+        connection = await self.join(step=step)
+        connection.lease("g1", **lease)
+        return connection
+
+    async def played(self, count: int = 1, **lease: object) -> list[Trajectory]:
+        """The first `count` trajectories of a lease, unless it says otherwise of one member."""
+        await self.leased(**{"members": [0]} | lease)
+        return await self.fleet.wait_trajectories(count)
 
 
 StartServer = Callable[..., AbstractAsyncContextManager[Server]]

@@ -36,8 +36,7 @@ def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
 
 async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(server, tmp_path):
     serve(server, demonstrations(tmp_path, ("a b", "b a"), ("c", "c")))
-    connection = await server.join(step=5)
-    connection.lease("g1", members=[0])
+    connection = await server.leased(step=5, members=[0])
     (trajectory,) = await server.fleet.wait_trajectories(1)
     # <s> a b <reply> b a </s> c <reply> c </s>
     assert trajectory.token_ids.tolist() == [1, A, B, 3, B, A, END, C, 3, C, END]
@@ -54,9 +53,7 @@ async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(serve
 
 async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path: Path) -> None:
     serve(server, demonstrations(tmp_path, ("a", "a b c a b c")))
-    connection = await server.join()
-    connection.lease("g1", members=[0])
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await server.played()
     assert trajectory.token_ids.tolist() == [1, A, 3, A, B, C, A]
     assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 0)
 
@@ -65,9 +62,7 @@ async def test_a_limit_of_the_environment_goes_with_its_episodes(server, tmp_pat
     environment = demonstrations(tmp_path, ("a", "a b c"))
     environment.max_reply_tokens = 2
     serve(server, environment)
-    connection = await server.join()
-    connection.lease("g1", members=[0])
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await server.played()
     assert trajectory.run_lengths == (3, 2)
     assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 2)
 
@@ -87,9 +82,7 @@ class HalfGiven(Environment[int]):
 
 async def test_an_episode_of_given_and_sampled_replies_fails(server) -> None:
     serve(server, HalfGiven())
-    connection = await server.join()
-    connection.lease("g1", members=[0], max_attempts=1)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.failure.message == "an environment gives all replies of an episode, or none"
@@ -102,9 +95,7 @@ async def test_a_reply_that_is_no_text_is_refused(server, reply: object, shown: 
             return ResetResult([Message("user", "a")], reply=reply)  # type: ignore[arg-type]
 
     serve(server, Wrong())
-    connection = await server.join()
-    connection.lease("g1", members=[0], max_attempts=1)
-    (trajectory,) = await server.fleet.wait_trajectories(1)
+    (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure is not None
     assert trajectory.failure.message.endswith(
         f"the reply of reset() must be None or a text that is not empty, got {shown}"

@@ -166,8 +166,7 @@ async def test_a_key_is_read_from_its_file(endpoint, tmp_path: Path) -> None:
 async def test_episodes_carry_what_the_reference_says(config, endpoint, start_server) -> None:
     async with start_server(with_server(config, section(endpoint))) as server:
         server.fleet.client.turns = 2
-        connection = await server.join()
-        connection.lease("g1", members=[0])
+        connection = await server.leased(members=[0])
         (trained,) = await server.fleet.wait_trajectories(1)
         purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
         connection.lease("g2", members=[0], purpose=purpose)
@@ -188,9 +187,7 @@ async def test_an_episode_whose_reference_fails_has_failed(config, endpoint, sta
     endpoint.answers = [(400, {"error": {"message": "too long"}})]
     settings = with_server(config, section(endpoint))
     async with start_server(settings, waits=SessionWaits(retry_s=0.01)) as server:
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=2)
-        failed, good = await server.fleet.wait_trajectories(2)
+        failed, good = await server.played(2, max_attempts=2)
     assert (failed.status, failed.failure.kind) == (Status.FAILED, FailureKind.INFRASTRUCTURE)
     assert "the reference model teacher at http" in failed.failure.message
     assert "too long" in failed.failure.message
@@ -204,8 +201,7 @@ async def test_an_episode_whose_reference_fails_has_failed(config, endpoint, sta
 async def test_a_cancelled_episode_does_not_wait_for_the_reference(config, endpoint, start_server):
     endpoint.hold.clear()
     async with start_server(with_server(config, section(endpoint))) as server:
-        connection = await server.join()
-        connection.lease("g1", members=[0])
+        connection = await server.leased(members=[0])
         await until(lambda: endpoint.open, 60)
         connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
         (cancelled,) = await server.fleet.wait_trajectories(1)

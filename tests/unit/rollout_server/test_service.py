@@ -33,13 +33,6 @@ def receive(connection, publish_id: str = "p", **order) -> None:
     connection.send(receive=fleet_pb2.ReceiveWeights(order=told))
 
 
-async def played(server, count: int = 1, **lease):
-    """The first `count` trajectories of one lease, unless it says otherwise of one member."""
-    connection = await server.join()
-    connection.lease("g1", **{"members": [0]} | lease)
-    return await server.fleet.wait_trajectories(count)
-
-
 async def test_a_server_says_what_its_environment_tells_nccl(start_server, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -50,8 +43,7 @@ async def test_a_server_says_what_its_environment_tells_nccl(start_server, monke
 
 
 async def test_a_leased_group_comes_back_whole(server) -> None:
-    connection = await server.join(step=5)
-    connection.lease("g1")
+    connection = await server.leased(step=5)
     trajectories = by_member(await server.fleet.wait_trajectories(4))
     report = await connection.wait_for("lease")
     assert (report.group_id, report.closed, list(report.unfinished)) == ("g1", True, [])
@@ -83,7 +75,7 @@ async def test_the_hello_says_what_the_server_has_room_for(start_server, config)
 
 async def test_later_turns_append_only_new_tokens(server) -> None:
     server.fleet.client.turns = 2
-    (trajectory,) = await played(server)
+    (trajectory,) = await server.played()
     # The reply ends with </s>, as the template ends it: it is not repeated before "c".
     assert trajectory.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
     assert trajectory.run_lengths == (4, 4, 2, 4)
@@ -96,7 +88,7 @@ async def test_later_turns_append_only_new_tokens(server) -> None:
 async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(server) -> None:
     server.engine.records_experts = True
     server.fleet.client.turns = 3
-    (trajectory,) = await played(server)
+    (trajectory,) = await server.played()
     routed = trajectory.routed_experts
     assert routed.num_experts == 4
     places = range(len(trajectory.token_ids) - 1)
@@ -106,8 +98,7 @@ async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(server)
 
 async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
     server.engine.records_experts = True
-    connection = await server.join()
-    connection.lease("g1", members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
+    connection = await server.leased(members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
     (judged,) = await server.fleet.wait_trajectories(1)
     server.fleet.client.answer_instead = lambda command: (
         env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken"))
@@ -138,7 +129,7 @@ async def test_a_lease_says_which_tokens_and_texts_end_a_reply(start_server) -> 
 async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> None:
     async with start_server() as server:
         server.engine.stop_after = 100
-        (trajectory,) = await played(server)
+        (trajectory,) = await server.played()
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.reward == 1.0
     steps = [c.step for c in server.fleet.client.calls if c.HasField("step")]
@@ -148,7 +139,7 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> Non
 async def test_an_environment_goes_on_where_the_settings_do_not_end_it(server) -> None:
     server.fleet.client.turns = 100
     sampling = limits_of(max_episode_tokens=32)
-    (trajectory,) = await played(server, sampling=sampling)
+    (trajectory,) = await server.played(sampling=sampling)
     # Here its context is full.
     assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 5)
 
@@ -156,7 +147,7 @@ async def test_an_environment_goes_on_where_the_settings_do_not_end_it(server) -
 async def test_an_episode_ends_where_its_context_is_full(server) -> None:
     server.fleet.client.turns = 100
     sampling = limits_of(max_turns=100, max_episode_tokens=13)
-    (trajectory,) = await played(server, sampling=sampling)
+    (trajectory,) = await server.played(sampling=sampling)
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.run_lengths == (4, 4, 2, 3)
     assert trajectory.reward == 2.0
@@ -204,7 +195,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> No
         server.fleet.client.answer_instead = lambda command: (
             answers[call] if command.HasField(call) else None
         )
-        (trajectory,) = await played(server)
+        (trajectory,) = await server.played()
     if call == "reset":
         assert trajectory.failure.kind is FailureKind.PROMPT_TOO_LONG
         assert trajectory.failure.message.startswith("a prompt of 10000 characters leaves no room")
@@ -215,7 +206,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> No
 
 async def test_a_prompt_at_its_limit_is_answered(server) -> None:
     sampling = limits_of(max_turns=1, max_episode_tokens=5, max_prompt_tokens=4)
-    (trajectory,) = await played(server, sampling=sampling)
+    (trajectory,) = await server.played(sampling=sampling)
     assert trajectory.run_lengths == (4, 1)
 
 
@@ -228,8 +219,7 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -
         return None
 
     server.fleet.client.answer_instead = fail_first_attempts
-    connection = await server.join()
-    connection.lease("g1", members=[0, 1], first_attempt=1, max_attempts=4)
+    connection = await server.leased(members=[0, 1], first_attempt=1, max_attempts=4)
     trajectories = by_member(await server.fleet.wait_trajectories(4))
     report = await connection.wait_for("lease")
     assert report.next_attempt == 4
@@ -255,8 +245,7 @@ async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(start_serve
             return None
 
         server.fleet.client.answer_instead = lose
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=2)
+        connection = await server.leased(members=[0], max_attempts=2)
         trajectories = by_member(await server.fleet.wait_trajectories(4))
         report = await connection.wait_for("lease")
     assert [t.failure and t.failure.kind.value for t in trajectories] == [*ends, None]
@@ -272,8 +261,7 @@ async def test_a_member_that_is_a_bystander_for_ever_is_given_up(start_server) -
 
     async with start_server() as server:
         server.fleet.client.answer_instead = lose
-        connection = await server.join()
-        connection.lease("g1", members=[0], first_attempt=5, max_attempts=6)
+        connection = await server.leased(members=[0], first_attempt=5, max_attempts=6)
         trajectories = by_member(await server.fleet.wait_trajectories(5))
         await connection.wait_for("lease")
     assert [t.attempt for t in trajectories] == [5, 6, 7, 8, 9]
@@ -282,8 +270,7 @@ async def test_a_member_that_is_a_bystander_for_ever_is_given_up(start_server) -
 
 async def test_the_last_attempt_is_not_tried_again(server) -> None:
     server.engine.fail_with = "no memory"
-    connection = await server.join()
-    connection.lease("g1", members=[0], max_attempts=2)
+    connection = await server.leased(members=[0], max_attempts=2)
     trajectories = await server.fleet.wait_trajectories(2)
     await connection.wait_for("lease")
     assert [t.will_retry for t in trajectories] == [True, False]
@@ -298,7 +285,7 @@ async def test_a_reward_that_is_no_number_is_the_environments_failure(server) ->
         return None
 
     server.fleet.client.answer_instead = nan
-    (trajectory,) = await played(server, max_attempts=1)
+    (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.num_sampled_tokens == 4
 
@@ -312,7 +299,7 @@ async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(sta
 
     async with start_server() as server:
         server.fleet.client.answer_instead = huge
-        (trajectory,) = await played(server, max_attempts=1)
+        (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.failure.message == "the rewards of an episode add up to inf"
     assert trajectory.num_turns == 2
@@ -337,8 +324,7 @@ async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(serve
         if command.reset.episode_key.startswith("g1.")
         else None
     )
-    connection = await server.join()
-    connection.lease("g1", members=[0], max_attempts=1)
+    connection = await server.leased(members=[0], max_attempts=1)
     (failed,) = await server.fleet.wait_trajectories(1)
     connection.lease("g2", members=[0])
     _, other = await server.fleet.wait_trajectories(2)
@@ -349,14 +335,13 @@ async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(serve
 
 async def test_a_lost_client_fails_the_calls_it_had(server) -> None:
     server.fleet.client = None
-    (trajectory,) = await played(server, max_attempts=1)
+    (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.INFRASTRUCTURE
 
 
 async def test_a_cancelled_lease_delivers_what_was_sampled(server) -> None:
     server.engine.limit = 2
-    connection = await server.join()
-    connection.lease("g1")
+    connection = await server.leased()
     await server.engine.wait_tokens(8)
     connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
     trajectories = await server.fleet.wait_trajectories(4)
@@ -385,8 +370,7 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
 async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(start_server):
     async with start_server(waits=SessionWaits(retry_s=1.0)) as server:
         client, server.fleet.client = server.fleet.client, None
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=3)
+        connection = await server.leased(members=[0], max_attempts=3)
         (lost,) = await server.fleet.wait_trajectories(1)
         # Time in which all attempts could fail.
         seen = (await connection.wait_for("heartbeat")).uptime_s
@@ -400,8 +384,7 @@ async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(s
 async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_server) -> None:
     async with start_server() as server:
         server.fleet.client = None
-        connection = await server.join()
-        connection.lease("g1", members=[0], max_attempts=3)
+        connection = await server.leased(members=[0], max_attempts=3)
         await server.fleet.wait_trajectories(1)
         connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
         async with asyncio.timeout(30):
@@ -442,8 +425,7 @@ async def test_episodes_beyond_the_limit_wait(server) -> None:
 
 async def test_a_publish_during_generation_stamps_both_spans(server) -> None:
     server.engine.limit = 2
-    connection = await server.join(step=5)
-    connection.lease("g1", members=[0])
+    connection = await server.leased(step=5, members=[0])
     await server.engine.wait_tokens(2)
     report = await connection.serve_version(6)
     server.engine.let_go()
@@ -520,8 +502,7 @@ async def test_a_failure_is_reported_once_whatever_commit_follows(server) -> Non
 
 
 async def test_an_aborted_publish_leaves_it_stale_until_the_next(server) -> None:
-    connection = await server.join(step=5)
-    connection.lease("g1", members=[0])
+    connection = await server.leased(step=5, members=[0])
     server.engine.limit = 1
     receive(connection)
     await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
@@ -648,8 +629,7 @@ async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> N
 async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:
     async with start_server() as server:
         server.engine.limit = 2
-        connection = await server.join()
-        connection.lease("g1")
+        connection = await server.leased()
         await server.engine.wait_tokens(8)
         server.stop.set()
         await server.task
@@ -686,8 +666,7 @@ async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere
 ) -> None:
     async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
-        connection = await server.join()
-        connection.lease("g1", members=[0])
+        connection = await server.leased(members=[0])
         await server.engine.wait_tokens(2)
         connection.send(drain=fleet_pb2.Drain(reason="test", finish=True))
         assert (await connection.wait_for("draining")).reason == "test"
@@ -703,8 +682,7 @@ async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere
 async def test_the_controller_can_drain_a_server_at_once(start_server, config) -> None:
     async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
-        connection = await server.join()
-        connection.lease("g1")
+        connection = await server.leased()
         await server.engine.wait_tokens(8)
         connection.send(drain=fleet_pb2.Drain(reason="leave", finish=True))
         await connection.wait_for("draining")
@@ -718,8 +696,7 @@ async def test_the_controller_can_drain_a_server_at_once(start_server, config) -
 async def test_a_server_that_drains_still_receives_what_others_wait_for(start_server, config):
     async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2
-        connection = await server.join(step=5)
-        connection.lease("g1")
+        connection = await server.leased(step=5)
         await server.engine.wait_tokens(8)
         server.stop.set()
         await connection.wait_for("draining")
@@ -774,8 +751,7 @@ async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(server) -> 
 async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> None:
     async with start_server(heartbeat_timeout_s=10.0) as server:
         server.engine.limit = 2
-        connection = await server.join()
-        connection.lease("g1")
+        connection = await server.leased()
         await server.engine.wait_tokens(8)
         connection.hang_up()
         await connection.ended.wait()

@@ -83,41 +83,77 @@ class MetricsEndpoint:
         """`token`: what a caller must send as a bearer; `security` has the files of TLS."""
         self._registry, self._security = registry, security
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self._open = 0
+        self._open: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
         """Serves in the block, in the loop that enters it; closes the socket behind it."""
-        server = await asyncio.start_server(self._serve, sock=listening, limit=MAX_HEAD_BYTES)
+        listening.setblocking(False)
+        accepting = asyncio.create_task(self._accept(listening))
         try:
             yield
         finally:
-            server.close()
+            ending = [accepting, *self._open]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            listening.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connected, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                # This process may open no more files for the moment.
+                log.warning("/metrics takes no connection: %s", error)
+                await asyncio.sleep(1.0)
+                continue
+            if len(self._open) < MAX_CONNECTIONS:
+                task = asyncio.create_task(self._serve(connected))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
+            else:
+                connected.close()
+
+    async def _serve(self, connected: socket.socket) -> None:
         try:
-            if self._open <= MAX_CONNECTIONS:
-                # A caller that hangs up, says nothing or no HTTP, or is refused by TLS.
-                with contextlib.suppress(OSError, TimeoutError, h11.RemoteProtocolError):
-                    async with asyncio.timeout(LIMIT_S):
+            # A caller that hangs up, says nothing or no HTTP, or is refused by TLS.
+            with contextlib.suppress(OSError, TimeoutError, h11.RemoteProtocolError):
+                async with asyncio.timeout(LIMIT_S):
+                    reader, writer = await self._opened(connected)
+                    try:
                         await self._exchange(reader, writer)
+                    finally:
+                        writer.transport.abort()
+        except Exception:
+            log.exception("/metrics")
         finally:
-            self._open -= 1
-            writer.transport.abort()
+            connected.close()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _opened(
+        self, connected: socket.socket
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raises OSError if TLS cannot begin."""
+        context = None
         if self._security.tls_certificate is not None:
             # Files that were replaced hold from the next connection on. A thread reads them: a
-            # disk that hangs must not hold the loop. Until TLS begins, the socket keeps the bytes.
-            assert isinstance(writer.transport, asyncio.Transport)
-            writer.transport.pause_reading()
+            # disk that hangs must not hold the loop. Meanwhile the socket keeps what comes.
             try:
                 context = await asyncio.to_thread(_server_context, self._security)
             except OSError as error:
                 log.warning("/metrics gives no answer: its certificate: %s", error)
-                return
-            await writer.start_tls(context, ssl_handshake_timeout=LIMIT_S)
+                raise
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(MAX_HEAD_BYTES, loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        limit_s = None if context is None else LIMIT_S
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, connected, ssl=context, ssl_handshake_timeout=limit_s
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await reader.read(MAX_HEAD_BYTES))

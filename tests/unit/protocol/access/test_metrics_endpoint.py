@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -159,8 +160,10 @@ def pair(tmp_path_factory) -> dict[str, str]:
     return {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
 
 
+# Controller and rollout server have the second one.
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 @pytest.mark.process
-async def test_with_the_runs_certificate_it_speaks_tls_alone(tmp_path, pair, monkeypatch):
+def test_with_the_runs_certificate_it_speaks_tls_alone(run, tmp_path, pair, monkeypatch):
     read_by, load = [], ssl.SSLContext.load_cert_chain
 
     def noted(context, *files):
@@ -170,12 +173,16 @@ async def test_with_the_runs_certificate_it_speaks_tls_alone(tmp_path, pair, mon
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", noted)
     config = metrics_config(tmp_path, **pair)
     trusting = ssl.create_default_context(cafile=pair["tls_certificate"])
-    async with metrics_endpoint(config, "controller", [Weather()]):
-        assert b"slipstream_warmth_celsius" in await said(config, get(), trusting)
-        assert await said(config, get()) == b""
-        with pytest.raises(ssl.SSLError):
-            await said(config, get(), ssl.create_default_context())
-        assert b"slipstream_warmth_celsius" in await said(config, get(), trusting)
+
+    async def asked() -> None:
+        async with metrics_endpoint(config, "controller", [Weather()]):
+            assert b"slipstream_warmth_celsius" in await said(config, get(), trusting)
+            assert await said(config, get()) == b""
+            with pytest.raises(ssl.SSLError):
+                await said(config, get(), ssl.create_default_context())
+            assert b"slipstream_warmth_celsius" in await said(config, get(), trusting)
+
+    run(asked())
     # A disk that hangs does not hold the loop.
     assert read_by and threading.main_thread() not in read_by
 

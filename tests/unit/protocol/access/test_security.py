@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -51,6 +52,19 @@ def echo_handlers() -> grpc.GenericRpcHandler:
             "StreamStream": grpc.stream_stream_rpc_method_handler(stream_stream),
         },
     )
+
+
+@contextlib.asynccontextmanager
+async def serving_at(
+    host: str, credentials: Credentials, *before: grpc.GenericRpcHandler
+) -> AsyncIterator[str]:
+    """The address of a server that echoes."""
+    server = create_server(credentials)
+    server.add_generic_rpc_handlers((*before, echo_handlers()))
+    address = f"{host}:{bind(server, f'{host}:0', credentials)}"
+    await server.start()
+    yield address
+    await server.stop(None)
 
 
 async def call(channel: grpc.aio.Channel, shape: str, credentials: Credentials) -> bytes:
@@ -143,11 +157,10 @@ async def test_a_port_in_use_is_reported() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_call_without_the_right_token_is_refused(shape: str) -> None:
-    server = create_server(WITH_TOKEN)
-    server.add_generic_rpc_handlers((echo_handlers(),))
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', WITH_TOKEN)}"
-    await server.start()
-    async with open_channel(address, OPEN) as channel:
+    async with (
+        serving_at("127.0.0.1", WITH_TOKEN) as address,
+        open_channel(address, OPEN) as channel,
+    ):
         assert await call(channel, shape, WITH_TOKEN) == b"hello"
         for token in (None, "", "w" * 32, TOKEN[:-1], TOKEN + "s", "Bearer " + TOKEN):
             wrong = Credentials(certificate=None, key=None, ca=None, token=token)
@@ -155,7 +168,6 @@ async def test_a_call_without_the_right_token_is_refused(shape: str) -> None:
                 await call(channel, shape, wrong)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert TOKEN not in str(caught.value)
-    await server.stop(None)
 
 
 async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_server() -> None:
@@ -180,20 +192,16 @@ async def test_calls_go_through_tls_with_a_certificate_of_ones_own(certificate, 
     calling = Credentials.load(
         SecuritySection(tls_ca=certificate[0], token_file=tmp_path / "token")
     )
-    server = create_server(serving)
-    server.add_generic_rpc_handlers((echo_handlers(),))
-    address = f"localhost:{bind(server, 'localhost:0', serving)}"
-    await server.start()
-    for shape in SHAPES:
-        async with open_channel(address, calling) as channel:
-            assert await call(channel, shape, calling) == b"hello"
-    with open_blocking_channel(address, calling) as blocking:
-        grpc.channel_ready_future(blocking).result(timeout=20)
-    async with grpc.aio.insecure_channel(address) as plain:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(plain, "UnaryUnary", calling)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    await server.stop(None)
+    async with serving_at("localhost", serving) as address:
+        for shape in SHAPES:
+            async with open_channel(address, calling) as channel:
+                assert await call(channel, shape, calling) == b"hello"
+        with open_blocking_channel(address, calling) as blocking:
+            grpc.channel_ready_future(blocking).result(timeout=20)
+        async with grpc.aio.insecure_channel(address) as plain:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(plain, "UnaryUnary", calling)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_credentials_name_the_file_that_is_missing_or_too_short(tmp_path: Path) -> None:
@@ -225,19 +233,15 @@ async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(fault, tmp_p
         SecuritySection(tls_certificate=shown, tls_key=shown.with_name("key.pem"), **token)
     )
     calling = Credentials.load(SecuritySection(tls_ca=known, **token))
-    server = create_server(serving)
     seen: list[str] = []
-    server.add_generic_rpc_handlers((Listener(seen), echo_handlers()))
-    address = f"localhost:{bind(server, 'localhost:0', serving)}"
-    await server.start()
-    async with open_channel(address, calling) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(channel, "UnaryUnary", calling)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert TOKEN not in str(caught.value)
-    # The token never left.
-    assert seen == []
-    await server.stop(None)
+    async with serving_at("localhost", serving, Listener(seen)) as address:
+        async with open_channel(address, calling) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(channel, "UnaryUnary", calling)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert TOKEN not in str(caught.value)
+        # The token never left.
+        assert seen == []
 
 
 @pytest.mark.process
@@ -248,22 +252,18 @@ async def test_a_controller_may_ask_callers_for_a_certificate(tmp_path: Path) ->
     serving = Credentials.load(
         SecuritySection(tls_certificate=own, tls_key=own.with_name("key.pem"), tls_client_ca=theirs)
     )
-    server = create_server(serving)
-    server.add_generic_rpc_handlers((echo_handlers(),))
-    address = f"localhost:{bind(server, 'localhost:0', serving)}"
-    await server.start()
-    for shown in (theirs, strange, None):
-        key = shown and shown.with_name("key.pem")
-        section = SecuritySection(tls_ca=own, tls_certificate=shown, tls_key=key)
-        calling = Credentials.load(section)
-        async with open_channel(address, calling) as channel:
-            if shown is theirs:
-                assert await call(channel, "UnaryUnary", calling) == b"hello"
-                continue
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(channel, "UnaryUnary", calling)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    await server.stop(None)
+    async with serving_at("localhost", serving) as address:
+        for shown in (theirs, strange, None):
+            key = shown and shown.with_name("key.pem")
+            section = SecuritySection(tls_ca=own, tls_certificate=shown, tls_key=key)
+            calling = Credentials.load(section)
+            async with open_channel(address, calling) as channel:
+                if shown is theirs:
+                    assert await call(channel, "UnaryUnary", calling) == b"hello"
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call(channel, "UnaryUnary", calling)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.process
@@ -274,26 +274,22 @@ async def test_a_certificate_changes_while_the_run_goes_on(tmp_path: Path) -> No
     shown.write_bytes(first.read_bytes())
     key.write_bytes(first.with_name("key.pem").read_bytes())
     serving = Credentials.load(SecuritySection(tls_certificate=shown, tls_key=key))
-    server = create_server(serving)
-    server.add_generic_rpc_handlers((echo_handlers(),))
-    address = f"localhost:{bind(server, 'localhost:0', serving)}"
-    await server.start()
+    async with serving_at("localhost", serving) as address:
 
-    async def trusts(authority: Path) -> bool:
-        calling = Credentials.load(SecuritySection(tls_ca=authority))
-        async with open_channel(address, calling) as channel:
-            try:
-                return await call(channel, "UnaryUnary", calling) == b"hello"
-            except grpc.aio.AioRpcError:
-                return False
+        async def trusts(authority: Path) -> bool:
+            calling = Credentials.load(SecuritySection(tls_ca=authority))
+            async with open_channel(address, calling) as channel:
+                try:
+                    return await call(channel, "UnaryUnary", calling) == b"hello"
+                except grpc.aio.AioRpcError:
+                    return False
 
-    assert [await trusts(first), await trusts(later)] == [True, False]
-    key.write_bytes(later.with_name("key.pem").read_bytes())
-    # Key and certificate are no pair until the second file is there too.
-    assert [await trusts(first), await trusts(later)] == [True, False]
-    shown.write_bytes(later.read_bytes())
-    assert [await trusts(first), await trusts(later)] == [False, True]
-    await server.stop(None)
+        assert [await trusts(first), await trusts(later)] == [True, False]
+        key.write_bytes(later.with_name("key.pem").read_bytes())
+        # Key and certificate are no pair until the second file is there too.
+        assert [await trusts(first), await trusts(later)] == [True, False]
+        shown.write_bytes(later.read_bytes())
+        assert [await trusts(first), await trusts(later)] == [False, True]
 
 
 class Listener(grpc.GenericRpcHandler):

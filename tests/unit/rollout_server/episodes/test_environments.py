@@ -56,6 +56,10 @@ class Hosted:
         )
         self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset))
 
+    async def loaded(self, name, **options) -> fleet_pb2.EnvironmentReport:
+        self.load(name, **options)
+        return await self.report()
+
     async def report(self) -> fleet_pb2.EnvironmentReport:
         async with asyncio.timeout(LIMIT_S):
             return await self._reports.get()
@@ -102,8 +106,7 @@ def worker_processes() -> list[psutil.Process]:
 
 
 async def test_an_episode_runs_in_a_worker(hosted) -> None:
-    hosted.load("Good")
-    report = await hosted.report()
+    report = await hosted.loaded("Good")
     assert (report.environment, report.num_tasks) == ("Good", 5)
     assert not report.HasField("failure")
     session = await hosted.open("Good")
@@ -115,8 +118,7 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
 
 async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) -> None:
     python = furnished_python(tmp_path / "venv")
-    hosted.load("Good", python=str(python))
-    report = await hosted.report()
+    report = await hosted.loaded("Good", python=str(python))
     assert not report.HasField("failure"), report.failure.message
     assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(python)
     session = await hosted.open("Good")
@@ -135,8 +137,7 @@ async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(host
 
 async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:
     async with hosting(tmp_path) as hosted:
-        hosted.load("Loud")
-        await hosted.report()
+        await hosted.loaded("Loud")
         session = await hosted.open("Loud")
         await session.reset(1, 2)
         for number in range(30):
@@ -148,15 +149,13 @@ async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> 
 
 
 async def test_the_same_order_again_only_repeats_the_report(hosted) -> None:
-    hosted.load("Good")
-    first = await hosted.report()
+    first = await hosted.loaded("Good")
     hosted.load("Good")
     assert await hosted.report() == first
 
 
 async def test_an_environment_that_cannot_be_loaded_is_reported(hosted) -> None:
-    hosted.load("Unloadable")
-    report = await hosted.report()
+    report = await hosted.loaded("Unloadable")
     assert report.failure.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
     assert "the data set is missing" in report.failure.message
     with pytest.raises(EnvironmentFailed, match="the data set is missing"):
@@ -164,14 +163,12 @@ async def test_an_environment_that_cannot_be_loaded_is_reported(hosted) -> None:
 
 
 async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
-    hosted.load("DiesWhileLoading")
-    report = await hosted.report()
+    report = await hosted.loaded("DiesWhileLoading")
     assert report.failure.message == "worker was killed by SIGKILL"
 
 
 async def test_a_worker_that_is_killed_while_loading_is_started_once_more(hosted, tmp_path):
-    hosted.load("DiesAtFirst", mark=str(tmp_path / "mark"))
-    report = await hosted.report()
+    report = await hosted.loaded("DiesAtFirst", mark=str(tmp_path / "mark"))
     assert not report.HasField("failure"), report.failure.message
     session = await hosted.open("DiesAtFirst")
     assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
@@ -179,8 +176,7 @@ async def test_a_worker_that_is_killed_while_loading_is_started_once_more(hosted
 
 
 async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -> None:
-    hosted.load("Hanging")
-    await hosted.report()
+    await hosted.loaded("Hanging")
     session = await hosted.open("Hanging", timeout_s=2.0)
     await session.reset(0, 0)
     with pytest.raises(
@@ -197,8 +193,7 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
 
 
 async def test_a_worker_that_does_not_answer_a_ping_is_replaced(impatient) -> None:
-    impatient.load("Stuck")
-    await impatient.report()
+    await impatient.loaded("Stuck")
     stuck = await impatient.open("Stuck", timeout_s=0.2)
     with pytest.raises(
         EnvironmentFailed,
@@ -213,8 +208,7 @@ async def test_a_worker_that_does_not_answer_a_ping_is_replaced(impatient) -> No
 
 
 async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> None:
-    impatient.load("Stuck")
-    await impatient.report()
+    await impatient.loaded("Stuck")
     stuck = await impatient.open("Stuck", "stuck", 0, timeout_s=0.2)
     behind = await impatient.open("Stuck", "behind", 1, timeout_s=0.2)
     idle = await impatient.open("Stuck", "idle", 2)
@@ -233,9 +227,8 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
         session.close()
 
 
-async def test_an_exiting_worker_fails_its_open_calls_and_is_started_again(hosted) -> None:
-    hosted.load("Exiting")
-    await hosted.report()
+async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
+    await hosted.loaded("Exiting")
     dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
     await dying.reset(0, 0)
     await bystander.reset(1, 0)
@@ -243,22 +236,6 @@ async def test_an_exiting_worker_fails_its_open_calls_and_is_started_again(hoste
         with pytest.raises(EnvironmentFailed, match="worker exited with code 7; 2 ep") as caught:
             await session.step("x", truncated=False)
         assert caught.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
-        session.close()
-    again = await hosted.open("Exiting", "c", 1)
-    await again.reset(1, 0)
-    assert (await again.step("x", truncated=False)).reward == 0.5
-    again.close()
-
-
-async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
-    hosted.load("Exiting")
-    await hosted.report()
-    dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
-    await dying.reset(0, 0)
-    await bystander.reset(1, 0)
-    for session in (dying, bystander):
-        with pytest.raises(EnvironmentFailed):
-            await session.step("x", truncated=False)
         session.close()
     beside = await hosted.open("Exiting", "c", 1)
     await beside.reset(1, 0)
@@ -285,8 +262,7 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
 async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_holds_up_nobody(
     hosted,
 ) -> None:
-    hosted.load("Exiting")
-    await hosted.report()
+    await hosted.loaded("Exiting")
     suspects = hosted.environments._hosted["Exiting"][0]._suspects
     suspects.lost([0], in_call=[0])
     first = await hosted.open("Exiting", "a", 0)
@@ -302,8 +278,7 @@ async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_hol
 
 async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_path: Path) -> None:
     async with hosting(tmp_path, limits=WorkerLimits(memory_bytes=400 << 20)) as hosted:
-        hosted.load("Greedy")
-        await hosted.report()
+        await hosted.loaded("Greedy")
         session = await hosted.open("Greedy", timeout_s=LIMIT_S)
         await session.reset(0, 0)
         with pytest.raises(
@@ -316,12 +291,10 @@ async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_p
 
 
 async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(impatient) -> None:
-    impatient.load("Stuck", timeout_s=0.2, try_reset=True)
-    report = await impatient.report()
+    report = await impatient.loaded("Stuck", timeout_s=0.2, try_reset=True)
     assert report.failure.message.startswith("no answer to reset within 0.2 s")
     assert report.failure.message.endswith("in reset)")
-    impatient.load("Good", try_reset=True)
-    assert (await impatient.report()).num_tasks == 5
+    assert (await impatient.loaded("Good", try_reset=True)).num_tasks == 5
 
 
 @pytest.mark.parametrize(
@@ -335,10 +308,10 @@ async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(impa
 async def test_an_agent_that_does_not_call_the_model_is_refused_when_it_is_tried(
     hosted, name: str, cause: str
 ) -> None:
-    hosted.load(name, timeout_s=1.0, try_reset=True)
-    assert (await hosted.report()).failure.message.startswith(cause)
-    hosted.load("CallsTheModel", try_reset=True)
-    assert (await hosted.report()).num_tasks == 3
+    assert (await hosted.loaded(name, timeout_s=1.0, try_reset=True)).failure.message.startswith(
+        cause
+    )
+    assert (await hosted.loaded("CallsTheModel", try_reset=True)).num_tasks == 3
 
 
 HOSTING = """
@@ -387,8 +360,7 @@ async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(tmp_p
 
 
 async def test_episodes_are_spread_over_the_workers(hosted) -> None:
-    hosted.load("Good", num_workers=2)
-    await hosted.report()
+    await hosted.loaded("Good", num_workers=2)
     first = await hosted.open("Good", "a")
     await until(lambda: len(hosted.environments._hosted["Good"][0]._ready) >= 2, LIMIT_S)
     second = await hosted.open("Good", "b")
@@ -398,8 +370,7 @@ async def test_episodes_are_spread_over_the_workers(hosted) -> None:
 
 
 async def test_unloading_ends_the_workers(hosted) -> None:
-    hosted.load("Good")
-    await hosted.report()
+    await hosted.loaded("Good")
     session = await hosted.open("Good")
     order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Good"), unload=True)
     hosted.environments.order(order)
@@ -428,8 +399,7 @@ async def until_gone(pids: list[int]) -> None:
 
 
 async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
-    hosted.load("Scattering")
-    await hosted.report()
+    await hosted.loaded("Scattering")
     session = await hosted.open("Scattering")
     pids = await scattered(session)
     with pytest.raises(EnvironmentFailed, match="worker exited with code 0"):
@@ -464,8 +434,7 @@ async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_p
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         hosted = Hosted(environments, reports)
-        hosted.load("Good")
-        report = await hosted.report()
+        report = await hosted.loaded("Good")
         assert report.failure.message == "worker did not attach within 0.2 s"
         assert not child_processes(gateway.address)
         environments.close()
@@ -476,19 +445,16 @@ async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else
 ) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(sys, "executable", "/missing/python")
-        hosted.load("Good")
-        report = await hosted.report()
+        report = await hosted.loaded("Good")
     assert report.failure.message == "no worker could be started: No such file or directory"
-    hosted.load("Curious")
-    assert not (await hosted.report()).HasField("failure")
+    assert not (await hosted.loaded("Curious")).HasField("failure")
 
 
 async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-the-server")
     with (tmp_path / "token").open("w") as held:
         os.set_inheritable(held.fileno(), True)
-        hosted.load("Curious")
-        await hosted.report()
+        await hosted.loaded("Curious")
         session = await hosted.open("Curious")
         (message,) = (await session.reset(0, 0)).messages
         told = message.content
