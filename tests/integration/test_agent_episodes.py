@@ -2,139 +2,32 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from slipstream.core.types import Branch, FailureKind, PolicyVersion, ServerId, Status, Trajectory
-from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.service import RolloutServer
-from slipstream.v1 import environment_pb2, fleet_pb2
+from slipstream.core.types import Branch, FailureKind, PolicyVersion, Status
+from slipstream.v1 import fleet_pb2
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import make_chat_model
-from support.fakes.fake_fleet import Connection, FakeFleet
-from support.fakes.scripted_engine import ScriptedEngine
+from support.rigs.episode_server import SAMPLING, EpisodeServer, serving
 from support.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SAMPLING = fleet_pb2.SamplingSettings(
-    temperature=1.0,
-    top_p=1.0,
-    max_reply_tokens=200,
-    max_turns=100,
-    max_episode_tokens=1500,
-    max_total_tokens=4000,
-    max_branches=8,
-)
 AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Leaving")
 
 
-@dataclass
-class Server:
-    """A server in this process whose controller is the test."""
-
-    fleet: FakeFleet
-    engine: ScriptedEngine
-    connection: Connection
-    leases: int = 0
-
-    async def run(
-        self,
-        agent: str,
-        *,
-        members: int = 1,
-        timeout_s: float = 20.0,
-        max_attempts: int = 1,
-        max_turns: int = SAMPLING.max_turns,
-    ) -> list[Trajectory]:
-        """The trajectories of a group, when all of them have come."""
-        group = self.lease(
-            agent,
-            members=members,
-            timeout_s=timeout_s,
-            max_attempts=max_attempts,
-            max_turns=max_turns,
-        )
-        return await self.ended(group, members * max_attempts)
-
-    def lease(
-        self,
-        agent: str,
-        *,
-        members: int = 1,
-        timeout_s: float = 20.0,
-        max_attempts: int = 1,
-        max_turns: int = SAMPLING.max_turns,
-    ) -> str:
-        self.leases += 1
-        sampling = fleet_pb2.SamplingSettings()
-        sampling.CopyFrom(SAMPLING)
-        sampling.max_turns = max_turns
-        group = f"g{self.leases}"
-        self.connection.lease(
-            group,
-            f"{agent}Agent",
-            members=list(range(members)),
-            sampling=sampling,
-            timeout_s=timeout_s,
-            max_attempts=max_attempts,
-        )
-        return group
-
-    async def ended(self, group: str, number: int = 1) -> list[Trajectory]:
-        def found() -> list[Trajectory]:
-            return [one for one in self.fleet.trajectories if one.group_id == group]
-
-        while len(found()) < number:
-            await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
-        return found()
-
-    async def check_ledger(self) -> None:
-        """The tokens that the engine counted are those of the trajectories."""
-        beat = await self.connection.wait_quiet()
-        recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
-        assert beat.generated_tokens == beat.ended_tokens == recorded
-        assert beat.in_flight_tokens == 0
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    folder = make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False)
-    config = agent_config(folder)
-    engine = scripted_engine(config, script)
-    engine.version = None
-    engine.running.clear()
-    stop = asyncio.Event()
-    async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
-        logs = tmp_path_factory.mktemp("logs")
-        gateway = WorkerGateway(logs, log_bytes=1 << 20)
-        program = RolloutServer(
-            config, fleet.address, ServerId("s"), engine, Renderer(folder), gateway
-        )
-        task = asyncio.create_task(program.run(stop))
-        connection = await fleet.joined()
-        await connection.serve_version(1)
-        for agent in AGENTS:
-            spec = environment_pb2.EnvironmentSpec(
-                name=f"{agent}Agent",
-                reference=f"example_agents:{agent}Agent",
-                args_json="{}",
-                timeout_s=20.0,
-                num_workers=1,
-                search_path=str(Path(__file__).parents[1] / "support" / "fakes"),
-            )
-            connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec))
-        yield Server(fleet, engine, connection)
-        stop.set()
-        async with asyncio.timeout(30):
-            await task
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EpisodeServer]:
+    config = agent_config(make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False))
+    engine, logs = scripted_engine(config, script), tmp_path_factory.mktemp("logs")
+    async with serving(config, engine, logs) as found:
+        found.load("example_agents", *(f"{agent}Agent" for agent in AGENTS))
+        yield found
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def ledger(server: Server) -> AsyncIterator[None]:
+async def ledger(server: EpisodeServer) -> AsyncIterator[None]:
     yield
     server.engine.may_end.set()
     await server.check_ledger()
@@ -142,7 +35,7 @@ async def ledger(server: Server) -> AsyncIterator[None]:
 
 async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server) -> None:
     server.engine.samples.clear()
-    (trajectory,) = await server.run("Tool")
+    (trajectory,) = await server.run("ToolAgent")
     assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
     assert trajectory.reward == 1.0
     # The second of the reviewers may find the first one's reply.
@@ -169,26 +62,26 @@ async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server)
 
 
 async def test_an_agent_has_many_replies_where_the_settings_say_nothing(server) -> None:
-    (trajectory,) = await server.run("Tool", max_turns=0)
+    (trajectory,) = await server.run("ToolAgent", max_turns=0)
     assert (trajectory.status, trajectory.num_turns) == (Status.COMPLETED, 5)
-    (trajectory,) = await server.run("Tool", max_turns=1)
+    (trajectory,) = await server.run("ToolAgent", max_turns=1)
     assert trajectory.failure is not None
     assert "sampling.max_turns = 1" in trajectory.failure.message
 
 
 async def test_the_members_of_a_group_run_side_by_side(server) -> None:
-    found = await server.run("Tool", members=8)
+    found = await server.run("ToolAgent", members=8)
     assert [one.status for one in found] == [Status.COMPLETED] * 8
     assert {len(one.branches) for one in found} == {3}
 
 
 async def test_an_agent_that_blocks_its_thread_is_served(server) -> None:
-    (trajectory,) = await server.run("Plain")
+    (trajectory,) = await server.run("PlainAgent")
     assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 3.0)
 
 
 async def test_an_agent_without_a_reply_of_the_model_has_failed(server) -> None:
-    (trajectory,) = await server.run("Silent")
+    (trajectory,) = await server.run("SilentAgent")
     assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert "without any reply of the model" in trajectory.failure.message
@@ -198,10 +91,10 @@ async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_coun
     server,
 ) -> None:
     server.engine.samples.clear()
-    hanging = server.lease("Hanging", timeout_s=5.0)
+    hanging = server.lease("HangingAgent", timeout_s=5.0)
     await until(lambda: server.engine.samples)
     server.engine.may_end.clear()
-    calling = server.lease("Plain", timeout_s=5.0)
+    calling = server.lease("PlainAgent", timeout_s=5.0)
     await until(lambda: server.engine.num_open)
     await asyncio.sleep(5.5)
     assert not [one for one in server.fleet.trajectories if one.group_id == calling]
@@ -217,30 +110,30 @@ async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_coun
 
 
 async def test_an_agent_that_raises_fails_with_its_words(server) -> None:
-    first, second = await server.run("Raising", max_attempts=2)
+    first, second = await server.run("RaisingAgent", max_attempts=2)
     assert (first.will_retry, second.will_retry) == (True, False)
     assert "task 3 is bad" in second.failure.message
 
 
 async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward(server) -> None:
-    (trajectory,) = await server.run("Greedy")
+    (trajectory,) = await server.run("GreedyAgent")
     assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED, 1.0)
     assert all(
-        trajectory.token_ids[sequence.tokens].size <= SAMPLING.max_episode_tokens
+        trajectory.token_ids[sequence.tokens].size <= SAMPLING["max_episode_tokens"]
         for sequence in trajectory.sequences()
     )
 
 
 async def test_calls_that_are_open_at_the_result_are_ended(server) -> None:
     server.engine.may_end.set()
-    (trajectory,) = await server.run("Leaving")
+    (trajectory,) = await server.run("LeavingAgent")
     assert trajectory.status is Status.COMPLETED
     assert server.engine.num_open == 0
 
 
 async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(server) -> None:
     server.engine.may_end.clear()
-    group = server.lease("Tool")
+    group = server.lease("ToolAgent")
     await until(lambda: server.engine.num_open)
     server.connection.send(cancel=fleet_pb2.CancelLease(group_id=group))
     (trajectory,) = await server.ended(group)
@@ -250,7 +143,7 @@ async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(serv
 
 async def test_new_weights_in_the_middle_of_a_call_show_in_its_versions(server) -> None:
     server.engine.may_end.clear()
-    group = server.lease("Plain")
+    group = server.lease("PlainAgent")
     await until(lambda: server.engine.num_open)
     await server.connection.serve_version(2)
     server.engine.may_end.set()

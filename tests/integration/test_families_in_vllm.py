@@ -5,11 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from support.fakes.field_models import make_field_model
 from support.fakes.nested_folders import nest
 from support.ranks.field_ranks import probe
 from support.rigs import family_engine
 from support.rigs.sent_engine import run_engine
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -101,8 +103,6 @@ def sent_back(expected: list[np.ndarray]) -> np.ndarray:
 
 
 def write_tokenizer(folder: Path) -> None:
-    from slipstream.learner.trainer.tiny_model import make_tokenizer
-
     config = (folder / "config.json").read_text()
     make_tokenizer(folder)
     (folder / "config.json").write_text(config)
@@ -110,8 +110,6 @@ def write_tokenizer(folder: Path) -> None:
 
 def logprobs(folder: Path, *, has_tower: bool = False) -> np.ndarray:
     """Log-probabilities by transformers; its default kernel leaves out Gemma 2's cap of scores."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found = []

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.length_groups import MOST_SCORES
+from slipstream.learner.trainer.ranks import compat, cpu
 from support.ranks import long_ranks
 from support.ranks.long_ranks import ADAM_EPS, LAYOUTS, LEARNING_RATE, make_model, sequences_of
 from support.ranks.rank_pool import RankPool
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Nine times the original length; two context parallel ranks need blocks of queries.
@@ -50,8 +53,6 @@ def plain_logprobs(model: torch.nn.Module, length: int) -> torch.Tensor:
 
 
 def plain_model(folder: Path, attention: str = "sdpa") -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
     )
@@ -136,12 +137,8 @@ BOUNDS = (0, 48, 92, 100, 104)
     ],
 )
 def test_blocks_of_queries_attend_like_whole_sequences(kind: dict[str, object]) -> None:
-    from slipstream.learner.trainer.ranks import compat, cpu
-
     cpu.install()
     compat.install()
-    from slipstream.learner.trainer.layers.attention import CoreAttention
-
     settings = {
         "kv_channels": 16,
         "window_size": None,

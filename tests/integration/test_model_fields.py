@@ -19,6 +19,7 @@ from support.fakes.field_models import (
 from support.ranks import field_ranks
 from support.ranks.field_ranks import probe
 from support.ranks.rank_pool import RankPool
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,8 +59,6 @@ def folder(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
     """What transformers computes with `changes` to config.json and the same weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.from_pretrained(folder)
     for name, value in changes.items():
         setattr(config, name, value)

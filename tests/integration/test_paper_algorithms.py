@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
-from support.rigs.run_processes import (
-    ROOT,
-    check_ledger,
-    succeed,
-    summary_of,
-    write_config,
-)
+from support.rigs.run_processes import ROOT, check_ledger, succeed, summary_of, write_config
 from support.rigs.smallest_run import run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")

@@ -24,6 +24,7 @@ from support.ranks.role_ranks import (
     config_of,
 )
 from support.references.plain_policy import conversations
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,8 +69,6 @@ class PlainCritic:
     """The same critic on transformers and torch: one conversation at a time, unpacked."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.body = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).model
         weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
         self.head = torch.nn.Linear(64, 1)
@@ -146,8 +145,6 @@ def test_the_critic_learns_like_plain_transformers(
 def test_the_reference_says_what_the_start_folder_says(
     layout: str, folder: Path, one_rank: dict[str, list[dict]]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     expected, likely = [], []
     trajectories = batches(config_of(layout, folder))[0].trajectories

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.client import Client
-from slipstream.client.status import Event
 from support.rigs.run_processes import (
     ROLLOUT_SERVER,
     SLOW_RUN,
@@ -62,18 +61,6 @@ async def until_in_flight(client: Client, tokens: int) -> None:
     await until_status(client, lambda run: run.ledger.in_flight > tokens)
 
 
-async def until_back(client: Client, server: str) -> list[Event]:
-    """What happens from the loss of a server until it joins again."""
-    gone = await until_event(client, lambda event: f"{server} is gone" in event.text)
-    events = [gone]
-    async with asyncio.timeout(RUN_LIMIT_S):
-        async for event in client.watch(after=gone.number):
-            events.append(event)
-            if f"{server} joined" in event.text:
-                break
-    return events
-
-
 async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -87,7 +74,11 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
             assert run.engines()
             kill(server)
             await until_gone([server, *below])
-            await until_back(client, "server-0")
+            gone = await until_event(client, lambda event: "server-0 is gone" in event.text)
+            async with asyncio.timeout(RUN_LIMIT_S):
+                async for event in client.watch(after=gone.number):
+                    if "server-0 joined" in event.text:
+                        break
             assert (await client.status()).ledger.lost > 0
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")

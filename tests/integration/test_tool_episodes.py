@@ -1,8 +1,6 @@
 """Environments with tools from lease to trajectory: real workers and parsers, a scripted engine."""
 
-import asyncio
 import contextlib
-import dataclasses
 import json
 import re
 import runpy
@@ -12,29 +10,17 @@ from typing import Any
 
 from slipstream.client import Environment
 from slipstream.client.episode_host import EpisodeHost
-from slipstream.core.types import Branch, FailureKind, ServerId, Status, Trajectory
+from slipstream.core.types import Branch, FailureKind, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
-from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.service import RolloutServer
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.v1 import environment_pb2, fleet_pb2
 from support.fakes import example_tools
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
-from support.fakes.fake_fleet import Connection, FakeFleet
-from support.fakes.scripted_engine import ScriptedEngine
+from support.rigs import episode_server
+from support.rigs.episode_server import EpisodeServer
 
-SAMPLING = fleet_pb2.SamplingSettings(
-    temperature=1.0,
-    top_p=1.0,
-    max_reply_tokens=300,
-    max_turns=10,
-    max_episode_tokens=1500,
-    max_total_tokens=4000,
-    max_branches=8,
-)
 # Like those of gpt-oss and MiniMax-M2.
 DEMANDING = CHAT_TEMPLATE.replace(
     "{%- for message in messages %}",
@@ -43,49 +29,6 @@ DEMANDING = CHAT_TEMPLATE.replace(
     "{%- if message.role == 'tool' and not ns.called %}{{ raise_exception('no call') }}"
     "{%- endif %}",
 )
-FOLDER = str(Path(example_tools.__file__).parent)
-
-
-@dataclasses.dataclass
-class Server:
-    """A server in this process whose controller is the test."""
-
-    fleet: FakeFleet
-    engine: ScriptedEngine
-    connection: Connection
-    leases: int = 0
-
-    async def run(self, environment: str, *, values: str = "", **sampling: int) -> Trajectory:
-        self.leases += 1
-        settings = fleet_pb2.SamplingSettings()
-        settings.CopyFrom(SAMPLING)
-        for name, value in sampling.items():
-            setattr(settings, name, value)
-        group = f"g{self.leases}"
-        self.connection.lease(
-            group,
-            environment,
-            members=[0],
-            sampling=settings,
-            timeout_s=30.0,
-            max_attempts=1,
-            chat_template_kwargs_json=values,
-        )
-        while not (found := [t for t in self.fleet.trajectories if t.group_id == group]):
-            await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
-        beat = await self.connection.wait_quiet()
-        recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
-        assert beat.generated_tokens == beat.ended_tokens == recorded
-        return found[0]
-
-    def serve(self, environment: Environment[Any]) -> None:
-        """Serves an environment as a client does, under the name "served"."""
-        host = EpisodeHost(environment)
-
-        async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
-            return await host.answer(call.command)
-
-        self.fleet.client = answer
 
 
 @contextlib.asynccontextmanager
@@ -95,41 +38,33 @@ async def serving(
     script: Callable[[str], str] = script,
     template: str = CHAT_TEMPLATE,
     **rollout_server: object,
-) -> AsyncIterator[Server]:
+) -> AsyncIterator[EpisodeServer]:
     model = make_chat_model(folder / "model", with_weights=False)
     (model / "chat_template.jinja").write_text(template)
     config = agent_config(model, **rollout_server)
     engine = scripted_engine(config, script)
-    engine.version = None
-    engine.running.clear()
-    stop = asyncio.Event()
-    async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
-        takes_tools = config.rollout_server.tool_parser is not None
-        gateway = WorkerGateway(folder / "logs", log_bytes=1 << 20, takes_tools=takes_tools)
-        program = RolloutServer(
-            config, fleet.address, ServerId("s"), engine, Renderer(model), gateway
-        )
-        task = asyncio.create_task(program.run(stop))
-        connection = await fleet.joined()
-        await connection.serve_version(1)
-        yield Server(fleet, engine, connection)
-        stop.set()
-        async with asyncio.timeout(30):
-            await task
+    async with episode_server.serving(config, engine, folder / "logs") as found:
+        yield found
 
 
-def load(server: Server, *names: str, try_reset: bool = False) -> None:
-    for name in names:
-        spec = environment_pb2.EnvironmentSpec(
-            name=name,
-            reference=f"example_tools:{name}",
-            args_json="{}",
-            timeout_s=30.0,
-            num_workers=1,
-            search_path=FOLDER,
-        )
-        order = fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset)
-        server.connection.send(environment=order)
+async def run(server: EpisodeServer, environment: str, **lease: Any) -> Trajectory:  # noqa: ANN401
+    (trajectory,) = await server.run(environment, timeout_s=30.0, **{"max_turns": 10} | lease)
+    await server.check_ledger()
+    return trajectory
+
+
+def serve(server: EpisodeServer, environment: Environment[Any]) -> None:
+    """Serves an environment as a client does, under the name "served"."""
+    host = EpisodeHost(environment)
+
+    async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
+        return await host.answer(call.command)
+
+    server.fleet.client = answer
+
+
+def load(server: EpisodeServer, *names: str, try_reset: bool = False) -> None:
+    server.load("example_tools", *names, timeout_s=30.0, try_reset=try_reset)
 
 
 def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
@@ -147,7 +82,7 @@ def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
 async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         load(server, "Adding")
-        trajectory = await server.run("Adding")
+        trajectory = await run(server, "Adding")
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert trajectory.reward == 1 + 2 + 5
         assert trajectory.metrics == {"turns": 3.0}
@@ -162,15 +97,15 @@ async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path:
 
 async def test_a_served_environment_gets_calls_too(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        server.serve(example_tools.Adding())
-        trajectory = await server.run("served")
+        serve(server, example_tools.Adding())
+        trajectory = await run(server, "served")
         assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 8.0)
 
 
 async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         load(server, "Changing")
-        trajectory = await server.run("Changing")
+        trajectory = await run(server, "Changing")
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert trajectory.reward == 1.0
         assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
@@ -186,10 +121,10 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         assert f"I call.{call}" in second
         assert f"I call.{call}" in third
         # A run that allows one branch ends there, with what the environment has given.
-        cut = await server.run("Changing", max_branches=2)
+        cut = await run(server, "Changing", max_branches=2)
         assert (cut.status, cut.num_turns, len(cut.branches)) == (Status.TRUNCATED, 2, 2)
         room = sum(map(len, samples[0])) + len(samples[1][0])
-        cut = await server.run("Changing", max_total_tokens=room)
+        cut = await run(server, "Changing", max_total_tokens=room)
         assert (cut.status, cut.num_turns, cut.branches) == (Status.TRUNCATED, 1, ())
 
 
@@ -205,7 +140,7 @@ async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(
 
         server.engine.script = script_and_fail
         load(server, "Changing")
-        trajectory = await server.run("Changing")
+        trajectory = await run(server, "Changing")
         assert trajectory.failure is not None
         assert trajectory.failure.kind is FailureKind.ENGINE
         assert trajectory.branches == (Branch(2), Branch(2))
@@ -215,7 +150,7 @@ async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(
 async def test_results_that_cannot_follow_a_sampled_reply_begin_a_branch(tmp_path: Path) -> None:
     async with serving(tmp_path, template=DEMANDING) as server:
         load(server, "Adding")
-        trajectory = await server.run("Adding")
+        trajectory = await run(server, "Adding")
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert trajectory.reward == 1 + 2 + 5
         assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
@@ -239,8 +174,8 @@ async def test_the_tools_of_the_guide_answer_the_model(tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text(text)
     shown = runpy.run_path(str(tmp_path / "shown.py"))["WarmerTown"]
     async with serving(tmp_path, script=ask_and_answer) as server:
-        server.serve(shown({"Rome": 21.5, "Oslo": 4.0}))
-        trajectory = await server.run("served")
+        serve(server, shown({"Rome": 21.5, "Oslo": 4.0}))
+        trajectory = await run(server, "served")
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert (trajectory.reward, trajectory.metrics) == (1.0, {"calls": 3.0})
         results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", trajectory.reply_text)
@@ -250,11 +185,11 @@ async def test_the_tools_of_the_guide_answer_the_model(tmp_path: Path) -> None:
 async def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
     async with serving(tmp_path, reasoning_parser="deepseek_r1") as server:
         load(server, "Thinking")
-        trajectory = await server.run("Thinking")
+        trajectory = await run(server, "Thinking")
         assert (trajectory.failure, trajectory.reward) == (None, 1.0)
         assert "<think>" not in trajectory.prompt_text
         # The same server, for an environment that does not want it.
-        off = await server.run("Thinking", values='{"enable_thinking": false}')
+        off = await run(server, "Thinking", values='{"enable_thinking": false}')
         assert off.prompt_text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -277,7 +212,7 @@ async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_
 async def test_the_result_of_an_unknown_call_fails_the_episode(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         load(server, "Wrong")
-        trajectory = await server.run("Wrong")
+        trajectory = await run(server, "Wrong")
         assert trajectory.failure is not None
         assert trajectory.failure.kind is FailureKind.ENVIRONMENT
         assert trajectory.failure.message == (
@@ -291,8 +226,8 @@ async def test_tools_without_a_parser_are_refused_when_they_are_first_named(tmp_
         load(server, "Adding", try_reset=True)
         report = await server.connection.wait_for("environment")
         assert report.failure.message.startswith(cause)
-        server.serve(example_tools.Adding())
-        trajectory = await server.run("served")
+        serve(server, example_tools.Adding())
+        trajectory = await run(server, "served")
         assert trajectory.failure is not None
         assert trajectory.failure.kind is FailureKind.ENVIRONMENT
         assert trajectory.failure.message.startswith(cause)

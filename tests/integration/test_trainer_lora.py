@@ -21,6 +21,7 @@ from support.ranks.lora_ranks import (
 )
 from support.ranks.parity_layouts import STEPS, batches, probe
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
+from transformers import AutoModelForCausalLM
 
 SCALE = ALPHA / RANK
 SLOW = ("experts-tp2-ep2", "next-tp2")
@@ -137,8 +138,6 @@ def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(
 
 def whole_gradients(path: Path, config: object) -> dict[str, torch.Tensor]:
     """Gradient of each weight in the first step (all ratios are 1), by transformers and torch."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = batches(config)[0]
     rewards: dict[str, list[float]] = {}
@@ -167,8 +166,6 @@ def target_logprobs(
 def test_merged_folder_has_the_logits_of_model_and_adapters(
     job: str, folder: Path, found: dict[str, dict]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
     with torch.no_grad():
         merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
@@ -287,8 +284,6 @@ def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(
 def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
     job: str, folder: Path, experts: dict[str, dict]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     stored = load_file(folder / EXPERTS[job][1] / "model.safetensors")
     found = experts[job]
     assert all(torch.equal(found["before"][name], stored[name]) for name in stored)
@@ -382,8 +377,6 @@ def test_gradients_are_those_of_the_loss_with_what_was_dropped(
 def test_only_training_drops(
     folder: Path, found: dict[str, dict], dropout: dict[str, dict]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     ours, plain = dropout["dropout"], found["one"]
     assert torch.equal(ours["base"], plain["base"])
     # The policy before a step drops nothing: gaps to the behavior policy are those without dropout.

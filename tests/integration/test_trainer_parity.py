@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from slipstream.core.models.nested_decoders import TOWERS
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.micro_batch import zigzag
@@ -273,8 +274,6 @@ def test_exported_folder_has_the_models_logits(
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
-    from safetensors.torch import load_file
-
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith(TOWERS)}
     found = one_rank[layout]["before"]
@@ -293,8 +292,6 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(
 def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(
     layout: str, folder: Path, one_rank: dict[str, dict]
 ) -> None:
-    from safetensors.torch import load_file
-
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
     exported = load_file(folder / f"{layout}-final" / "model.safetensors")
     assert set(exported) == set(stored)
@@ -307,8 +304,6 @@ def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(
 
 
 def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:
-    from safetensors.torch import load_file
-
     job = "one-glm@bfloat16"
     pool_file = Path(parity_ranks.__file__)
     rank_pool.run(pool_file, [job], world_size=1, folder=folder)

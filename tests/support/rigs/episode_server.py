@@ -1,0 +1,116 @@
+"""A rollout server in this process whose controller is the test; its engine has a script."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.settings.config import Config
+from slipstream.core.types import ServerId, Trajectory
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.service import RolloutServer
+from slipstream.v1 import environment_pb2, fleet_pb2
+
+from support.fakes.fake_fleet import Connection, FakeFleet
+from support.fakes.scripted_engine import ScriptedEngine
+
+FOLDER = str(Path(__file__).parents[1] / "fakes")
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "max_reply_tokens": 300,
+    "max_turns": 100,
+    "max_episode_tokens": 1500,
+    "max_total_tokens": 4000,
+    "max_branches": 8,
+}
+
+
+@dataclass
+class EpisodeServer:
+    """What the test tells the server, and what came of it."""
+
+    fleet: FakeFleet
+    engine: ScriptedEngine
+    connection: Connection
+    leases: int = 0
+
+    def load(self, module: str, *names: str, timeout_s: float = 20.0, **order: Any) -> None:  # noqa: ANN401
+        """Orders environments of a module of `support.fakes`."""
+        for name in names:
+            spec = environment_pb2.EnvironmentSpec(
+                name=name,
+                reference=f"{module}:{name}",
+                args_json="{}",
+                timeout_s=timeout_s,
+                num_workers=1,
+                search_path=FOLDER,
+            )
+            self.connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec, **order))
+
+    def lease(
+        self,
+        environment: str,
+        *,
+        members: int = 1,
+        timeout_s: float = 20.0,
+        max_attempts: int = 1,
+        values: str = "",
+        **sampling: int,
+    ) -> str:
+        """Leases a group; returns its name."""
+        self.leases += 1
+        group = f"g{self.leases}"
+        self.connection.lease(
+            group,
+            environment,
+            members=list(range(members)),
+            sampling=fleet_pb2.SamplingSettings(**SAMPLING | sampling),
+            timeout_s=timeout_s,
+            max_attempts=max_attempts,
+            chat_template_kwargs_json=values,
+        )
+        return group
+
+    async def ended(self, group: str, number: int = 1) -> list[Trajectory]:
+        """The trajectories of a group, when so many of them have come."""
+        while len(found := [t for t in self.fleet.trajectories if t.group_id == group]) < number:
+            await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
+        return found
+
+    async def run(self, environment: str, **lease: Any) -> list[Trajectory]:  # noqa: ANN401
+        """The trajectories of a new group, when all of them have come."""
+        number = lease.get("members", 1) * lease.get("max_attempts", 1)
+        return await self.ended(self.lease(environment, **lease), number)
+
+    async def check_ledger(self) -> None:
+        """The tokens that the engine counted are those of the trajectories."""
+        beat = await self.connection.wait_quiet()
+        recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
+        assert beat.generated_tokens == beat.ended_tokens == recorded
+        assert beat.in_flight_tokens == 0
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    config: Config, engine: ScriptedEngine, logs: Path
+) -> AsyncIterator[EpisodeServer]:
+    """A server that has joined and serves version 1."""
+    engine.version = None
+    engine.running.clear()
+    stop = asyncio.Event()
+    async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
+        takes_tools = config.rollout_server.tool_parser is not None
+        gateway = WorkerGateway(logs, log_bytes=1 << 20, takes_tools=takes_tools)
+        renderer = Renderer(Path(config.model.path))
+        program = RolloutServer(config, fleet.address, ServerId("s"), engine, renderer, gateway)
+        task = asyncio.create_task(program.run(stop))
+        connection = await fleet.joined()
+        await connection.serve_version(1)
+        yield EpisodeServer(fleet, engine, connection)
+        stop.set()
+        async with asyncio.timeout(30):
+            await task
