@@ -104,7 +104,7 @@ class SimulatedTrainer:
                 elif kind == "publish":
                     await self._publish(order[0].publish)
                 elif kind == "stop":
-                    await self._finish()
+                    await self._finish(with_model=not order[0].stop.without_model)
                     return str(order[0].stop.reason)
         finally:
             keeping.cancel()
@@ -298,9 +298,10 @@ class SimulatedTrainer:
             return not _has_reason(error, Reason.NOT_REGISTERED)
         return len(answer.receivers) >= len(order.receivers)
 
-    async def _finish(self) -> None:
+    async def _finish(self, *, with_model: bool) -> None:
         self._truth.checkpoint = (self.version, self.weights)
-        goodbye = pb.TrainerGoodbye(weight_digest=self.weights, export_path="checkpoints/final")
+        path = "checkpoints/final" if with_model else ""
+        goodbye = pb.TrainerGoodbye(weight_digest=self.weights, export_path=path)
         await self._call("Finish", goodbye)
 
 

@@ -165,6 +165,8 @@ class Results:
     def evaluated(self, result: EvaluationResult) -> None:
         """Writes the result of an evaluation round."""
         journal_evaluation(self._books.journal, result)
+        # While the trainer writes its last model, no other record would take this one to the disk.
+        self._books.journal.durable()
         self._recorder.evaluation(result)
 
     async def write(

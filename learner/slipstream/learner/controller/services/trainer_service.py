@@ -248,12 +248,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Yields the first possible order: stop, publish, or the next batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
-        self._asked_s = self._asked_s or time.time()
+        # A call of which the trainer lost the connection may still wait beside this one.
+        asked_s = self._asked_s = self._asked_s or time.time()
         async with self._lock:
             order = await self._next_order(request, context)
         kind = "batch" if isinstance(order, FormedBatch) else order.WhichOneof("directive")
         if kind != "wait":
-            self._orders_given.append(OrderTimes(kind, self._asked_s, time.time()))
+            self._orders_given.append(OrderTimes(kind, asked_s, time.time()))
             self._asked_s = None
         if not isinstance(order, FormedBatch):
             yield order
