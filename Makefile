@@ -11,8 +11,9 @@ NO_TORCH := slipstream: name an index that serves $(TORCH): make install TORCH_I
 FRESH ?=
 PYTEST_FLAGS ?=
 # Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
-# In the order of the folders the short files of unit tests come last: no process waits long for the other one.
-TEST_WORKERS ?= 2
+# In the order of the folders the short files of unit tests come last: no process waits long for the others. One more than
+# two cores have, since some tests wait.
+TEST_WORKERS ?= 3
 # Parts of the quick tests that run side by side: some wait for half of their time.
 FAST_WORKERS ?= 6
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
