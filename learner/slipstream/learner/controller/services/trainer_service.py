@@ -413,8 +413,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.complete()
         if not self._progress.is_over:
             self._progress.fail(
-                f"the trainer left at version {self._progress.version.step}, told to by SIGTERM; "
-                "run the same command again to resume it"
+                f"the trainer left at version {self._progress.version.step}, told to by SIGTERM "
+                "or an earlier controller; run the same command again to resume it"
             )
         if request.export_path and self._progress.version.step:
             self._run.events.add(f"the trained model lies in {request.export_path}")
