@@ -89,7 +89,9 @@ async def test_a_trainer_that_leaves_before_the_end_fails_the_run() -> None:
     await servicer.Finish(trainer_pb2.TrainerGoodbye(), FirstTrainer())
     # Else the run would wait for it until `controller.stall_timeout_s`.
     assert run.progress.has_failed
-    assert run.progress.cause.startswith("the trainer left at version 1, told to by SIGTERM or an earlier controller;")
+    assert run.progress.cause.startswith(
+        "the trainer left at version 1, told to by SIGTERM or an earlier controller;"
+    )
 
 
 async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
