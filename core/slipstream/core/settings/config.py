@@ -73,7 +73,8 @@ class Config(Tables):
             address = self.controller.address
             if is_loopback(address_parts(address)[0]):
                 return ""
-            known = tuple({each.reference.partition(":")[0]: None for each in self.environments})
+            own = [each.reference.partition(":")[0] for each in self.environments]
+            known = tuple(dict.fromkeys(own))
             cause = f" (those of the run's environments, since {address} is not loopback)"
         module = reference.partition(":")[0]
         if any(f"{module}.".startswith(f"{each}.") for each in known):

@@ -80,6 +80,8 @@ class Awaited:
         # Number of trajectories in `_held` by group.
         self._groups: Counter[str] = Counter()
         self._arrived: set[str] = set()
+        # The first look, and the first one after something was held or came.
+        self._began_s: float | None = None
         self._since_s: float | None = None
 
     def expect(self, servers: Iterable[str]) -> None:
@@ -98,6 +100,7 @@ class Awaited:
 
     def hold(self, trajectory_ids: Iterable[str]) -> None:
         """Awaits finished trajectories."""
+        self._since_s = None
         held = set(trajectory_ids) - self._arrived - self._held
         self._held |= held
         self._groups.update(name.partition(".")[0] for name in held)
@@ -115,11 +118,18 @@ class Awaited:
             self._arrived.add(trajectory_id)
 
     def look(self, now_s: float, limit_s: float) -> None:
-        """Awaits nothing any more when none of the held came for `limit_s`, by these looks."""
+        """Gives up servers `limit_s` after the first look, and what is held when none came so long.
+
+        A long queue takes its time; groups of a server that is gone do not wait for it.
+        """
+        self._began_s = now_s if self._began_s is None else self._began_s
         self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s > self._began_s + limit_s:
+            self._servers.clear()
+            self._arrived.clear()
         if now_s > self._since_s + limit_s:
-            for each in (self._servers, self._held, self._groups, self._arrived):
-                each.clear()
+            self._held.clear()
+            self._groups.clear()
 
 
 class LeaseBook:

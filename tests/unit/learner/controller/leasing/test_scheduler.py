@@ -160,6 +160,19 @@ async def test_after_a_restart_nobody_gets_a_group_of_which_a_trajectory_lies_in
     assert [order.group_id for order in rig.orders(other)] == [first]
 
 
+async def test_after_a_restart_a_lost_servers_groups_do_not_wait_for_a_long_queue(
+    rig: Rig, tmp_path: Path
+) -> None:
+    rig, (first, second) = await restarted(rig, tmp_path)
+    other = rig.serving("b", 0)
+    rig.book.awaited.hold([f"{second}.0.0.5", f"{second}.1.0.5"])
+    rig.book.awaited.look(1000.0, 15.0)
+    rig.book.awaited.arrived(f"{second}.0.0.5")
+    rig.book.awaited.look(1015.1, 15.0)
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == [first]
+
+
 async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_for_ever(
     rig: Rig, tmp_path: Path
 ) -> None:
