@@ -131,7 +131,11 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
 
 async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the rows of all steps, and both sides' log-probabilities of the last probe."""
-    shared = (tuple(range(arguments.ep)), ((0,),)) if arguments.device == "cuda" else ((), ((),))
+    # NCCL refuses two ranks on one GPU.
+    server = arguments.ep if arguments.transport == "nccl" else 0
+    shared = (
+        (tuple(range(arguments.ep)), ((server,),)) if arguments.device == "cuda" else ((), ((),))
+    )
     place = Placement(*shared, arguments.device)
     async with Rig(config, place, grace_s=EXPORT_LIMIT_S) as rig:
         # A mixture's first and last step are without replay, those between with it.

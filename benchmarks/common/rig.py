@@ -255,6 +255,7 @@ class SteeredController(Controller):
         for session in self._fleet.serving():
             # Weights of another incarnation are not the learner's, whatever their step.
             session.version = PolicyVersion(version.incarnation + 1, version.step)
+            session.changed()
         self._run.signal.notify()
 
     def all_serve(self, count: int) -> bool:

@@ -178,6 +178,7 @@ group_size = {arguments.group}
 groups_per_step = {arguments.sequences // arguments.group}
 max_staleness = {arguments.staleness}
 learning_rate = 1e-6
+agreement = "{"bits" if "bits" in words else "close"}"
 [sampling]
 max_reply_tokens = {longest}
 max_episode_tokens = {longest + work.prompt_words + 2}

@@ -4,18 +4,54 @@ All broadcasts are enqueued ahead on a stream of their own. The communicator's w
 deadline of each bucket; the worker's thread waits once, in `digests`.
 """
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from slipstream.protocol.weights.cuda_digests import load_kernel
 from slipstream.protocol.weights.cupy_nccl import CupyNccl
+from slipstream.protocol.weights.nccl_environment import set_nccl_environment
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
 _NUM_BUFFERS = 2
+_NO_CACHE = "NCCL_NO_CACHE"
+
+
+def _nccl_variables() -> dict[str, str]:
+    names = (name for name in os.environ if name.startswith("NCCL_") and name != _NO_CACHE)
+    return {name: os.environ[name] for name in names}
+
+
+# vLLM imports this module before it sets variables of its own.
+_LAUNCHED = _nccl_variables()
+
+
+@contextlib.contextmanager
+def launched_nccl_variables() -> Iterator[None]:
+    """Undoes in the block what vLLM has set for engines whose results may not depend on the batch.
+
+    The trainer sets none of it, and members that differ wait for each other for ever. vLLM's own
+    `unpinned_nccl_env` needs NCCL 2.29.7. An older NCCL reads its variables once, at the first
+    communicator, which is the one for weights: such an engine has one worker.
+    """
+    pinned = _nccl_variables()
+    _set_nccl_variables(_LAUNCHED)
+    set_nccl_environment(os.environ)
+    try:
+        yield
+    finally:
+        _set_nccl_variables(pinned)
+
+
+def _set_nccl_variables(variables: Mapping[str, str]) -> None:
+    for name in _nccl_variables().keys() - variables.keys():
+        del os.environ[name]
+    os.environ |= variables
 
 
 class NcclReceiver(BucketReceiver):
@@ -25,9 +61,6 @@ class NcclReceiver(BucketReceiver):
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
-        # vLLM takes seconds to import, and code that only names the transports does not need it.
-        from vllm.utils.nccl import unpinned_nccl_env
-
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_device(index)
         super().__init__(torch.device("cuda", index))
@@ -36,9 +69,7 @@ class NcclReceiver(BucketReceiver):
         self._backend.use()
         # It is loaded here, before the other members wait for this one.
         load_kernel(index)
-        # vLLM sets NCCL variables for engines whose results may not depend on the batch; the
-        # trainer sets none of them.
-        with unpinned_nccl_env():
+        with launched_nccl_variables():
             self._group = NcclGroup.join(
                 self._backend,
                 communicator.unique_id,

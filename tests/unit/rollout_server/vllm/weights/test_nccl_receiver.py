@@ -51,21 +51,31 @@ def test_kernel_of_digests_is_loaded_before_the_others_wait(cupy: fake_cupy.Fake
     assert cupy.seen == ["digest 0 spans", "join"]
 
 
-def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(cupy, monkeypatch):
-    """vLLM pins under `VLLM_BATCH_INVARIANT`; members that differ wait for each other for ever."""
+@pytest.mark.parametrize("has_no_cache", [True, False])
+def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(
+    has_no_cache: bool, cupy: fake_cupy.FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM pins under `VLLM_BATCH_INVARIANT`; members that differ wait for each other for ever.
+
+    NCCL before 2.29.7 has no NCCL_NO_CACHE, and vLLM then does not undo it.
+    """
     for name in (*AGREED, "NCCL_NO_CACHE"):
         # Set first, so that it is put back whatever vLLM makes of it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setattr(nccl_receiver, "_LAUNCHED", {"NCCL_PROTO": "LL"})
     monkeypatch.setattr(nccl, "_unpinned_env", None)
-    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: True)
+    monkeypatch.setattr(nccl, "_nccl_has_no_cache", lambda: has_no_cache)
     nccl.pin_nccl_env({"NCCL_PROTO": "Simple", "NCCL_ALGO": "ring"})
     pinned = {"NCCL_PROTO": "simple", "NCCL_ALGO": "ring"}
     assert agreed_settings(os.environ) == pinned
     join().close()
-    assert cupy.settings == [{"NCCL_PROTO": "ll"}]
+    assert cupy.settings == [
+        {"NCCL_PROTO": "ll", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    ]
     assert agreed_settings(os.environ) == pinned
+    assert ("NCCL_NO_CACHE" in os.environ) == has_no_cache
 
 
 def test_communicators_one_after_the_other_use_one_stream(cupy: fake_cupy.FakeCupy) -> None:
