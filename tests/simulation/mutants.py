@@ -27,6 +27,7 @@ from simulation.world import World, shared_memory  # noqa: E402
 CONTROLLER = "slipstream.learner.controller"
 BATCHES = f"{CONTROLLER}.trajectories.batches:BatchFormer"
 ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
+CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"
 
 
@@ -163,6 +164,27 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         Change(f"{ORDERS}._reject", "settle(passed=False)", "settle(passed=True)"),
         Change(f"{ORDERS}._reject", "await self._dispatcher.cancel_all()", "pass"),
     ),
+    "a trainer does not call a lost controller again": (
+        Change(f"{CLIENT}._retried", "_code(error) is grpc.StatusCode.UNAVAILABLE", "False"),
+    ),
+    "a trainer does not wait for its place": (
+        Change(f"{CLIENT}._enter", "_has_reason(error, Reason.PLACE_TAKEN)", "False"),
+    ),
+    "a trainer does not register again": (
+        Change(f"{CLIENT}._keep_place", "self._enter_again()", "pass"),
+    ),
+    "a call that began before a new registration is not repeated": (
+        Change(f"{CLIENT}._retried", "if has_entered:", "if False:"),
+    ),
+    "a trainer registers again with its first version": (
+        Change(f"{CLIENT}.report_step", "if self._hello is not None:", "if False:"),
+    ),
+    "a trainer registers again with its first weights": (
+        Change(f"{CLIENT}.report_step", "self._hello.weight_digest = report.weight_digest", "pass"),
+    ),
+    "a registration again does not change the epoch of calls": (
+        Change(f"{CLIENT}._enter", "self._epoch = (", "self._epoch = self._epoch or ("),
+    ),
 }
 # Each must be caught in continuous integration.
 NAMED = (
@@ -171,6 +193,7 @@ NAMED = (
     "serve after a failed load",
     "no check at batching",
     "a later log does not make the earlier ones durable",
+    "a trainer registers again with its first version",
 )
 
 

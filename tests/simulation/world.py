@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,9 +22,12 @@ from typing import Any
 from unittest import mock
 
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.learner.controller import application
+from slipstream.learner.trainer import controller_client
+from slipstream.learner.trainer.ranks import activity
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.queue import redis
 from slipstream.rollout_server import service, session
@@ -31,6 +35,7 @@ from slipstream.rollout_server.episodes import environments
 from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import trajectory_pb2
 
+from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
 from simulation.disk import Disk, OwnedJournal, close_files
 from simulation.durable_queue import DurableQueue
 from simulation.fleet import (
@@ -43,13 +48,11 @@ from simulation.fleet import (
     Wire,
 )
 from simulation.network import Network, SimulatedChannel, SimulatedServer
-from simulation.trainer import SimulatedTrainer, TrainerGone, Truth
+from simulation.trainer import SimulatedTrainer, Truth
 from simulation.virtual_loop import PROCESS, START_S, Process, VirtualLoop, virtual_time
 
 ADDRESS = "127.0.0.1:7070"
 OPEN = Credentials(None, None, None, None)
-# Why a trainer may have to start again from its checkpoint.
-MAY_END_TRAINER = ("is called", "another trainer has taken over", "no place in the run")
 # Virtual seconds that a run may take once its faults are over.
 LIMIT_S = 240.0
 
@@ -346,25 +349,30 @@ class World:
     async def _keep_trainer(self) -> None:
         while not self._finished.done():
             process = self.spawn(f"trainer/{self._number()}")
-            trainer = process.run(self._trainer, process)
+            trainer = process.run(self._trainer, process.name)
             try:
-                await self._life(process, trainer.run())
-            except TrainerGone as error:
+                await self._life(process, run_blocking(trainer.run))
+            except (RunFailed, RuntimeError) as error:
                 self.note(f"{process.name}: {error}")
-                if not self._is_over() and not any(text in str(error) for text in MAY_END_TRAINER):
+                if not self._is_over() and not self._may_end(str(error)):
                     self._unexpected(process, error)
             except Exception as error:  # noqa: BLE001 - what a process ends with
                 self._unexpected(process, error)
             await asyncio.sleep(self.random.uniform(0.2, 2.0))
 
-    def _trainer(self, process: Process) -> SimulatedTrainer:
+    def _may_end(self, text: str) -> bool:
+        """Whether a trainer may have to start again from its checkpoint, for this cause."""
+        if "another trainer has taken over" in text:
+            return self.fired["second trainer"] > 0
+        return "the run calls the trainer's version" in text and self.shape.noise
+
+    def _trainer(self, name: str) -> SimulatedTrainer:
         return SimulatedTrainer(
-            SimulatedChannel(self.network, ADDRESS),
-            process,
-            self.loop,
+            self.config,
+            name,
             self.wire,
             self.truth,
-            seed=f"{self.seed}/{process.name}",
+            seed=f"{self.seed}/{name}",
             alive=self.is_alive,
             checkpoint_every=self.shape.checkpoint_every,
             noise=self.shape.noise,
@@ -460,11 +468,18 @@ class World:
         def open_channel(address: str, _: object) -> SimulatedChannel:
             return SimulatedChannel(self.network, address)
 
+        def open_blocking_channel(address: str, _: object) -> BlockingChannel:
+            return BlockingChannel(self.network, address)
+
         seams: list[tuple[Any, str, Any]] = [
             (application, "create_server", create_server),
             (application, "bind", bind),
             (application, "Journal", OwnedJournal),
             (service, "open_channel", open_channel),
+            (controller_client, "open_blocking_channel", open_blocking_channel),
+            (controller_client, "threading", THREADING),
+            (activity, "threading", THREADING),
+            (time, "sleep", sleep),
             (redis, "RedisSender", self.queue.sender),
             (redis, "RedisReceiver", self.queue.receiver),
             (environments, "EnvironmentWorker", SimulatedWorker),

@@ -1,0 +1,204 @@
+"""Threads of blocking code on the virtual clock, and the channel through which they call.
+
+One thread runs at any moment. The loop starts a thread and stands still until it waits; while it
+waits, the loop goes on. What a thread waits for is a coroutine, which the loop runs for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc.aio import EOF, Metadata
+
+from simulation.network import SimulatedCall, SimulatedChannel
+from simulation.virtual_loop import PROCESS, Killed
+
+# The thread whose code runs now; None on the loop.
+_THREAD: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar("thread", default=None)
+
+
+class _Thread:
+    """A real thread, which runs only between `go_on` and its next `wait`."""
+
+    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._call, self._args = call, args
+        # Each is released by one side and acquired by the other.
+        self._goes, self._stands = threading.Lock(), threading.Lock()
+        self._goes.acquire()
+        self._stands.acquire()
+        # What it waits for; None before the start and after the end.
+        self.wish: Awaitable[Any] | None = None
+        # What its wait comes to, then what it comes to itself.
+        self.result: Any = None
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        context.run(_THREAD.set, self)
+        self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
+        self._thread.start()
+
+    def go_on(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Lets the thread run until it waits again or ends; raises what it ends with."""
+        self.wish, self.result, self._error = None, result, error
+        self._goes.release()
+        self._stands.acquire()
+        if self.wish is None:
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+
+    def kill(self) -> None:
+        while self._thread.is_alive():
+            with contextlib.suppress(Killed):
+                self.go_on(error=Killed())
+
+    def wait(self, wish: Awaitable[Any]) -> Any:
+        self.wish = wish
+        self._stands.release()
+        self._goes.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.result
+
+    def _run(self) -> None:
+        self._goes.acquire()
+        try:
+            self.result = self._call(*self._args)
+        except BaseException as error:  # noqa: BLE001 - `go_on` raises it
+            self._error = error
+        self._stands.release()
+
+
+async def run_blocking(call: Callable[..., Any], *args: Any) -> Any:
+    """Runs blocking code in a thread of its own, which ends with this coroutine."""
+    thread = _Thread(call, args)
+    result, error = None, None
+    try:
+        while True:
+            thread.go_on(result, error)
+            if thread.wish is None:
+                return thread.result
+            result, error = None, None
+            try:
+                result = await thread.wish
+            except Exception as raised:  # noqa: BLE001 - the thread gets it
+                error = raised
+    finally:
+        thread.kill()
+
+
+def wait(wish: Awaitable[Any]) -> Any:
+    """Returns what `wish` comes to; blocks the thread of blocking code that calls it."""
+    thread = _THREAD.get()
+    assert thread is not None, "the loop must not block"
+    return thread.wait(wish)
+
+
+def sleep(seconds: float) -> None:
+    """Takes the place of `time.sleep`."""
+    wait(asyncio.sleep(seconds))
+
+
+class _Started:
+    """Takes the place of `threading.Thread`; it belongs to the process that starts it."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        process = PROCESS.get()
+        assert process is not None
+        process.start(run_blocking(self._target))
+
+
+class _Event:
+    """Takes the place of `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.is_set, self.set = self._event.is_set, self._event.set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with contextlib.suppress(TimeoutError):
+            wait(asyncio.wait_for(self._event.wait(), timeout))
+        return self.is_set()
+
+
+class _RLock:
+    """Takes the place of `threading.RLock`."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth = asyncio.Lock(), 0
+        self._owner: _Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._owner is not _THREAD.get():
+            wait(self._lock.acquire())
+            self._owner = _THREAD.get()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()
+
+
+# Takes the place of the module `threading` in a module of blocking code.
+THREADING = SimpleNamespace(Thread=_Started, Event=_Event, RLock=_RLock)
+
+
+class BlockingChannel(SimulatedChannel):
+    """A channel whose calls block their thread; errors are those of `SimulatedCall`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._calls: list[SimulatedCall] = []
+
+    def unary_stream(self, method: str, **coders: Any) -> Any:
+        start = super().unary_unary(method, **coders)
+
+        def call(request: Any, **named: Any) -> _Stream:
+            self._calls.append(start(request, **named))
+            return _Stream(self._calls[-1])
+
+        return call
+
+    def unary_unary(self, method: str, **coders: Any) -> Any:
+        stream = self.unary_stream(method, **coders)
+
+        def call(request: Any, **named: Any) -> Any:
+            [answer] = stream(request, **named)
+            return answer
+
+        return call
+
+    def close(self) -> None:  # type: ignore[override]
+        for call in self._calls:
+            call.cancel()
+
+
+class _Stream:
+    """The answers of one call."""
+
+    def __init__(self, call: SimulatedCall) -> None:
+        self._call, self.cancel = call, call.cancel
+
+    def __iter__(self) -> Iterator[Any]:
+        while (message := wait(self._read())) is not EOF:
+            yield message
+
+    async def _read(self) -> Any:
+        try:
+            return await self._call.read()
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise grpc.aio.AioRpcError(code, Metadata(), Metadata(), "cancelled") from None
