@@ -53,7 +53,8 @@ class _Judge:
         steps: set[int] = set()
         for place, record in self._records().values():
             if record["kind"] == "end":
-                self._ended[record["id"]] = place
+                # One that was put back is on disk with the batch that was set aside.
+                self._ended.setdefault(record["id"], place)
             elif record["kind"] == "batch":
                 batches[record["step"]] = record, place
                 written[record["batch_id"]] = record, place

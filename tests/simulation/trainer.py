@@ -63,7 +63,7 @@ class SimulatedTrainer:
         checkpoint_every: int,
         noise: bool,
     ) -> None:
-        self._client = ControllerClient(config)
+        self.client = ControllerClient(config)
         self._name, self._wire, self._truth = name, wire, truth
         self._random = random.Random(f"trainer/{seed}")
         self._alive, self._checkpoint_every = alive, checkpoint_every
@@ -73,16 +73,16 @@ class SimulatedTrainer:
 
     def run(self) -> None:
         """Works like the program of a rank, which reports why it fails."""
-        tell = functools.partial(self._client.report_work, self._activity)
+        tell = functools.partial(self.client.report_work, self._activity)
         try:
             with SignsOfLife(self._activity, tell, period_s=5.0):
                 self._follow()
         except Exception as error:
             failure = pb.TrainerFailure(message=f"{type(error).__name__}: {error}")
             failure.final = isinstance(error, SlipstreamError)
-            self._client.report_failure(failure)
+            self.client.report_failure(failure)
             raise
-        self._client.close()
+        self.client.close()
 
     def _follow(self) -> None:
         hello = pb.TrainerHello(
@@ -92,9 +92,9 @@ class SimulatedTrainer:
             weight_digest=self.weights,
             process=self._name,
         )
-        self._adopt(version_from_pb(self._client.register(hello).version))
+        self._adopt(version_from_pb(self.client.register(hello).version))
         while True:
-            directives = self._client.next(
+            directives = self.client.next(
                 self.version,
                 communicator_id=self._communicator,
                 bucket_digests=bucket_digests(self.weights),
@@ -120,7 +120,7 @@ class SimulatedTrainer:
         if faulty:
             fault = pb.DataFault(step=batch.step, batch_id=batch.batch_id, group_ids=faulty)
             failure = pb.TrainerFailure(message="its data are bad", data=fault)
-            if not self._client.set_batch_aside(failure):
+            if not self.client.set_batch_aside(failure):
                 raise RunFailed("the batch was not set aside")
             return
         self.weights = trained(self.weights, batch.trajectories, self._noise)
@@ -133,13 +133,13 @@ class SimulatedTrainer:
             metrics={"trained_tokens": sum(t.num_sampled_tokens for t in batch.trajectories)},
             wall_s=0.1,
         )
-        self._adopt(self._client.report_step(report))
+        self._adopt(self.client.report_step(report))
         if self._checkpoint_every and self.version.step % self._checkpoint_every == 0:
             self._truth.checkpoint = (self.version, self.weights)
             checkpoint = pb.CheckpointReport(
                 version=version_to_pb(self.version), weight_digest=self.weights
             )
-            self._client.report_checkpoint(checkpoint)
+            self.client.report_checkpoint(checkpoint)
 
     def _publish(self, order: weights_pb2.PublishOrder) -> None:
         assert version_from_pb(order.version) == self.version
@@ -156,7 +156,7 @@ class SimulatedTrainer:
                 start = pb.PublishStart(
                     publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
                 )
-                started = self._client.start_publish(start, join_deadline_s=order.join_deadline_s)
+                started = self.client.start_publish(start, join_deadline_s=order.join_deadline_s)
                 if not started.receivers:
                     return
                 if len(started.receivers) < len(order.receivers):
@@ -168,7 +168,7 @@ class SimulatedTrainer:
             result.bucket_digests.extend(bucket_digests(self.weights))
             if order.verify:
                 result.probe.CopyFrom(PROBE)
-        if self._client.finish_publish(result).discard_communicator:
+        if self.client.finish_publish(result).discard_communicator:
             self._communicator = ""
 
     def _send(self, order: weights_pb2.PublishOrder) -> str:
@@ -179,7 +179,7 @@ class SimulatedTrainer:
         while not names <= {name.partition("/")[0] for name in parcel.joined}:
             if time.monotonic() > until_s:
                 return "a server did not join in time"
-            if not self._client.has_all_receivers(order.publish_id, len(order.receivers)):
+            if not self.client.has_all_receivers(order.publish_id, len(order.receivers)):
                 return "a server is gone"
             time.sleep(0.2)
         self._communicator = order.communicator.communicator_id
@@ -200,7 +200,7 @@ class SimulatedTrainer:
     def _finish(self, order: Stop) -> None:
         self._truth.checkpoint = (self.version, self.weights)
         path = "" if order.without_model else "checkpoints/final"
-        self._client.finish(pb.TrainerGoodbye(weight_digest=self.weights, export_path=path))
+        self.client.finish(pb.TrainerGoodbye(weight_digest=self.weights, export_path=path))
 
 
 def is_trainable(group_id: str) -> bool:

@@ -212,6 +212,8 @@ class World:
         self._images: dict[Process, dict[Path, bytes]] = {}
         self._finished = self.loop.create_future()
         self.controller: application.Controller | None = None
+        # The one that was started last.
+        self.trainer: SimulatedTrainer | None = None
 
     def trace(self, line: str) -> None:
         self._trace.update(line.encode())
@@ -308,10 +310,12 @@ class World:
 
     def _controller_failed(self, cause: str) -> None:
         self.note(f"the run failed: {cause}")
-        # A trainer that a failed controller told to leave may say goodbye to the next one.
-        has_left = bool(self.causes) and cause.startswith("the trainer left at version")
+        # Who is told to leave by SIGTERM may fail; a failed controller tells it too.
+        is_told = self.fired["terminated trainer"] > 0
+        may_leave = cause.startswith("the trainer left") and (is_told or bool(self.causes))
+        may_leave |= cause.startswith("trainer rank 0: RunFailed") and is_told
         self.causes.append(cause)
-        if "cannot be written: No space left" not in cause and not has_left:
+        if "cannot be written: No space left" not in cause and not may_leave:
             self.violations.append(f"the run failed: {cause}")
 
     async def _keep_server(self, index: int) -> None:
@@ -349,19 +353,21 @@ class World:
     async def _keep_trainer(self) -> None:
         while not self._finished.done():
             process = self.spawn(f"trainer/{self._number()}")
-            trainer = process.run(self._trainer, process.name)
+            trainer = self.trainer = process.run(self._trainer, process.name)
             try:
                 await self._life(process, run_blocking(trainer.run))
             except (RunFailed, RuntimeError) as error:
                 self.note(f"{process.name}: {error}")
-                if not self._is_over() and not self._may_end(str(error)):
+                if not self._is_over() and not self._may_end(trainer, str(error)):
                     self._unexpected(process, error)
             except Exception as error:  # noqa: BLE001 - what a process ends with
                 self._unexpected(process, error)
             await asyncio.sleep(self.random.uniform(0.2, 2.0))
 
-    def _may_end(self, text: str) -> bool:
-        """Whether a trainer may have to start again from its checkpoint, for this cause."""
+    def _may_end(self, trainer: SimulatedTrainer, text: str) -> bool:
+        """Whether the trainer may have to start again from its checkpoint, for this cause."""
+        if trainer.client._stop_reason is not None:
+            return True
         if "another trainer has taken over" in text:
             return self.fired["second trainer"] > 0
         return "the run calls the trainer's version" in text and self.shape.noise
@@ -526,6 +532,14 @@ class World:
 
     def fault_kill_trainer(self) -> bool:
         return self.kill("trainer", half_open_s=self.random.choice((0.0, 8.0)))
+
+    def fault_terminated_trainer(self) -> bool:
+        """The trainer gets SIGTERM; its run fails, and the same command resumes it."""
+        process = self.processes.get("trainer")
+        if process is None or not process.is_alive:
+            return False
+        process.run(self.trainer.client.stop, "the trainer was told to terminate")
+        return True
 
     def fault_stopped_process(self) -> bool:
         names = ("controller", "trainer", *(f"server{i}" for i in range(self.shape.servers)))
