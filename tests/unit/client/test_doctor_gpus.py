@@ -288,7 +288,7 @@ def test_what_does_not_fit_one_machine_is_a_hint(monkeypatch: pytest.MonkeyPatch
     ("result", "layers"), [("learner-0.6B", 0), ("learner-8B", 20), ("learner-8B-6", 6)]
 )
 def test_memory_of_a_rank_is_estimated_as_it_was_measured(result: str, layers: int) -> None:
-    """Of 16,384 tokens in each micro batch, in steps that another program timed."""
+    """A micro batch had 16,384 tokens in the runs whose peaks are recorded."""
     shape = SHAPES[result.split("-")[1]]
     shape = replace(shape, layers=layers or shape.layers)
     sizes = ModelSizes.of(shape.config("bfloat16", 4096))
