@@ -2,17 +2,23 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Failure
+from slipstream.core.types import Failure, ServerId
 from slipstream.learner.controller import application, restoration
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
+from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.queue.base import Amount
 from slipstream.protocol.queue.redis import EmbeddedServer
+from slipstream.rollout_server.engine_interface import EngineUse
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
@@ -135,6 +141,24 @@ async def planted(config: Config, *servers: FakeServer, third: Third, kills: boo
 
     trainer = FakeTrainer(config.controller.address)
     return await play(config, *servers, trainer=trainer, during=until_told, is_planted=True)
+
+
+@times
+def test_between_engine_and_record(times: int) -> None:
+    """The record of a server has the tokens of its engine's third reply, or not, or twice."""
+    start = EngineUse(generated_tokens=0, returned_tokens=0, open_requests=0, busy_s=0.0)
+    counters, third = EpochCounters(start), Third(times)
+    counters.opened()
+    for _ in range(4):
+        for _ in third:
+            counters.sampled(TOKENS)
+    counters.ended(counters.recorded_tokens)
+    made = replace(start, generated_tokens=4 * TOKENS, returned_tokens=4 * TOKENS)
+    key, epochs = ServerKey(ServerId("faulty"), 7), ServerEpochs()
+    report = counters.report(made, sent=Amount(), queued_bytes=0, paused_s=0.0)
+    epochs.join(key).report(report)
+    (gap,) = [gap for name, _, gap in epochs.gaps() if name == "engine to record"]
+    assert gap == Amount(0, TOKENS if times == 0 else -TOKENS)
 
 
 @times

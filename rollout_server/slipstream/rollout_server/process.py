@@ -15,6 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import NOT_STARTED
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.description import installed
+from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.process import die_with_parent, flush_output, open_variables
 from slipstream.core.settings.config import Config
@@ -50,7 +51,7 @@ def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
         # Rows must not depend on those beside them, nor attention on how many keys there are.
         variables |= {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if on_cpu else {"VLLM_BATCH_INVARIANT": "1"}
     if not on_cpu:
-        return variables
+        return variables | ALL_BITS if config.model.dtype == "float32" else variables
     if settings.is_eager(on_cpu=True):
         # Log-probabilities would compile a kernel at the first request even in eager mode, and die
         # without a compiler.

@@ -8,6 +8,7 @@ ranks are processes of their own, one for each GPU: a forked process cannot use 
 `start` forks whole programs from the same process, such as a trainer that a test kills.
 """
 
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -260,6 +261,8 @@ def _run_rank(request: dict) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
+    # A rank that hangs says where, before it is killed.
+    faulthandler.dump_traceback_later(max(0.5, request["limit_s"] - 1.0))
     for job, port in request["jobs"]:
         os.environ["MASTER_PORT"] = str(port)
         started_s = time.monotonic()
@@ -269,6 +272,7 @@ def _run_rank(request: dict) -> None:
         # What a job has imported stays: no later collection, Megatron's own too, looks at it again.
         gc.freeze()
         print(f"{job}: {time.monotonic() - started_s:.1f} s", flush=True)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _run(request: dict, start: Start) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from slipstream.client.launch.findings import Finding, Verdict
 from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus
 from slipstream.core.machine.gpus import Gpu
+from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config
 
+from benchmarks.common.shapes import SHAPES
+
 GIB = 1 << 30
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))
 
 
@@ -276,3 +282,43 @@ def test_what_does_not_fit_one_machine_is_a_hint(monkeypatch: pytest.MonkeyPatch
     assert "5 GPUs are needed here" in finding.seen
     wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)["placement"]
     assert "nccl joins no two processes on one GPU" in wrong.seen
+
+
+@pytest.mark.parametrize(
+    ("result", "layers"), [("learner-0.6B", 0), ("learner-8B", 20), ("learner-8B-6", 6)]
+)
+def test_memory_of_a_rank_is_estimated_as_it_was_measured(result: str, layers: int) -> None:
+    """A micro batch had 16,384 tokens in the runs whose peaks are recorded."""
+    shape = SHAPES[result.split("-")[1]]
+    shape = replace(shape, layers=layers or shape.layers)
+    sizes = ModelSizes.of(shape.config("bfloat16", 4096))
+    config = config_of(
+        model={"path": "model", "dtype": "bfloat16"}, learner={"micro_batch_tokens": 16384}
+    )
+    turns = json.loads((RESULTS / f"{result}.json").read_text())["turns"]["slipstream"]
+    parameters = sum(math.prod(size) for _, size in shape.tensors())
+    kept = fit.kept_bytes(config, sizes)
+    assert kept is not None
+    estimated = (18 * parameters + sum(kept)) / fit.GIB
+    assert estimated == pytest.approx(max(turn["peak_gib"] for turn in turns), rel=0.08)
+
+
+def test_a_micro_batch_that_will_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ModelSizes.of(SHAPES["0.6B"].config("bfloat16", 4096))
+    monkeypatch.setattr(fit, "read_model_sizes", lambda _: sizes)
+    monkeypatch.setattr(fit, "missing_weights", lambda *_: [])
+    monkeypatch.setattr(fit, "_parameters", lambda _: (596_049_920, 0))
+    monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:2])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def told(tokens: int) -> Finding:
+        model = {"path": "model", "dtype": "bfloat16"}
+        config = config_of(model=model, learner={"micro_batch_tokens": tokens})
+        return {each.area: each for each in check_fit(config, GPUS[:2])}["GPU memory"]
+
+    few, many = told(16384), told(131_072)
+    assert few.verdict is Verdict.OK
+    assert few.seen.endswith("rank, without about 29.7 GiB for the tokens of a micro batch")
+    assert many.verdict is Verdict.ADVICE
+    assert 'learner.recompute = "auto"' in many.remedy

@@ -7,6 +7,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import NOT_STARTED
 from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.rollout_server.process import (
     check_companions,
     describe_engine_death,
@@ -140,6 +141,14 @@ def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
     on_gpu = engine_environment(config, on_cpu=False)
     assert "OMP_NUM_THREADS" not in on_gpu
     assert on_gpu["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_products_of_float32_keep_their_bits_on_a_gpu() -> None:
+    exact = small_config(model={"path": "model", "dtype": "float32"})
+    half = small_config(model={"path": "model", "dtype": "bfloat16"})
+    assert engine_environment(exact, on_cpu=False).items() >= ALL_BITS.items()
+    assert not ALL_BITS.keys() & engine_environment(half, on_cpu=False).keys()
+    assert not ALL_BITS.keys() & engine_environment(exact, on_cpu=True).keys()
 
 
 def test_the_engine_on_a_cpu_compiles_where_it_is_asked_for() -> None:

@@ -48,6 +48,12 @@ EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 TRACEBACK = "Traceback (most recent call last):"
 # A line of a log that is newer than a traceback above it.
 NEW_ERROR = re.compile(r"\S.* (ERROR|CRITICAL) ")
+# What a user can do about it stands before the numbers of torch, which are many.
+_LESS_MEMORY = (
+    "the GPU's memory is full: lower learner.micro_batch_tokens, or what engines on that GPU take "
+    "(rollout_server.gpu_memory_utilization), spread the model (learner.parallel), or set "
+    'learner.recompute = "auto"'
+)
 
 
 @dataclass(eq=False)
@@ -89,6 +95,8 @@ class Child:
             said = "memory was full, so the kernel ended a process; give the run more memory"
         elif SEE_ABOVE in said:
             said = "vLLM's engine ended at its start: by an error above in the log, or by a signal"
+        elif "CUDA out of memory" in said:
+            said = f"{_LESS_MEMORY}: {said}"
         ending = f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
 

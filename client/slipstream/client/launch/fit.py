@@ -15,6 +15,7 @@ from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import ParallelSection
 
@@ -25,8 +26,10 @@ RANK_GIB, ENGINE_GIB = 0.6, 1.5
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
 GRADIENT_BYTES = 4
-# Share of a GPU that activations and logits need besides parameters, gradients, optimizer.
+# Share of a GPU that activations and logits need, where they are not estimated.
 ACTIVATION_SHARE = 0.15
+# Bytes of a logit, with its gradient, that is kept for the backward pass.
+LOGIT_BYTES = 6
 # Largest part of an engine's share for weights: beyond it the KV cache is too small to be useful.
 WEIGHT_SHARE = 0.7
 
@@ -42,6 +45,8 @@ class Needs:
     saved_bytes: float
     # The part of `saved_bytes` that belongs to experts.
     saved_expert_bytes: float = 0.0
+    # Bytes of a rank's activations, and of its logits if all are kept; None: not estimated.
+    kept_bytes: tuple[float, float] | None = None
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
@@ -127,7 +132,31 @@ def needs_of(config: Config) -> Needs | None:
         worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
         saved_bytes=parameters * saved_bytes,
         saved_expert_bytes=experts * saved_bytes,
+        kept_bytes=kept_bytes(config, read_model_sizes(config.model.path)),
     )
+
+
+def kept_bytes(config: Config, sizes: ModelSizes) -> tuple[float, float] | None:
+    """Estimates the bytes that a rank keeps of activations and of logits; None if it cannot.
+
+    It can for dense decoders that recompute nothing: a layer keeps inputs and outputs of its
+    products in 16 bits. With all that a rank holds, three estimates were within 8 % of the peaks
+    that were measured on an H200 (benchmarks/results/learner.md).
+    """
+    learner, parallel = config.learner, config.learner.parallel
+    is_dense = not (sizes.experts or sizes.latent_size or sizes.linear_heads)
+    others = {"recompute_granularity", "cpu_offloading"} & learner.transformer.keys()
+    if not is_dense or others or config.model.dtype == "float32" or learner.recompute == "auto":
+        return None
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    whole = 3 * sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    split = 2 * queries + 2 * keys + 3 * sizes.ffn
+    # The first stage of a pipeline keeps as many micro batches as there are stages.
+    layers = sizes.layers * 2 * (whole + split / parallel.tp)
+    logits = LOGIT_BYTES * sizes.vocab / parallel.tp
+    if config.debug.head_dtype == "model":
+        logits /= 2
+    return learner.micro_batch_tokens * layers, learner.micro_batch_tokens * logits
 
 
 def disk_for(config: Config) -> Finding:
@@ -205,6 +234,13 @@ def _memory(
         return
     room = min(known) * min(1 - sharing * share, config.learner.gpu_memory_fraction or 1.0)
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
+    more = ACTIVATION_SHARE * room
+    if needs.kept_bytes is not None:
+        layers, logits = needs.kept_bytes
+        # With more logits than this the backward pass computes them again, a few at a time.
+        most = 1.5 * config.debug.kept_logits_share * min(known)
+        more = layers + min(logits, most)
+        seen += f", without about {more / GIB:.1f} GiB for the tokens of a micro batch"
     if needs.rank_bytes > room:
         remedy = (
             "raise learner.parallel.tp, pp or, for experts, ep, set "
@@ -213,11 +249,11 @@ def _memory(
         if sharing:
             remedy += ", or lower rollout_server.gpu_memory_utilization"
         yield problem("GPU memory", seen, remedy)
-    elif needs.rank_bytes > (1 - ACTIVATION_SHARE) * room:
+    elif needs.rank_bytes + more > room:
         yield advice(
             "GPU memory",
-            f"{seen}: little is left for activations",
-            "lower learner.micro_batch_tokens, or set learner.transformer.recompute_granularity",
+            f"{seen}: too little is left for activations",
+            'lower learner.micro_batch_tokens, or set learner.recompute = "auto"',
         )
     else:
         yield ok("GPU memory", seen)

@@ -13,6 +13,9 @@ from typing import Any
 import pynvml
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# With these variables kernels of a GPU keep all bits of float32 products. Without them NVIDIA's
+# libraries, where TransformerEngine calls them, and Triton keep 10, and a probe of float32 fails.
+ALL_BITS = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the generated tokens, and those of judges, of the `lost` server.
+    """Journals the generated tokens, those of judges and the gaps of the `lost` server.
 
     With None those of all servers for which they changed since the record before.
     After a crash a controller cannot ask the engines for these counts.
@@ -126,6 +126,10 @@ def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | Non
     judged: list[JsonValue] = [[*key, tokens] for key, _, tokens in counted if tokens]
     if judged:
         others["judged"] = judged
+    open_gaps = {key: ledger.gaps_to_journal(key) for key, *_ in counted}
+    gaps: list[JsonValue] = [[*key, [*gap]] for key, gap in open_gaps.items() if any(gap)]
+    if gaps:
+        others["gaps"] = gaps
     journal.append("servers", generated=[[*key, tokens] for key, tokens, _ in counted], **others)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.models.registry import NESTED
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.config import Config
@@ -67,6 +68,8 @@ def open_policy(
     """
     cpu.install()
     compat.install()
+    if config.model.dtype == "float32":
+        os.environ |= ALL_BITS
     meeting = os.environ.get("MASTER_ADDR", config.weights.host)
     narrow_sockets(os.environ, gloo=meeting, nccl=(config.weights.host, meeting))
     ranks = Ranks(launch, config.learner, seed=config.run.seed, activity=activity)

@@ -1,6 +1,7 @@
 """How the end of a process is told."""
 
 import asyncio
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -160,6 +161,20 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
         "server-0 was killed by SIGKILL: memory was full, so the kernel ended a process; "
         f"give the run more memory (log: {log})"
     )
+
+
+@pytest.mark.process
+async def test_a_full_gpu_is_told_with_the_settings_that_help(tmp_path: Path) -> None:
+    ended = await asyncio.create_subprocess_exec("sh", "-c", "exit 1")
+    await ended.wait()
+    torchs = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    log = write(tmp_path / "log", "Traceback (most recent call last):", "  x()", torchs)
+    child = Child("trainer-rank-0", ended, log, oom_kills=kernel_oom_kills())
+    told = (
+        r"exited with code 1: the GPU's memory is full: lower learner\.micro_batch_tokens.*: torch"
+    )
+    assert re.search(told, child.describe_end())
+    assert torchs in child.describe_end()
 
 
 @pytest.mark.process

@@ -432,8 +432,10 @@ class RunHistory:
         if "settled" in record:
             self.unread = Amount(*record["settled"]).less(self.settled)
         judged = {(name, epoch): tokens for name, epoch, tokens in record.get("judged", ())}
+        gaps = {(name, epoch): numbers for name, epoch, numbers in record.get("gaps", ())}
         for name, epoch, generated in record["generated"]:
             count = self.servers.join(ServerKey(name, epoch))
+            count.take_gaps(gaps.get((name, epoch), ()))
             count.reported = max(count.reported, generated)
             count.judged = max(count.judged, judged.get((name, epoch), 0))
             if record.get("departed"):

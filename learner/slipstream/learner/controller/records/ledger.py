@@ -85,6 +85,10 @@ class TokenLedger:
                 found.append((each, *newest))
         return found
 
+    def gaps_to_journal(self, key: ServerKey) -> tuple[int, ...]:
+        """Returns the gaps of a server's counts as numbers."""
+        return self._epochs.count(key).journaled_gaps()
+
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Takes over the counters of a heartbeat."""
         self._epochs.join(key).report(report)

@@ -12,6 +12,7 @@ _Expected: TypeAlias = type | UnionType | list[Any] | tuple[Any, ...]
 _NUMBER = int | float
 _SERVER: Mapping[str, _Expected] = {"server": str, "epoch": int}
 _TOKENS: _Expected = [(str, int, int)]
+_GAPS: _Expected = [(str, int, (int, int, int, int, int))]
 
 # The required fields that a resume reads, by the kind of the record.
 _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
@@ -71,7 +72,7 @@ _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
     "lease": {"replaces": str},
     "end": {"tokens": int, "end": str, **_SERVER},
     "closed": {"reward": _NUMBER, "solved": bool},
-    "servers": {"departed": bool, "judged": _TOKENS, "settled": (int, int)},
+    "servers": {"departed": bool, "judged": _TOKENS, "settled": (int, int), "gaps": _GAPS},
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -72,6 +72,16 @@ class EpochCount:
             "record to queue": self.unsent,
             "queue to intake": self.missing,
         }
+
+    def journaled_gaps(self) -> tuple[int, ...]:
+        """The gaps as numbers for the journal; `take_gaps` takes them back."""
+        return self.unrecorded, *self.unsent, *self.missing
+
+    def take_gaps(self, numbers: Sequence[int]) -> None:
+        """Takes over the gaps that an earlier start of the controller has journaled."""
+        self.unrecorded, *unsent_and_missing = numbers or (0,) * 5
+        self.unsent = Amount(*unsent_and_missing[:2])
+        self.missing = Amount(*unsent_and_missing[2:])
 
     @property
     def gap_tokens(self) -> int:

@@ -71,8 +71,6 @@ class Intake:
         while True:
             delivery = await self._receiver.get()
             self.accept(delivery, await self._decoded(delivery))
-            # A queue that holds the next one does not wait: other tasks have their turn here.
-            await asyncio.sleep(0)
 
     async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
         """Decodes a large delivery in a thread; returns None if `accept` must decode it."""

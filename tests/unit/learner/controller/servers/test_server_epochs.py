@@ -118,6 +118,32 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
     return records
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
+    epochs, key = ServerEpochs(), key_of(1)
+    ledger = ledger_of(epochs)
+    # The engine made 12 tokens; a record has 10, of which the queue was given 4.
+    report = fleet_pb2.ServerReport(generated_tokens=12, ended_tokens=10, ended_episodes=2)
+    report.sent.MergeFrom(Amount(1, 4).to_pb())
+    ledger.report(key, report)
+    assert ledger.receive(key, TrajectoryId("g000001.0.0.1"), 4, Amount(2, 7))
+    ledger.end(TrajectoryEnd.FAILED, 4)
+    records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
+    server = {"server": key.server_id, "epoch": key.epoch}
+    records.append({"kind": "evaluation_lease", **server})
+    end = {"id": "g000001.0.0.1", "end": "failed", "cause": "x", "tokens": 4}
+    records.append({"kind": "end", **end, **server})
+    journal_servers(ListJournal(records), ledger, key if is_lost else None)
+    ledger.die(key)
+    epochs.depart(key)
+    resumed = ledger_of(ServerEpochs())
+    resumed.restore(read_history(records))
+    before, after = ledger.snapshot(), resumed.snapshot()
+    assert after.gaps == before.gaps
+    assert len(after.gaps) == 3
+    assert (after.difference, after.lost) == (before.difference, before.lost) == (11, 0)
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_resume_counts_what_the_controller_counted(marked: bool):
     epochs = ServerEpochs()
