@@ -66,10 +66,14 @@ def test_ppo_with_a_critic_learns(tmp_path: Path, tiny_model: Path) -> None:
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     rows = steps_of(tmp_path / "run")
     assert [row["learning_rate"] for row in rows[:3]] == [0.0, 0.0, 1e-3]
-    # The median, not the mean: nearly equal returns give a step a value without a lower bound.
-    assert statistics.median(row["explained_variance"] for row in rows[20:]) > 0.2
+    # Nearly equal returns leave nothing to explain, and give a step a value without a lower bound:
+    # how many such steps end a run depends on how soon it has learned.
+    explained = [row["explained_variance"] for row in rows[20:] if row["reward_std"] > 0.1]
+    assert statistics.median(explained) > 0.2
     (names,) = (table for table in tables("A step in metrics.jsonl") if "value_loss" in table)
-    assert {name for name in names if name.startswith(("value_", "critic_"))} <= set(rows[0])
+    documented = {name for name in names if name.startswith(("value_", "critic_"))}
+    # A run in float16 alone has that one.
+    assert documented - set(rows[0]) == {"critic_gradient_overflows"}
     check_replay(tmp_path / "run")
 
 
