@@ -73,7 +73,8 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
         agents_folder(tmp_path),
         tiny_model,
         base=SMALLEST,
-        run__steps=6,
+        # Enough for the agents that are served from the first step on.
+        run__steps=16,
         environments=entries,
         algorithm={"group_size": 4, "groups_per_step": 6, "learning_rate": 1e-4},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64},
@@ -85,7 +86,7 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
             await client.serve(served, name="served", weight=4.0, timeout_s=60.0)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     summary = summary_of(tmp_path / "run")
-    assert summary["steps"] == 6
+    assert summary["steps"] == 16
     assert summary["ledger"]["failed"] == 0
     check_ledger(summary)
     found = trained_trajectories(tmp_path / "run")
