@@ -310,7 +310,7 @@ class World:
 
     def _controller_failed(self, cause: str) -> None:
         self.note(f"the run failed: {cause}")
-        # Who is told to leave by SIGTERM may fail; a failed controller tells it too.
+        # A trainer that is told to leave by SIGTERM may fail; a failed controller tells it too.
         is_told = self.fired["terminated trainer"] > 0
         may_leave = cause.startswith("the trainer left") and (is_told or bool(self.causes))
         may_leave |= cause.startswith("trainer rank 0: RunFailed") and is_told
