@@ -1,4 +1,4 @@
-r"""Takes every family of models through three steps, and compares learner and server in bfloat16.
+r"""Takes every family of models through three steps, and compares learner and server.
 
 Each family is a random model of its own: at true width with few layers on a GPU, tiny on a CPU.
 `logprob_gap.py` trains it in processes of its own, with a time limit; a mixture replays the
@@ -8,11 +8,13 @@ keeps its logs.
     python -m benchmarks.agreement.families --device cuda
     python -m benchmarks.agreement.families --device cuda --gpus 2 --no-fresh --logs FOLDER
     python -m benchmarks.agreement.families --families qwen3,gpt-oss
+    python -m benchmarks.agreement.families --device cuda --families qwen3:float16,qwen3:bits
 
 On a GPU machine learner and server of a family share one GPU. A family begins once a GPU has room
 for it beside others, the largest first: no figure here is a time. Prints one table at the end, with
 Qwen3 first; benchmarks/results/families.json is written after each family. Rows that are there
 from an earlier call on the same kind of device stay: `--families` measures some of them anew.
+A type of numbers that a family refuses leaves a row with the refusal.
 """
 
 from __future__ import annotations
@@ -35,17 +37,24 @@ from typing import Any
 from slipstream.core.machine.process import die_with_parent
 
 from benchmarks.agreement.family_shapes import FAMILIES, count_parameters
+from benchmarks.agreement.logprob_gap import DTYPES
 from benchmarks.common.measure import RESULTS, program, progress, table, visible, write_result
 
 COLUMNS = {
     "kl_k3": "KL (k3)",
     "gap_mean": "gap, mean",
     "gap_max": "gap, max",
+    "clip_fraction": "tokens clipped",
     "gap_mean_at_start": "gap before updates",
     "replayed_gap_mean": "gap with router replay",
     "routing_difference": "experts that differ",
     "fresh_gap_max": "exported folder",
 }
+
+
+def row_name(name: str, dtype: str) -> str:
+    """Returns the name of a family's row; rows in bfloat16 have the family's name."""
+    return name if dtype == "bfloat16" else f"{name}, {dtype}"
 
 
 GIB = 1 << 30
@@ -54,6 +63,8 @@ FAMILY_GIB = 7.0
 # Bytes a parameter: the learner's 18 with gradients and optimizer, two of the engine, and room for
 # a layer that arrives.
 BYTES_OF_PARAMETER = 22
+# All rows that a table may have, in its order.
+ALL_ROWS = [row_name(name, dtype) for name in FAMILIES for dtype in DTYPES]
 # A line of the table shows so much of a reason.
 LONGEST_REASON = 200
 
@@ -123,9 +134,9 @@ def run(command: list[str], log: Path, *, limit_s: float, gpu: int) -> str:
 
 
 def measure_family(
-    name: str, folder: Path, gpu: int, arguments: argparse.Namespace
+    name: str, dtype: str, folder: Path, gpu: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns the figures of one family on GPU `gpu`, or how it failed."""
+    """Returns the figures of one family in `dtype` on GPU `gpu`, or how it failed."""
     folder.mkdir()
     log, started_s = folder / "log.txt", time.monotonic()
     tiny = [] if arguments.device == "cuda" else ["--tiny"]
@@ -133,21 +144,22 @@ def measure_family(
     failure = run(make, log, limit_s=arguments.limit_s, gpu=gpu)
     figures: dict[str, float] = {}
     if not failure:
-        failure, figures = measure_gap(name, folder, gpu, arguments)
+        failure, figures = measure_gap(name, dtype, folder, gpu, arguments)
     if failure:
-        print(f"--- {name}\n{log.read_text(errors='replace')[-2000:]}", flush=True)
-        keep_logs(name, folder, arguments.logs)
+        row = row_name(name, dtype)
+        print(f"--- {row}\n{log.read_text(errors='replace')[-2000:]}", flush=True)
+        keep_logs(row, folder, arguments.logs)
     return {"figures": figures, "failure": failure, "seconds": time.monotonic() - started_s}
 
 
 def measure_gap(
-    name: str, folder: Path, gpu: int, arguments: argparse.Namespace
+    name: str, dtype: str, folder: Path, gpu: int, arguments: argparse.Namespace
 ) -> tuple[str, dict[str, float]]:
     """Returns how the measurement failed, or "", and the figures as far as there are any."""
     out = folder / "result.json"
     command = [*program("agreement.logprob_gap"), "--device", arguments.device, "--replies"]
     command += ["--model", str(folder / "made"), "--steps", str(arguments.steps)]
-    command += ["--out", str(out)]
+    command += ["--dtype", dtype, "--out", str(out)]
     if arguments.device == "cuda":
         command += ["--engine", json.dumps(FAMILIES[name].engine)]
     command += ["--images"] if FAMILIES[name].tower else []
@@ -203,14 +215,16 @@ def earlier_rows(path: Path, *, device: str, steps: int) -> dict[str, dict[str, 
     record = json.loads(path.read_text()) if path.exists() else {}
     if (record.get("device"), record.get("steps")) != (device, steps):
         return {}
-    return {name: row for name, row in record["rows"].items() if name in FAMILIES}
+    return {name: row for name, row in record["rows"].items() if name in ALL_ROWS}
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the arguments of the command line; `names` are the families in order."""
+    """Returns the arguments of the command line; `rows` are (family, type) in order."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="names with commas between")
+    parser.add_argument(
+        "--families", default=",".join(FAMILIES), help="NAME or NAME:TYPE, with commas between"
+    )
     parser.add_argument("--steps", type=int, default=3, help="updates before the measurement")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for each program of a family")
     parser.add_argument("--gpus", type=int, default=1)
@@ -227,41 +241,47 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="a folder for the logs of families that failed")
     parser.add_argument("--out", type=Path, default=RESULTS / "families.json")
     arguments = parser.parse_args()
-    arguments.names = arguments.families.split(",")
-    unknown = sorted(set(arguments.names) - FAMILIES.keys())
-    if unknown:
-        parser.error(f"--families must be of {', '.join(FAMILIES)}, got {unknown[0]}")
+    arguments.rows = [
+        (name, dtype or "bfloat16")
+        for name, _, dtype in (case.partition(":") for case in arguments.families.split(","))
+    ]
+    for name, dtype in arguments.rows:
+        if name not in FAMILIES or dtype not in DTYPES:
+            parser.error(
+                f"--families must be of {', '.join(FAMILIES)}, each with nothing or one of "
+                f"{', '.join(DTYPES)} behind a colon, got {name}:{dtype}"
+            )
     return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
-    names, kind = arguments.names, {"device": arguments.device, "steps": arguments.steps}
+    cases, kind = arguments.rows, {"device": arguments.device, "steps": arguments.steps}
     on_gpu = arguments.device == "cuda"
     rooms = Rooms(arguments.gpus, arguments.gpu_gib, arguments.at_once if on_gpu else 1)
-    sizes = {name: count_parameters(name, tiny=not on_gpu) for name in names}
-    progress(f"{sum(sizes.values()) / 1e9:.1f} billion parameters in {len(names)} families")
+    sizes = {name: count_parameters(name, tiny=not on_gpu) for name, _ in cases}
+    progress(f"{sum(sizes.values()) / 1e9:.1f} billion parameters in {len(sizes)} families")
 
-    def measured(name: str) -> dict[str, Any]:
+    def measured(name: str, dtype: str) -> dict[str, Any]:
         gib = FAMILY_GIB + sizes[name] * BYTES_OF_PARAMETER / GIB
         with rooms.take(gib) as gpu, tempfile.TemporaryDirectory() as folder:
-            return measure_family(name, Path(folder) / "family", gpu, arguments)
+            return measure_family(name, dtype, Path(folder) / "family", gpu, arguments)
 
     found = earlier_rows(arguments.out, **kind)
     lines = lines_of(found)
-    with ThreadPoolExecutor(len(names)) as pool:
+    with ThreadPoolExecutor(len(cases)) as pool:
         # Rooms are taken in this order; later the smaller ones fill what is left.
-        largest_first = sorted(names, key=lambda name: -sizes[name])
-        asked = {pool.submit(measured, name): name for name in largest_first}
+        largest_first = sorted(cases, key=lambda case: -sizes[case[0]])
+        asked = {pool.submit(measured, *case): row_name(*case) for case in largest_first}
         for done in as_completed(asked):
             name = asked[done]
             found[name] = done.result() | {"measured": time.strftime("%Y-%m-%d %H:%M")}
-            rows = {each: found[each] for each in FAMILIES if each in found}
+            rows = {each: found[each] for each in ALL_ROWS if each in found}
             lines = lines_of(rows)
             write_result("families", {**kind, "rows": rows, "table": lines}, arguments.out)
             progress(f"{name}: {rows[name]['failure'] or 'done'} ({rows[name]['seconds']:.0f} s)")
     print("\n".join(lines), flush=True)
-    return int(any(found[name]["failure"] for name in names))
+    return int(any(found[row]["failure"] for row in asked.values()))
 
 
 if __name__ == "__main__":

@@ -230,6 +230,7 @@ def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN
         "gap_mean": rows[-1]["logprob_gap_mean"],
         "gap_max": rows[-1]["logprob_gap_max"],
         "gap_mean_at_start": rows[0]["logprob_gap_mean"],
+        "clip_fraction": rows[-1].get("clip_fraction", 0.0),
         "entropy": rows[-1]["entropy"],
         "weights_moved_mean": float(np.mean([row.get("weights_moved", np.nan) for row in rows])),
         "probe_gap_mean": float(np.abs(learner - server).mean()),

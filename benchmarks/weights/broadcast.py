@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -102,6 +103,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "parallel": {"tp": arguments.tp},
             "threads": 4 if on_gpu else 1,
             "export_final": False,
+            **json.loads(arguments.learner),
         },
         "rollout_server": rollout,
         "weights": weights,
@@ -269,6 +271,7 @@ def main() -> None:
         action="store_true",
         help="CUDA graphs of decoding steps alone, without torch.compile: starts a minute sooner",
     )
+    parser.add_argument("--learner", default="{}", help="more of the table, as JSON")
     parser.add_argument("--without-limit", action="store_true", help="no broadcast of one buffer")
     parser.add_argument("--without-peer", action="store_true")
     parser.add_argument("--model-folder", type=Path, help="is made where it does not exist yet")

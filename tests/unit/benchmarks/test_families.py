@@ -89,13 +89,16 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-vl-moe", "gpt-oss"])
 def test_a_family_with_a_tower_replies_behind_images(name, tmp_path, commands):
-    measure_family(name, tmp_path / "family", 0, ARGUMENTS)
+    measure_family(name, "float16", tmp_path / "family", 0, ARGUMENTS)
+    assert commands[-1][commands[-1].index("--dtype") + 1] == "float16"
     assert ("--images" in commands[-1]) == bool(FAMILIES[name].tower)
     assert ("--replay" in commands[-1]) == (name in ("qwen3-vl-moe", "gpt-oss"))
 
 
 def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[list[str]]) -> None:
-    row = measure_family("olmoe", tmp_path / "family", 0, ARGUMENTS) | {"measured": "today"}
+    row = measure_family("olmoe", "bfloat16", tmp_path / "family", 0, ARGUMENTS) | {
+        "measured": "today"
+    }
     assert [("--replay" in command) for command in commands] == [False, True]
     header, _, line = lines_of({"olmoe": row})
     assert line.split("|")[header.split("|").index(" gap with router replay ")] == " 0.25 "
@@ -115,7 +118,9 @@ def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatc
 
     monkeypatch.setattr(families, "run", fail)
     arguments = argparse.Namespace(**vars(ARGUMENTS) | {"logs": tmp_path / "kept"})
-    row = measure_family("qwen3", tmp_path / "family", 0, arguments) | {"measured": "today"}
+    row = measure_family("qwen3", "bfloat16", tmp_path / "family", 0, arguments) | {
+        "measured": "today"
+    }
     assert row["failure"] == "exit code 1: RuntimeError: server-0 a|b"
     assert lines_of({"qwen3": row})[-1].endswith("| exit code 1: RuntimeError: server-0 a/b |")
     kept = (tmp_path / "kept" / "qwen3.log").read_text()
