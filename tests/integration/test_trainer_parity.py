@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from slipstream.core.models.nested_decoders import TOWERS
+from slipstream.core.models.registry import TOWERS
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.micro_batch import zigzag
 from support.fakes.parity_models import NUM_LAYERS, make_models

@@ -24,14 +24,14 @@ from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
 from slipstream.core.machine.descendants import kernel_oom_kills
-from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import become_reaper, die_with_parent, without_collections
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config, RolloutServerSection, address_parts
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
-from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+from slipstream.protocol.weights.nccl_group import set_nccl_environment
 from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied

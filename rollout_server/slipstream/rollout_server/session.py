@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc.aio
-from slipstream.core.machine.gpu_lock import gpu_names
+from slipstream.core.machine.gpus import gpu_names
 from slipstream.core.settings.config import Config
 from slipstream.core.types import GroupId, ServerId
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
-from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.environments import Environments

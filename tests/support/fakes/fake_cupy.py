@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.protocol.weights import cuda_digests
-from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.protocol.weights.nccl_group import agreed_settings
 
 
 class NcclError(RuntimeError):

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import Amount, AsyncClosing, Delivery, EpochAmounts
-from slipstream.protocol.queue.budget import ByteBudget
+from slipstream.protocol.queue.base import Amount, AsyncClosing, ByteBudget, Delivery, EpochAmounts
 
 
 class MemoryQueue:

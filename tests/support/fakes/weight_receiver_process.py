@@ -120,7 +120,7 @@ def _device() -> Any:
 
 
 def main() -> None:
-    from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+    from slipstream.protocol.weights.nccl_group import set_nccl_environment
 
     set_nccl_environment(os.environ)
     kind = {"gloo": Gloo, "nccl": Nccl, "ipc": Ipc}[sys.argv[1]]

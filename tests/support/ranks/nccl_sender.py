@@ -100,8 +100,7 @@ def serve() -> None:
     from safetensors.torch import load_file
     from slipstream.protocol.weights.cuda_digests import CudaDigests
     from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
-    from slipstream.protocol.weights.nccl_environment import set_nccl_environment
-    from slipstream.protocol.weights.nccl_group import NcclGroup
+    from slipstream.protocol.weights.nccl_group import NcclGroup, set_nccl_environment
 
     set_nccl_environment(os.environ)
     torch.cuda.set_device(0)

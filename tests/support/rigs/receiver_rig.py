@@ -17,7 +17,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.tiny_model import make_tokenizer
-from slipstream.protocol.weights.nccl_environment import set_nccl_environment
+from slipstream.protocol.weights.nccl_group import set_nccl_environment
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 

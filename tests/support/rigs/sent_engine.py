@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model, parse_config
-from slipstream.core.models.nested_decoders import TOWERS
+from slipstream.core.models.registry import TOWERS
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights

@@ -19,7 +19,7 @@ from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.core.settings.config import Config
-from slipstream.protocol.weights.nccl_environment import NCCL_ENVIRONMENT
+from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 
 # Indices of nvmlDeviceGetP2PStatus, for which the answer 0 means yes.
 _READ, _NVLINK = 0, 2

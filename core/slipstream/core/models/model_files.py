@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.nested_decoders import TOWERS
+from slipstream.core.models.registry import TOWERS
 from slipstream.core.models.vision_rules import sees_images
 from slipstream.core.settings.config import Config
 

@@ -10,10 +10,15 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import Family
-from slipstream.core.models.model_fields import has_tied_output
-from slipstream.core.models.nested_decoders import is_nested, nested_table
-from slipstream.core.models.registry import FAMILIES, NESTED, architecture_of, family_of
-from slipstream.core.models.rope_fields import rope_table
+from slipstream.core.models.model_fields import has_tied_output, rope_table
+from slipstream.core.models.registry import (
+    FAMILIES,
+    NESTED,
+    architecture_of,
+    family_of,
+    is_nested,
+    nested_table,
+)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 from slipstream.core.models.family import Shape
 from slipstream.core.models.model_files import INDEX, LENGTH_BYTES, held_tensors, read_header
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.nested_decoders import TOWERS, is_nested
-from slipstream.core.models.registry import family_of
+from slipstream.core.models.registry import TOWERS, family_of, is_nested
 
 # Endings of the projection to the vocabulary and of the matrix of embeddings.
 _OUTPUT = "lm_head.weight"

@@ -1,11 +1,16 @@
-"""All known families, found in the modules of `families`."""
+"""All known families, found in the modules of `families`.
+
+Gemma 3 and Mistral 3 have a vision tower, and a decoder that is a text class of its own. The
+programs treat such a folder as its text class under other names of tensors.
+"""
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.models import families
 from slipstream.core.models.family import Family
 
@@ -48,3 +53,63 @@ def family_of(values: Mapping[str, Any]) -> Family:
     if architecture:
         return FAMILIES.get(architecture, _UNKNOWN)
     return _BY_MODEL_TYPE.get(str(values.get("model_type")), _UNKNOWN)
+
+
+# Folders of the tensors that are no decoder's, in both forms of names.
+TOWERS = tuple(
+    f"{outer}{part}."
+    for outer in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+_NEW_FORM = "model.language_model."
+
+
+def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json of one of `NESTED` as that of its decoder, with `vision_config`.
+
+    Raises ConfigError for a decoder that is not known.
+    """
+    outer, decoder = architecture_of(values), values.get("text_config")
+    kinds = NESTED[outer]
+    for name in ("text_config", "vision_config"):
+        if not (isinstance(values.get(name), Mapping) and values[name]):
+            raise ConfigError(
+                f"model.path: {name} of a {outer} must be a table, got {values.get(name)!r}"
+            )
+    assert isinstance(decoder, Mapping)
+    kind = decoder.get("model_type", next(iter(kinds)))
+    if kind not in kinds:
+        raise ConfigError(
+            f"model.path: model_type in text_config of a {outer} must be {' or '.join(kinds)}, "
+            f"got {kind!r}"
+        )
+    architecture = kinds[kind]
+    nested = FAMILIES[architecture].nested
+    assert nested is not None
+    table = {**nested.defaults, **decoder}
+    if values.get("tie_word_embeddings") is False and table.get("tie_word_embeddings"):
+        raise ConfigError(
+            "model.path: tie_word_embeddings must be the same in config.json and its text_config, "
+            "got false and true: transformers reads the one, rollout servers the other"
+        )
+    # Files with a projection of their own are not tied, whatever the outer field's default says.
+    others = {name: value for name, value in values.items() if name != "tie_word_embeddings"}
+    del others["text_config"]
+    return {**others, **table, "architectures": [architecture]}
+
+
+def is_nested(values: Mapping[str, Any]) -> bool:
+    """Whether a table is one that `nested_table` has made."""
+    return bool(values.get("vision_config")) and family_of(values).nested is not None
+
+
+def nested_name(name: str, held: Collection[str]) -> str:
+    """Returns the name of a text class' tensor in files of `NESTED` with the tensors `held`."""
+    if any(each.startswith(_NEW_FORM) for each in held):
+        return name.replace("model.", _NEW_FORM, 1)
+    return f"language_model.{name}"
+
+
+def tower_name(name: str, held: Collection[str]) -> str:
+    """Returns the name of a tensor of the tower, or of its projector, like `nested_name`."""
+    return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
-from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import flush_output, without_collections
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config

@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
-from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
+from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
 from slipstream.core.settings.config import Config, ProfileSection
@@ -47,7 +47,7 @@ from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id
-from slipstream.protocol.weights.nccl_environment import agreed_settings
+from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from torch.profiler import ProfilerActivity, profile
 

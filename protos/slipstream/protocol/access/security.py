@@ -20,8 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
-from slipstream.protocol.access.call_rates import CallRates
-from slipstream.protocol.access.checked_calls import CheckingInterceptor, handler_like
+from slipstream.protocol.access.checked_calls import CallRates, CheckingInterceptor, handler_like
 from slipstream.protocol.access.tokens import (
     RIGHTS,
     TOKEN_KEY,

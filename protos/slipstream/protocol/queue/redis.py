@@ -24,8 +24,7 @@ from redis.typing import EncodableT, FieldT
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import EpochAmounts
-from slipstream.protocol.queue.budget import check_fits, queue_full
+from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_connection import (
     COUNTS,

@@ -7,8 +7,7 @@ from typing import Any
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.nested_decoders import is_nested
-from slipstream.core.models.registry import FAMILIES, NESTED, family_of
+from slipstream.core.models.registry import FAMILIES, NESTED, family_of, is_nested
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.inference.step_rules import graph_values

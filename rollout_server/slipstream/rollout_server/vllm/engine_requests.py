@@ -16,9 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from slipstream.core.models.vision.pixtral import PixtralProcessor
 from slipstream.core.models.vision.placed import PlacedImage
-from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
 from slipstream.rollout_server.engine_interface import EngineUse, Generation
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.vllm.engine_pause import EnginePause

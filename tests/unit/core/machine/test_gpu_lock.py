@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import RunFailed
-from slipstream.core.machine.gpu_lock import fill_gpus, gpu_names
-from slipstream.core.machine.gpus import Gpu
+from slipstream.core.machine.gpus import Gpu, fill_gpus, gpu_names
 
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "gpu", 1 << 30) for n in range(3))
 
@@ -62,7 +61,7 @@ def started(program: str, folder: Path, *, until: str) -> subprocess.Popen[str]:
 @pytest.mark.process
 def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
     program = (
-        "import os, sys, pathlib; from slipstream.core.machine.gpu_lock import fill_gpus\n"
+        "import os, sys, pathlib; from slipstream.core.machine.gpus import fill_gpus\n"
         "with fill_gpus(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
         "    child = os.fork()\n"
         "    if child == 0: sys.stdin.read(); os._exit(0)\n"
@@ -76,7 +75,7 @@ def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from slipstream.core.machine.gpu_lock import fill_gpus\n"
+        "import sys, pathlib; from slipstream.core.machine.gpus import fill_gpus\n"
         "with fill_gpus(pathlib.Path(sys.argv[1]), ['a'], alone=True, limit_s=1):\n"
         "    print('held', flush=True); sys.stdin.read()\n"
     )

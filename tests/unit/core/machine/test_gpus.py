@@ -6,7 +6,7 @@ from typing import Any
 import pynvml
 import pytest
 from slipstream.core.machine.gpus import Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.protocol.weights.nccl_environment import (
+from slipstream.protocol.weights.nccl_group import (
     NCCL_ENVIRONMENT,
     agreed_settings,
     set_nccl_environment,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import RunFailed
-from slipstream.core.machine.gpu_lock import fill_gpus
+from slipstream.core.machine.gpus import fill_gpus
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.controller_client import Order, Stop, Wait

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import SecuritySection
-from slipstream.protocol.access.call_rates import CallRates
+from slipstream.protocol.access.checked_calls import CallRates
 from slipstream.protocol.access.exposure import rendezvous_secret
 from slipstream.protocol.access.security import (
     Credentials,

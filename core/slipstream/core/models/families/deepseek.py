@@ -1,16 +1,16 @@
-"""DeepSeek V2 and V3."""
+"""DeepSeek V2 and V3; GLM 4.5 and its successors with experts, which have the routers of V3."""
 
 from collections.abc import Iterator, Mapping
 
-from slipstream.core.models.family import OFF, Experts, Family, Rope, Table, Values
+from slipstream.core.models.family import ANY_BIAS, OFF, Experts, Family, Rope, Table, Values
 
 # Routers with a sigmoid: the weights of a token's experts always add up to routed_scaling_factor.
-SIGMOID: Mapping[str, Values] = {
+_SIGMOID: Mapping[str, Values] = {
     "norm_topk_prob": (None, True),
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
 }
-READ_OF_EXPERTS = (
+_READ_OF_EXPERTS = (
     "n_routed_experts",
     "n_group",
     "topk_group",
@@ -20,7 +20,7 @@ READ_OF_EXPERTS = (
     "num_mtp_layers",
 )
 _READ = (
-    *READ_OF_EXPERTS,
+    *_READ_OF_EXPERTS,
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",
@@ -97,7 +97,7 @@ FAMILIES = (
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
         values={
-            **SIGMOID,
+            **_SIGMOID,
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
             # transformers norms latent vectors with this one, vLLM with that of config.json.
@@ -108,6 +108,14 @@ FAMILIES = (
         problems=_score_problems,
         rope=Rope(problems=_rope_problems),
         has_latent_attention=True,
+        experts=Experts(),
+    ),
+    Family(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        values={**_SIGMOID, "attention_bias": ANY_BIAS, "use_qk_norm": ANY_BIAS},
+        read=(*_READ_OF_EXPERTS, "partial_rotary_factor"),
+        rope=Rope(is_partial=True),
         experts=Experts(),
     ),
 )

@@ -19,7 +19,7 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.nested_decoders import nested_name, tower_name
+from slipstream.core.models.registry import nested_name, tower_name
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.nested_decoders import TOWERS
+from slipstream.core.models.registry import TOWERS
 from slipstream.learner.trainer.checkpoints.files import write_safetensors
 from slipstream.protocol.checkpoints import sync_folder
 from torch import Tensor

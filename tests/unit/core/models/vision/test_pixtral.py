@@ -10,9 +10,8 @@ import pytest
 from make_tiny_vision_model import make_model, make_tokenizer
 from PIL import Image
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.vision.pixtral import PixtralProcessor
 from slipstream.core.models.vision.placed import image_tokens
-from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
 
 IMAGE, BREAK, END = 5, 6, 7
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from slipstream.protocol.weights.nccl_environment import AGREED, agreed_settings
+from slipstream.protocol.weights.nccl_group import AGREED, agreed_settings
 from slipstream.rollout_server.vllm.weights import nccl_receiver
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import Seat
