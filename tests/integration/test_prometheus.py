@@ -26,7 +26,7 @@ from slipstream.learner.controller.reporting.run_collector import (
     SERVER_COUNTERS,
     STEP_METRICS,
 )
-from slipstream.learner.trainer.stage_collector import StageCollector
+from slipstream.learner.trainer.__main__ import StageCollector
 from slipstream.learner.trainer.step import StageTimes
 from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
 from slipstream.rollout_server.vllm.engine_collector import EngineCollector

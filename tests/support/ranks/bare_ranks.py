@@ -41,8 +41,7 @@ def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
-    from slipstream.learner.trainer.roles.reference import PolicyWithoutAdapters, Reference
-    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.roles.roles import PolicyWithoutAdapters, Reference, open_roles
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)

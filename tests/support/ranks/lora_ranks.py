@@ -106,7 +106,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import offload
-    from slipstream.learner.trainer.roles.reference import without_adapters
+    from slipstream.learner.trainer.roles.roles import without_adapters
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 

@@ -170,7 +170,7 @@ def run_rank(folder: Path, job: str) -> None:
         "weights": weights_of(policy),
     }
     if config.lora.rank:
-        from slipstream.learner.trainer.roles.reference import without_adapters
+        from slipstream.learner.trainer.roles.roles import without_adapters
 
         save_adapters(policy, config, folder / f"{job}-adapters")
         with without_adapters(policy.chunks):

@@ -28,7 +28,7 @@ from slipstream.core.types import ServerId, Trajectory, TrajectoryId, Trajectory
 from slipstream.learner.controller.reporting.readable import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.quarantine import read_claim
+from slipstream.learner.controller.trajectories.inspection import read_claim
 from slipstream.learner.trainer.controller_client import read_order
 from slipstream.protocol.bounds import check_bounds, decode
 from slipstream.protocol.call_record import CallRecord

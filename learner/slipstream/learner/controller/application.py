@@ -40,8 +40,11 @@ from slipstream.learner.controller.services.environment_service import (
 )
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.status_service import ServiceHealth, StatusServicer
-from slipstream.learner.controller.services.trainer_orders import TrainerOrders
-from slipstream.learner.controller.services.trainer_service import TrainerServicer, await_goodbye
+from slipstream.learner.controller.services.trainer_service import (
+    TrainerOrders,
+    TrainerServicer,
+    await_goodbye,
+)
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.endings import Endings

@@ -8,9 +8,11 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prometheus_client.core import CounterMetricFamily, Metric
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
@@ -23,6 +25,7 @@ from slipstream.protocol.weights.storage import check_storage
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
     from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+    from slipstream.learner.trainer.step import StageTimes
     from slipstream.learner.trainer.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -130,7 +133,6 @@ def _load(
     activity, collector = Activity(), None
     if launch.rank == 0:
         if config.tracking.prometheus is not None:
-            from slipstream.learner.trainer.stage_collector import StageCollector
             from slipstream.protocol.access.metrics_endpoint import metrics_thread
 
             collector = StageCollector()
@@ -146,6 +148,25 @@ def _load(
     if collector is not None:
         collector.stages = trainer.stages
     return trainer, policy.ranks
+
+
+class StageCollector:
+    """The seconds of the stages for Prometheus; a thread of its own reads them at each scrape."""
+
+    def __init__(self) -> None:
+        # None while the model is loaded.
+        self.stages: StageTimes | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the seconds of all stages, that of a stage under way included."""
+        family = CounterMetricFamily(
+            "slipstream_trainer_stage_seconds",
+            "Time of rank 0 in a stage; the rest is training. Waiting is for orders.",
+            labels=["stage"],
+        )
+        for stage, seconds in sorted((self.stages.totals() if self.stages else {}).items()):
+            family.add_metric([stage], seconds)
+        yield family
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.exit_codes import USAGE_ERROR
 from slipstream.core.models.model_files import held_tensors
 from slipstream.core.models.model_sizes import read_model_table
-from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
+from slipstream.learner.trainer.weights.export import HfFolderWriter
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -20,14 +20,13 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.token_functions import report_names
 from slipstream.learner.trainer.adapters.lora import dropping
-from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
+from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
     Reports,
     mean_advantages,
     training_sequences,
     weighted,
 )
-from slipstream.learner.trainer.algorithms.statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
     Batch,

@@ -1,8 +1,11 @@
 """The controller's service for the trainer: gives orders and takes reports.
 
-Consumes: the trainer's reports. Produces: batches, publish orders, the order to stop.
-Waits for: a batch, a server that needs weights, or the end. Unblocked by: the run's signal, or the
-limit of the call. A run has one place for a trainer, held by the stream of `KeepPlace`.
+Consumes: the trainer's reports, complete groups, servers that need weights, the run's progress.
+Produces: batches, orders to publish or to store weights, the order to stop. Waits for: a batch, a
+server that needs weights, engines that come to rest, the disk, or the end. Unblocked by: the run's
+signal, or the limit of the call.
+
+A run has one place for a trainer, held by the stream of `KeepPlace`.
 """
 
 import asyncio
@@ -16,13 +19,15 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.leasing.lease_pass import batch_wait
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.services.trainer_orders import TrainerOrders
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
@@ -31,6 +36,12 @@ from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
 
 # Seconds within which a registered trainer must open the stream that keeps its place.
 RESERVED_S = 10.0
+# Largest number of lines of a trainer's layout that become events.
+MAX_LAYOUT_LINES = 256
+# Longest wait of a `Next` call; then the trainer calls again.
+NEXT_LIMIT_S = 5.0
+# Longest time between two looks at a trainer that saves and exports.
+LOOK_S = 5.0
 
 
 class TrainerPlace:
@@ -132,13 +143,68 @@ def _describe(hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext
     return hello.process or context.peer()
 
 
-# Largest number of lines of a trainer's layout that become events.
-MAX_LAYOUT_LINES = 256
+class TrainerOrders:
+    """Picks the trainer's next order; if there is none, reports what the run is waiting for."""
 
-# Longest wait of a `Next` call; then the trainer calls again.
-NEXT_LIMIT_S = 5.0
-# Longest time between two looks at a trainer that saves and exports.
-LOOK_S = 5.0
+    def __init__(
+        self,
+        run: Run,
+        book: LeaseBook,
+        former: BatchFormer,
+        publisher: Publisher,
+        *,
+        stored: StoredPublisher,
+        turns: EngineTurns,
+        evaluations_done: Callable[[], bool],
+    ) -> None:
+        self._run, self._progress = run, run.progress
+        self._book, self._former = book, former
+        self._publisher, self._stored, self._turns = publisher, stored, turns
+        self._evaluations_done = evaluations_done
+        # Version of the trainer's weights; after a restart it may be older than the run's version.
+        self.trainer_version = run.progress.version
+
+    async def next(
+        self, request: trainer_pb2.NextRequest, *, must_save: bool
+    ) -> trainer_pb2.Directive | FormedBatch | None:
+        """Returns the next order. None if there is none yet.
+
+        `must_save`: the run is stopping, and the trainer must still save what it has.
+        Raises ProtocolError or RunFailed if the run cannot go on.
+        """
+        progress = self._progress
+        is_behind = self.trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or must_save):
+            # The trainer restarted from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self.trainer_version.step)
+        if progress.is_over:
+            await self._turns.stop()
+            reason = progress.cause or "the run is over"
+            # The controller of a failed run waits for no export: some would be cut off.
+            stop = trainer_pb2.StopOrder(reason=reason, without_model=progress.has_failed)
+            return trainer_pb2.Directive(stop=stop)
+        publish = await self._publisher.prepare(request)
+        self._turns.end(() if publish is None else [r.server_id for r in publish.receivers])
+        if publish is not None:
+            return trainer_pb2.Directive(publish=publish)
+        if (store := self._stored.order(request)) is not None:
+            return trainer_pb2.Directive(store=store)
+        if not progress.all_steps_done:
+            batch = await self._former.form()
+            if batch is not None:
+                progress.waits_for(f"the trainer to make version {batch.version}")
+                progress.moved()
+                # The servers can answer while the trainer makes the version.
+                version = progress.version
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
+                return batch
+            progress.waits_for(batch_wait(self._book))
+            return None
+        if self._evaluations_done():
+            progress.complete()
+        else:
+            progress.waits_for("the last evaluation")
+        return None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.servers.outbox import MAX_MESSAGES, Outbox
+from slipstream.learner.controller.servers.session import MAX_MESSAGES, Outbox
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2

@@ -1,10 +1,15 @@
-"""The loss of a packed micro batch from objective, weight, divergence and entropy."""
+"""The loss of a packed micro batch from objective, weight, divergence and entropy.
+
+Its statistics are sums over tokens and ranks, and metrics from them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -13,18 +18,248 @@ from slipstream.core.settings.algorithm_section import (
     AlgorithmSection,
     KlEstimator,
 )
-from slipstream.learner.algorithms.functions import function_of
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from slipstream.learner.algorithms.functions import Function, function_of
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from slipstream.learner.algorithms.kl import kl_estimate, top_k_divergence
 from slipstream.learner.algorithms.token_functions import token_terms, token_weights
-from slipstream.learner.trainer.algorithms.statistics import (
-    Column,
-    TokenStatistics,
-    columns_of,
-    token_statistics,
-)
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
+
+# One bin for each lag 0 to 6, and one for all larger lags.
+NUM_LAGS = 8
+# Ends the name of a report whose metric is the largest value.
+LARGEST = "_max"
+
+
+def is_function(name: str) -> bool:
+    """Whether a column counts the faulty values of a function: no report has a space."""
+    return " " in name
+
+
+class LossSum(IntEnum):
+    """Indices of `TokenStatistics.sums`, sums over the trained tokens.
+
+    From `SAMPLED` on they leave out tokens that no policy sampled.
+    """
+
+    LOSS = 0
+    TOKENS = 1
+    ENTROPY = 2
+    REFERENCE_KL = 3
+    SAMPLED = 4
+    WEIGHT = 5
+    WEIGHT_SQUARED = 6
+    KL = 7
+    # Tokens of lag 0 whose log-probability has other bits than the engine's.
+    UNEQUAL = 8
+
+
+@dataclass(frozen=True)
+class Column:
+    """A report of a function, or a count of its faulty values, about the tokens in `mask`."""
+
+    name: str
+    values: Tensor
+    mask: Tensor
+
+
+def columns_of(
+    function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
+) -> list[Column]:
+    """Returns what a function reports of the tokens in `mask`.
+
+    One's own function also has a column of the `trained` tokens whose values are not finite.
+    """
+    columns = [Column(name, report, mask) for name, report in found.reports.items()]
+    if function.is_own:
+        values = found.losses if isinstance(found, TokenTerms) else found.weights
+        columns.append(Column(str(function), ~values.isfinite(), trained))
+    return columns
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Statistics of one micro batch on one rank; all 0 without a trained token."""
+
+    # float64, indexed by `LossSum`.
+    sums: Tensor
+    # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
+    # the number of tokens.
+    gaps: Tensor
+    # float64 [2, reports]: sum and number of tokens of each report.
+    reports: Tensor
+    # float32 [1 + reports]: the largest gap of the log-probabilities among tokens of lag 0, and the
+    # largest value of each report.
+    maxima: Tensor
+
+
+@torch.no_grad()
+def token_statistics(
+    losses: Tensor,
+    weights: Tensor,
+    tokens: LossInputs,
+    columns: Sequence[Column],
+    names: Sequence[str],
+) -> TokenStatistics:
+    """Returns statistics of `losses` and `weights`; `names` are those of all columns of a step."""
+    mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
+    is_sampled = mask & ~tokens.is_given
+    reference = tokens.reference_logprobs
+    sums_of = {
+        LossSum.LOSS: losses,
+        LossSum.TOKENS: mask,
+        LossSum.ENTROPY: tokens.entropy,
+        LossSum.SAMPLED: is_sampled,
+        LossSum.WEIGHT: weights,
+        LossSum.WEIGHT_SQUARED: weights.double().square(),
+        # KL(behavior || policy): the behavior policy sampled the tokens.
+        LossSum.KL: kl_estimate(behavior, policy, "k3"),
+        LossSum.UNEQUAL: (tokens.lags == 0) & (tokens.proximal_logprobs != behavior),
+        LossSum.REFERENCE_KL: torch.zeros_like(policy)
+        if reference is None
+        else kl_estimate(policy, reference, "k3"),
+    }
+    found = [
+        torch.where(mask if name < LossSum.SAMPLED else is_sampled, sums_of[name], 0)
+        for name in LossSum
+    ]
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in found])
+    gap = torch.where(is_sampled, (tokens.proximal_logprobs - behavior).abs(), 0.0)
+    gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
+    lags = tokens.lags.clamp(0, NUM_LAGS - 1).long()
+    gaps.index_add_(1, lags, torch.stack([gap.double(), is_sampled.double()]))
+    reports = torch.zeros(2, len(names), dtype=torch.float64, device=mask.device)
+    maxima = torch.full((1 + len(names),), -math.inf, device=mask.device)
+    maxima[0] = torch.where(tokens.lags == 0, gap, 0.0).max()
+    for column in columns:
+        place = list(names).index(column.name)
+        if column.name.endswith(LARGEST):
+            largest = torch.where(column.mask, column.values, -math.inf).max()
+            maxima[1 + place] = torch.maximum(maxima[1 + place], largest)
+        else:
+            values = torch.where(column.mask, column.values, 0)
+            reports[0, place] += values.sum(dtype=torch.float64)
+            reports[1, place] += column.mask.sum()
+    return TokenStatistics(sums, gaps, reports, maxima)
+
+
+class StepStatistics:
+    """Sums over mini-batches and ranks, the same on every rank; `add` each, then `metrics`.
+
+    A step with several passes over its batch adds every mini-batch `epochs` times.
+    """
+
+    def __init__(self, epochs: int = 1, reports: Sequence[str] = ()) -> None:
+        """Takes the names of all reports, which are the same on all ranks."""
+        self._epochs, self._names = epochs, reports
+        self._sums = torch.zeros(len(LossSum), dtype=torch.float64)
+        self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
+        self._reports = torch.zeros(2, len(reports), dtype=torch.float64)
+        self._maxima = torch.full((1 + len(reports),), -math.inf)
+
+    def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
+        """Adds a mini-batch and returns the sum of its losses; collective."""
+        shapes = (self._sums.shape, self._gaps.shape, self._reports.shape)
+        sizes = [shape.numel() for shape in shapes]
+        mine = torch.zeros(sum(sizes), dtype=torch.float64)
+        maxima = torch.full_like(self._maxima, -math.inf)
+        if ranks.counts:
+            # All are copied at once, because each copy waits for the device.
+            rows = torch.stack(
+                [
+                    torch.cat([o.sums, o.gaps.flatten(), o.reports.flatten(), o.maxima])
+                    for o in found
+                ]
+            )
+            for row in rows.cpu():
+                mine += row[: len(mine)]
+                maxima = torch.maximum(maxima, row[len(mine) :].float())
+        parts = torch.split(ranks.sum(mine), sizes)
+        sums, gaps, reports = (one.reshape(shape) for one, shape in zip(parts, shapes, strict=True))
+        self._sums += sums
+        self._gaps += gaps
+        self._reports += reports
+        self._maxima = torch.maximum(self._maxima, ranks.max(maxima))
+        return float(sums[LossSum.LOSS])
+
+    @property
+    def fault(self) -> str:
+        """The fault of one's own function, or "" if there is none."""
+        sums, largest = self._reports[0].tolist(), self._maxima[1:].tolist()
+        for name, number, most in zip(self._names, sums, largest, strict=True):
+            if is_function(name) and number:
+                return f"{name} gave {number:.0f} tokens a value that is not finite"
+            if not (math.isfinite(number) and most < math.inf):
+                return f"the report {name} is not finite"
+        return ""
+
+    @property
+    def unequal_tokens(self) -> int:
+        """Tokens of lag 0 whose log-probability has other bits than the engine's."""
+        return round(self._total(LossSum.UNEQUAL) / self._epochs)
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest gap of the log-probabilities among tokens of lag 0."""
+        return max(0.0, float(self._maxima[0]))
+
+    def join(self, others: StepStatistics) -> None:
+        """Adds the sums of other mini-batches of the same step."""
+        self._sums += others._sums
+        self._gaps += others._gaps
+        self._reports += others._reports
+        self._maxima = torch.maximum(self._maxima, others._maxima)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns means over the tokens and passes of the step; see docs/metrics.md."""
+        weight, squared = self._total(LossSum.WEIGHT), self._total(LossSum.WEIGHT_SQUARED)
+        sampled = max(1.0, self._total(LossSum.SAMPLED))
+        return (
+            {
+                "loss": self._mean(LossSum.LOSS),
+                "entropy": self._mean(LossSum.ENTROPY),
+                "importance_weight_mean": weight / sampled,
+                "effective_sample_size": weight**2 / (sampled * squared) if squared else 0.0,
+                "kl": self._mean(LossSum.KL),
+                "kl_reference": self._mean(LossSum.REFERENCE_KL),
+                "trained_tokens": self._total(LossSum.TOKENS) / self._epochs,
+            }
+            | self._gap_metrics()
+            | self._report_metrics()
+        )
+
+    def _report_metrics(self) -> dict[str, float]:
+        sums, tokens = self._reports.tolist()
+        found = {}
+        for place, name in enumerate(self._names):
+            if name.endswith(LARGEST):
+                largest = float(self._maxima[1 + place])
+                found[name] = largest if math.isfinite(largest) else 0.0
+            elif not is_function(name):
+                found[name] = sums[place] / max(1.0, tokens[place])
+        return found
+
+    def _gap_metrics(self) -> dict[str, float]:
+        gaps, tokens = self._gaps.tolist()
+        by_lag = {
+            f"logprob_gap_lag_{lag}": gaps[lag] / tokens[lag]
+            for lag in range(1, NUM_LAGS)
+            if tokens[lag]
+        }
+        return {
+            "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
+            "logprob_gap_max": self.largest_gap,
+            "logprob_gap_tokens": tokens[0] / self._epochs,
+            "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
+        } | by_lag
+
+    def _total(self, name: LossSum) -> float:
+        return float(self._sums[name])
+
+    def _mean(self, name: LossSum) -> float:
+        tokens = LossSum.TOKENS if name < LossSum.SAMPLED else LossSum.SAMPLED
+        return self._total(name) / max(1.0, self._total(tokens))
 
 
 @dataclass(frozen=True)

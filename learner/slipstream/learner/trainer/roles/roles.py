@@ -1,8 +1,16 @@
-"""The reference model and the critic: their estimates for a batch, and their updates after it."""
+"""The reference model and the critic: their estimates for a batch, and their updates after it.
 
-from collections.abc import Sequence
+The reference is a frozen model of its own, or the policy without its adapters, which takes no
+memory.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from slipstream.core.configuration.roles import (
     critic_config,
     named,
@@ -14,10 +22,159 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.offload import HostMemory
+from slipstream.learner.trainer.model.model import ParallelModel, Policy
+from slipstream.learner.trainer.model.offload import HostMemory, Part
+from slipstream.learner.trainer.model.schedule import forward_logprobs
+from slipstream.learner.trainer.model.shares import batch_outputs
+from slipstream.learner.trainer.opening import load_frozen
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.critic import Critic
-from slipstream.learner.trainer.roles.reference import PolicyWithoutAdapters, Reference
+from slipstream.learner.trainer.untyped import Megatron
+from slipstream.learner.trainer.weights.export import hf_tensors
+from torch import Tensor
+
+
+class Reference:
+    """The frozen model; every method is collective and puts the model's layout in force itself."""
+
+    def __init__(self, settings: Config, ranks: Ranks) -> None:
+        """Loads the model; `settings` come from `reference_config`."""
+        self._settings = settings
+        self._ranks = ranks.placed(settings.learner.parallel)
+        with self._ranks.in_force():
+            self._model = load_frozen(settings, self._ranks)
+
+    @property
+    def model(self) -> ParallelModel:
+        """The model, for checkpoints."""
+        return self._model
+
+    def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
+        """Returns what `reference_logprobs` does, at the sampling temperature."""
+        with self._ranks.in_force():
+            return reference_logprobs(self._model, batch, self._settings)
+
+    @torch.no_grad()
+    def refresh(self, policy: Policy) -> None:
+        """Takes the policy's present weights; the two layouts may differ.
+
+        Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
+        of them have arrived, so that no rank ever holds the whole model. Each tensor travels to
+        every rank once.
+        """
+        with self._model.memory.resident(Part.PARAMETERS):
+            self._refresh(policy)
+
+    def _refresh(self, policy: Policy) -> None:
+        with self._ranks.in_force():
+            # The tasks have the names of the policy's files; the model's own folder may differ.
+            found = policy.bridge.get_conversion_tasks(self._model.chunks)
+        tasks = [task for task in found if task is not None and task.megatron_module is not None]
+        waiting: dict[str, Tensor] = {}
+        # One tensor may hold the matrices of all experts, each of which is a parameter.
+        needed_by: dict[str, dict[str, Megatron]] = {}
+        for task in tasks:
+            for name in _sources(task):
+                needed_by.setdefault(name, {})[task.global_param_name] = task
+        for name, tensor in hf_tensors(policy, self._model.dtype):
+            if name not in needed_by:
+                continue
+            waiting[name] = tensor
+            for task in list(needed_by[name].values()):
+                if any(source not in waiting for source in _sources(task)):
+                    continue
+                with self._ranks.in_force():
+                    # This is how Bridge loads a folder.
+                    found = policy.bridge._model_bridge.maybe_modify_loaded_hf_weight(
+                        task.mapping.hf_param, waiting
+                    )
+                    part = task.mapping.hf_to_megatron(found, task.megatron_module)
+                    if part is not None:
+                        task.param_weight.copy_(part)
+                for source in _sources(task):
+                    del needed_by[source][task.global_param_name]
+                    if not needed_by[source]:
+                        del needed_by[source], waiting[source]
+        missing = sorted(needed_by.keys() - waiting.keys())
+        assert not missing, f"the policy has no {', '.join(missing)}"
+        with self._ranks.in_force():
+            self._model.bridge._model_bridge._broadcast_shared_embeddings(self._model.chunks)
+
+
+def reference_logprobs(
+    model: ParallelModel, batch: Batch, settings: Config
+) -> list[ReferenceLogprobs]:
+    """Returns log-probabilities for each trajectory, with `reference.top_k` likely tokens.
+
+    The layout of `model` must be in force; collective, with the messages of `batch_outputs`.
+    """
+    top_k = settings.reference.top_k if settings.reference is not None else 0
+    forward = functools.partial(
+        forward_logprobs, model, temperature=settings.sampling.temperature, top_k=top_k
+    )
+    found = batch_outputs(
+        model,
+        batch,
+        forward,
+        max_tokens=settings.learner.micro_batch_tokens,
+        width=1 + 2 * top_k if top_k else 0,
+    )
+    columns = [values.reshape(len(values), -1) for values in found]
+    return [
+        ReferenceLogprobs(
+            values[:, 0], values[:, 1 : 1 + top_k].astype(np.uint32), values[:, 1 + top_k :]
+        )
+        for values in columns
+    ]
+
+
+def _sources(task: Megatron) -> Sequence[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())
+
+
+class PolicyWithoutAdapters:
+    """The policy with its adapters switched off, in place of a `Reference`."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy, self._config = policy, config
+
+    @property
+    def model(self) -> ParallelModel:
+        """The policy."""
+        return self._policy
+
+    def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
+        """Returns the log-probabilities as `Reference.logprobs` does; collective."""
+        policy, sharing = self._policy, self._policy.sharing
+        noted = None if sharing is None else sharing.saved
+        with without_adapters(policy.chunks):
+            found = reference_logprobs(policy, batch, self._config)
+        if sharing is not None and noted is not None:
+            # What this pass shares belongs to no training step.
+            sharing.saved = noted
+        return found
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
+    """Gives forward passes in which every adapter of `chunks` is off."""
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+    from slipstream.learner.trainer.adapters.expert_adapters import adapters_of
+
+    adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
+    of_experts = [*adapters_of(list(chunks))]
+    for module in adapted:
+        module.disable_adapter_layers()
+    for adapter in of_experts:
+        adapter.is_enabled = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapter_layers()
+        for adapter in of_experts:
+            adapter.is_enabled = True
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
-from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker
-from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
+from slipstream.learner.controller.reporting.trackers import RunIds, TensorBoardTracker, Trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD

@@ -14,8 +14,14 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
-from slipstream.learner.controller.reporting.tensorboard import TensorBoardTracker, crc32c
-from slipstream.learner.controller.reporting.trackers import COLUMNS, RunIds, Trackers, ways_to_open
+from slipstream.learner.controller.reporting.trackers import (
+    COLUMNS,
+    RunIds,
+    TensorBoardTracker,
+    Trackers,
+    crc32c,
+    ways_to_open,
+)
 from support.rigs.controller_runs import make_config
 
 EPISODE = {
@@ -227,7 +233,7 @@ def test_event_files_hold_what_tensorboard_reads_as_soon_as_it_is_told(tmp_path:
 def test_the_controller_imports_neither_torch_nor_what_brings_it():
     program = (
         "import sys, slipstream.learner.controller.application, "
-        "slipstream.learner.controller.reporting.tensorboard;"
+        "slipstream.learner.controller.reporting.trackers;"
         "print({'torch', 'tensorboardX', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(

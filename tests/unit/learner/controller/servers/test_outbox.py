@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from slipstream.learner.controller.servers.outbox import Outbox
+from slipstream.learner.controller.servers.session import Outbox
 from support.fakes.slow_disk import several_turns
 
 LIMIT_S = 10.0

@@ -8,8 +8,13 @@ import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import TAKEN
 from slipstream.learner.algorithms.token_functions import report_names
-from slipstream.learner.trainer.algorithms.loss import TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.statistics import NUM_LAGS, LossSum, StepStatistics
+from slipstream.learner.trainer.algorithms.loss import (
+    NUM_LAGS,
+    LossSum,
+    StepStatistics,
+    TokenLoss,
+    policy_loss,
+)
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor

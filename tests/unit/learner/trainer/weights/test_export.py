@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.learner.trainer.weights.hf_folder import HfFolderWriter
+from slipstream.learner.trainer.weights.export import HfFolderWriter
 
 
 def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.Tensor]:
