@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.chaos.faults import Proxy
 from slipstream.client.chaos.oracle import examine
+from slipstream.client.chaos.run_chaos import Proxy
 from slipstream.client.run_folder import write_config
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.v1 import trainer_pb2

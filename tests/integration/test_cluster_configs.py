@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from make_tiny_vision_model import make_model, make_tokenizer
-from slipstream.client.launch import dry_run, engine_checks, placement
+from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import check_sizes, dump_config, load_config
 from slipstream.core.machine.gpus import Gpu
@@ -188,7 +188,7 @@ def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    for module in (placement, engine_checks, dry_run):
+    for module in (placement, fit, launcher):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for number in MIDDLE.get(name, (1, 2, 8)):
@@ -196,10 +196,10 @@ def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(
         monkeypatch.setattr(placement, "list_gpus", lambda gpus=gpus: gpus)
         config = load_config(CONFIGS / f"{name}.toml")
         servers = config.rollout_server.count
-        described = dry_run.describe_dry_run(
+        _, obstacles = launcher.describe_dry_run(
             config, ranks=config.learner.world_size, servers=servers
         )
-        assert described.obstacles == tuple(check_sizes(config))
+        assert obstacles == tuple(check_sizes(config))
 
 
 @pytest.fixture(scope="module")

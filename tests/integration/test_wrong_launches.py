@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from slipstream.client.doctor.examine import MeetingServicer
+from slipstream.client.doctor import MeetingServicer
 from slipstream.client.launch import checks, machine
 from slipstream.client.launch.checks import Scene, Stage, require
 from slipstream.client.launch.placement import uses_gpus

@@ -240,7 +240,12 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--gpus", action="store_true", help="ask for GPUs, though these packages need none"
     )
     roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
-    roles.set_defaults(execute=_roles)
+    _set_program(
+        roles,
+        "slipstream.client.launch.print_roles:print_roles",
+        *("config", "overrides"),
+        named=("target", "out", "code", "gpus", "schema"),
+    )
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
@@ -253,7 +258,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_node(doctor)
     doctor.add_argument("--controller", metavar="HOST:PORT", help="as of rollout-server")
-    doctor.set_defaults(execute=_doctor)
+    _set_program(doctor, "slipstream.client.doctor:run_doctor")
 
     check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
     check.add_argument("config", type=Path, metavar="CONFIG.toml")
@@ -302,7 +307,9 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="FILE",
         help="writes the page of one run, to send it to somebody",
     )
-    dashboard.set_defaults(execute=_dashboard)
+    _set_program(
+        dashboard, "slipstream.client.dashboard.server:serve_dashboard", "folder", "port", "out"
+    )
 
 
 def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -415,49 +422,6 @@ async def _run(arguments: argparse.Namespace) -> int:
     if path is None and not overrides:
         raise ConfigError("a run needs a CONFIG.toml, or --model, --environment and --steps")
     return await run_all(path, overrides, dry_run=arguments.dry_run, profile=arguments.profile)
-
-
-def _roles(arguments: argparse.Namespace) -> int:
-    from slipstream.client.launch.print_roles import print_roles, print_schema
-    from slipstream.core.errors import ConfigError
-
-    if arguments.schema:
-        return print_schema()
-    if arguments.config is None:
-        raise ConfigError("roles needs a CONFIG.toml")
-    return print_roles(
-        arguments.config,
-        arguments.overrides,
-        target=arguments.target,
-        out=arguments.out,
-        code=arguments.code,
-        on_gpus=arguments.gpus,
-    )
-
-
-async def _doctor(arguments: argparse.Namespace) -> int:
-    from slipstream.client.doctor.examine import Instance, run_doctor
-
-    instance = None
-    if arguments.role is not None:
-        instance = Instance(
-            arguments.role,
-            node_rank=arguments.node_rank,
-            master=arguments.master,
-            controller=arguments.controller,
-            connect_timeout_s=arguments.connect_timeout_s,
-        )
-    return await run_doctor(arguments.config, arguments.overrides, instance, as_json=arguments.json)
-
-
-def _dashboard(arguments: argparse.Namespace) -> int:
-    from slipstream.client.dashboard.server import serve_dashboard
-
-    if arguments.out is not None:
-        from slipstream.client.dashboard.page import save_run
-
-        return save_run(arguments.folder, arguments.out)
-    return serve_dashboard(arguments.folder, arguments.port)
 
 
 if __name__ == "__main__":

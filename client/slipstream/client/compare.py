@@ -11,8 +11,13 @@ from statistics import fmean
 from typing import TypeAlias
 
 from pydantic import JsonValue
-from slipstream.client.dashboard.page import whole_page, write_page
-from slipstream.client.dashboard.server import MOST_POINTS, RunFolders, UnknownRun
+from slipstream.client.dashboard.server import (
+    MOST_POINTS,
+    RunFolders,
+    UnknownRun,
+    whole_page,
+    write_page,
+)
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core.configuration.config_file import load_config

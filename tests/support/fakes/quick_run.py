@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.client import cli
-from slipstream.client.chaos import faults
-from slipstream.client.chaos.run_chaos import run_chaos
+from slipstream.client.chaos import run_chaos as chaos
 from slipstream.client.launch import roles, run_processes, trainer_ranks
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
@@ -170,10 +169,10 @@ def replay(folder: Path) -> int:
 
 def harm() -> int:
     """`slipstream chaos` of runs of this module."""
-    faults._PARTS |= {module: role for role, module in MODULES.items()}
+    chaos._PARTS |= {module: role for role, module in MODULES.items()}
     given = cli.parse(sys.argv[1:])
     return asyncio.run(
-        run_chaos(
+        chaos.run_chaos(
             given.config,
             given.overrides,
             kills=given.kills,

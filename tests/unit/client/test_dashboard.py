@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.dashboard import server
-from slipstream.client.dashboard.page import save_run
-from slipstream.client.dashboard.server import RunFolders, UnknownRun, open_dashboard
+from slipstream.client.dashboard.server import RunFolders, UnknownRun, open_dashboard, save_run
 from slipstream.core.errors import ConfigError
 
 

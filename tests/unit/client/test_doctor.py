@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from make_lock import pins_of
+from slipstream.client import doctor
 from slipstream.client.cli import main
-from slipstream.client.doctor import examine as examination
-from slipstream.client.doctor.examine import ask_program, conclusion, table
+from slipstream.client.doctor import ask_program, conclusion, table
 from slipstream.client.launch import machine, preflight
 from slipstream.client.launch.checks import Scene, find_all
 from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
@@ -392,7 +392,7 @@ def test_command_prints_findings_and_fails_on_a_problem(tmp_path, capsys, monkey
         return [problem("gpu", "gone", "look for it")]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(examination, "ask_program", nothing)
+    monkeypatch.setattr(doctor, "ask_program", nothing)
     assert main(["doctor", "--json"]) == 1
     lines = [Finding.read(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1] == problem("gpu", "gone", "look for it")

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from slipstream.client.doctor.examine import meet_nodes
+from slipstream.client.doctor import meet_nodes
 from slipstream.client.launch.checks import compare
 from slipstream.client.launch.findings import Verdict
 from slipstream.core.errors import ConfigError

@@ -1,6 +1,7 @@
-"""The web server of the dashboard, for browsers on this machine.
+"""The web server of the dashboard, for browsers on this machine, and pages that are saved.
 
-It listens on loopback only and answers only requests to a loopback name, so that no web page
+A saved page holds all it shows and asks for nothing, so that it can be sent to somebody. The server
+listens on loopback only and answers only requests to a loopback name, so that no web page
 reaches it through a name of its own (DNS rebinding). It reads folders of runs, into which the runs
 may still be writing, and changes nothing.
 Text of a model or an environment travels as JSON and is shown as text.
@@ -16,18 +17,21 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPENDED, TRACE, log_path
 
 # Largest part of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20
+# Most bytes of replies in a saved page.
+MOST_REPLY_BYTES = 16 << 20
 MOST_SAMPLES = 256
 MOST_GROUPS = 20_000
 # Most points of a curve, which a screen can still show, besides the newest, of which are means.
@@ -50,6 +54,8 @@ _POLICY = (
 )
 _RUN = re.compile(r"/api/runs/([^/]+)/(metrics|trajectories|groups|about|trace)")
 _EVALUATION = b'"evaluation_step"'
+# A saved page has the chart's functions in the same script.
+_IMPORT = 'import { bars, draw, element, number } from "./chart.js";\n'
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
@@ -78,8 +84,10 @@ def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
         ) from error
 
 
-def serve_dashboard(folder: Path, port: int) -> int:
-    """Serves the dashboard until Ctrl-C; returns the exit code."""
+def serve_dashboard(folder: Path, port: int, out: Path | None) -> int:
+    """`slipstream dashboard`: serves it until Ctrl-C, or writes the page of one run to `out`."""
+    if out is not None:
+        return save_run(folder, out)
     with open_dashboard(folder, port) as server:
         number = len(RunFolders(folder.resolve()).names())
         what = f"{number} run{'s' * (number != 1)} in {folder}"
@@ -105,8 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if url.path in _FILES:
             name, kind = _FILES[url.path]
-            data = files("slipstream.client.dashboard").joinpath(name).read_bytes()
-            self._answer(HTTPStatus.OK, data, kind)
+            self._answer(HTTPStatus.OK, _file(name).encode(), kind)
             return
         try:
             found = self._find(url.path, parse_qs(url.query))
@@ -378,3 +385,85 @@ def _tail(path: Path) -> list[str]:
             return file.read().decode("utf-8", "replace").splitlines()[-60:]
     except OSError:
         return []
+
+
+def whole_page(title: str, body: str, data: object, script: str) -> str:
+    """Returns a page of HTML; `script` finds `data` as JSON in the element `given`.
+
+    `body` is markup. What comes from models and environments belongs into `data`, as text.
+    """
+    style, chart = (_file(name) for name in ("page.css", "chart.js"))
+    text = json.dumps(data).replace("<", "\\u003c")
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+            "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">",
+            f"<title>{escape(title)}</title><style>{style}</style>{body}",
+            f'<script type="application/json" id="given">{text}</script>',
+            # In a block of its own the script may have names that the chart has, too.
+            f'<script type="module">{chart}{{{script}}}</script></html>',
+        ]
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes a new file; raises ConfigError if it exists or cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path} exists already: remove it, or name another file by --out"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def save_run(folder: Path, out: Path) -> int:
+    """Writes the dashboard of one run into the file `out`; raises ConfigError."""
+    folder = folder.resolve()
+    try:
+        answers, left_out = _answers(RunFolders(folder), folder.name)
+    except UnknownRun:
+        raise ConfigError(f"--out needs the folder of one run with metrics, got {folder}") from None
+    body = _file("index.html").partition("<body>")[2].partition("</body>")[0]
+    script = _file("page.js").removeprefix(_IMPORT)
+    write_page(out, whole_page(f"Slipstream: {folder.name}", body, answers, script))
+    what = f"step{'s' * (left_out != 1)}"
+    less = f"; the replies of {left_out} older {what} were left out" if left_out else ""
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB{less}")
+    return 0
+
+
+def _answers(runs: RunFolders, name: str) -> tuple[Mapping[str, Any], int]:
+    """Returns the server's answers by path, and the number of steps whose replies are left out."""
+    # encodeURIComponent leaves these characters, too.
+    of = "/api/runs/" + quote(name, safe="!'()*")
+    steps: list[int] = runs.trajectories(name, None)["steps"]
+    replies: dict[str, Any] = {}
+    size, shown = 0, []
+    for step in reversed(steps):
+        found = runs.trajectories(name, step)
+        size += len(json.dumps(found))
+        if size > MOST_REPLY_BYTES:
+            break
+        shown.append(step)
+        replies[f"{of}/trajectories?step={step}"] = found
+    for found in replies.values():
+        found["steps"] = sorted(shown)
+    newest = replies.get(f"{of}/trajectories?step={shown[0]}") if shown else None
+    (overview,) = [line for line in runs.overview() if line["name"] == name]
+    answers = {
+        "/api/runs": [overview | {"has_trace": False}],
+        f"{of}/metrics?from=0": vars(runs.metrics(name, 0)),
+        f"{of}/trajectories": newest or {"steps": [], "step": None, "trajectories": []},
+        f"{of}/groups": runs.groups(name),
+        f"{of}/about": runs.about(name),
+    }
+    return answers | replies, len(steps) - len(shown)
+
+
+def _file(name: str) -> str:
+    return files("slipstream.client.dashboard").joinpath(name).read_text(encoding="utf-8")

@@ -22,14 +22,14 @@ from typing import Literal
 import grpc
 import grpc.aio
 import psutil
-from slipstream.client.launch.engine_checks import (
+from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
+from slipstream.client.launch.fit import (
     check_cache,
     check_processor,
     check_variables,
     describe_engine,
+    disk_for,
 )
-from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
-from slipstream.client.launch.fit import disk_for
 from slipstream.client.launch.machine import check_companions, check_limits
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (

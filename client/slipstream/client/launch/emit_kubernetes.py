@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from slipstream.client.launch.emit_slurm import shell_command
 from slipstream.client.launch.roles import (
     LEARNER,
     QUEUE_ENDS,
@@ -24,7 +23,7 @@ from slipstream.client.launch.roles import (
     roles_of,
 )
 from slipstream.client.launch.shipped_code import ShippedCode, model_folders
-from slipstream.client.launch.template import filled_template
+from slipstream.client.launch.template import filled_template, shell_command
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts

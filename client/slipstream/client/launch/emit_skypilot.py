@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.client.launch.emit_slurm import shell_command
 from slipstream.client.launch.roles import (
     LEARNER,
     ROLLOUT_SERVER,
@@ -21,7 +20,7 @@ from slipstream.client.launch.roles import (
     roles_of,
 )
 from slipstream.client.launch.shipped_code import model_folders
-from slipstream.client.launch.template import filled_template
+from slipstream.client.launch.template import filled_template, shell_command
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 

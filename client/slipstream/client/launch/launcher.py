@@ -1,4 +1,8 @@
-"""The commands that start services: everything on this machine, or one part of a run."""
+"""The commands that start services: everything on this machine, or one part of a run.
+
+With `--dry-run` a command starts nothing: it prints the resolved settings, the trainer's parallel
+groups, and what lacks here.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from slipstream.client.advice import profile_lines
 from slipstream.client.launch import roles
 from slipstream.client.launch.checks import (
     CONTROLLER,
@@ -29,8 +34,14 @@ from slipstream.client.launch.children import (
     start_child,
     stop_signal,
 )
-from slipstream.client.launch.dry_run import show_dry_run
-from slipstream.client.launch.placement import Placement, fit_here, place_here
+from slipstream.client.launch.fit import describe_engine, processor_problems
+from slipstream.client.launch.placement import (
+    Placement,
+    describe_sharing,
+    fit_here,
+    place_here,
+    uses_gpus,
+)
 from slipstream.client.launch.preflight import check_installed, prove_algorithms
 from slipstream.client.launch.roles import Share, learner_node, whole_run
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
@@ -46,13 +57,23 @@ from slipstream.client.run_folder import (
     write_config,
 )
 from slipstream.client.terminal import complain, say
-from slipstream.core.configuration.config_file import load_config, parse_config
-from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.configuration.config_file import (
+    check_sizes,
+    dump_config,
+    load_config,
+    model_warnings,
+    parse_config,
+)
+from slipstream.core.configuration.roles import role_settings
+from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
+from slipstream.core.machine.gpus import Gpu
 from slipstream.core.machine.process import below_this, raise_open_files
+from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.protocol.access.security import Credentials
+from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.protocol.access.security import Credentials, without_password
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_checks import ROLES
 
@@ -387,3 +408,76 @@ def _with_queue(config: Config, server: EmbeddedServer) -> Config:
         file = str(server.password_file(role.user))
         table["queue"][end] = {"user": role.user, "password_file": file}
     return parse_config(table, source="queue")
+
+
+async def show_dry_run(
+    scene: Scene, *, ranks: int = 0, servers: int = 0, profile: Path | None = None
+) -> int:
+    """Prints the plan, then checks the run's folder and addresses.
+
+    `profile`: the folder of an earlier run, whose measured times predict this one's.
+
+    Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
+    """
+    predicted = [] if profile is None else profile_lines(scene.config, profile)
+    text, obstacles = describe_dry_run(scene.config, ranks=ranks, servers=servers)
+    say(text.rstrip("\n"))
+    if predicted:
+        say("\n".join(f"# {line}" for line in ("", *predicted)))
+    await require(scene, Stage.PLACE)
+    if obstacles:
+        lacking = "; ".join(obstacles)
+        raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
+    return 0
+
+
+def describe_dry_run(
+    config: Config, *, ranks: int = 0, servers: int = 0
+) -> tuple[str, tuple[str, ...]]:
+    """Returns the plan of a command that would start `ranks` and `servers` here, and its obstacles.
+
+    The plan is TOML that `load_config` reads back, but for a password; all else is a comment. An
+    obstacle is a change that this machine needs first. Reads only config.json of the model; raises
+    ConfigError as `check_sizes` does.
+    """
+    missing = check_sizes(config)
+    config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)
+    notes = [*(_describe_ranks(config) if ranks else ()), *gpus]
+    for warning in (*config.algorithms.staleness_warnings, *model_warnings(config)):
+        notes += ["", f"Warning: {warning}"]
+    if missing:
+        notes += ["", "Only sizes were checked. Before a run can start:", *missing]
+    # Servers that other commands start may have GPUs.
+    lacking = processor_problems(config) if servers else ()
+    comments = "".join(f"# {note}".rstrip() + "\n" for note in notes)
+    text = f"{dump_config(without_password(config))}\n{comments}"
+    return text, (*missing, *misfit, *lacking)
+
+
+def _describe_ranks(config: Config) -> Iterator[str]:
+    models = {"The trainer's ranks:": config} | {
+        f"The {name} in the same ranks:": role for name, role in role_settings(config).items()
+    }
+    for title, settings in models.items():
+        has_experts = read_model_sizes(settings.model.path).experts > 0
+        layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
+        yield from (title, *layout.describe(has_experts=has_experts).splitlines(), "")
+
+
+def place_dry(
+    config: Config, *, ranks: int, servers: int, gpus: tuple[Gpu, ...] | None = None
+) -> tuple[Config, list[str], tuple[str, ...]]:
+    """Returns the settings, the lines that say which process gets which GPU, and any misfit.
+
+    The settings are those after sharing a GPU. A misfit is no error: a dry run needs no GPU.
+    """
+    on_cpu = not (gpus or uses_gpus())
+    engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if servers else []
+    try:
+        config, placement, transport = fit_here(config, ranks=ranks, servers=servers, gpus=gpus)
+    except ConfigError as error:
+        return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
+    sharing = describe_sharing(config, placement)
+    if transport:
+        sharing.append(f"weights travel by {transport}")
+    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine], ()

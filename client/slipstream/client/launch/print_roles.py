@@ -10,9 +10,8 @@ from pathlib import Path
 
 from slipstream.client.launch.emit_compose import compose_file
 from slipstream.client.launch.emit_kubernetes import CONFIG_MAP_BYTES, Pods
-from slipstream.client.launch.emit_ray import ray_program
+from slipstream.client.launch.emit_scripts import ray_program, slurm_files
 from slipstream.client.launch.emit_skypilot import skypilot_group
-from slipstream.client.launch.emit_slurm import slurm_files
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.roles import Roles, Site, controller_port, master_port, roles_of
 from slipstream.client.launch.shipped_code import ShippedCode, left_behind, read_code
@@ -21,32 +20,32 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 
 
-def print_schema() -> int:
-    """Prints the JSON schema of what `print_roles` prints."""
-    say(json.dumps(Roles.model_json_schema(), indent=2))
-    return 0
-
-
 def print_roles(
-    path: Path,
+    path: Path | None,
     overrides: Sequence[str],
     *,
     target: str | None,
     out: Path | None,
     code: Path | None,
-    on_gpus: bool,
+    gpus: bool,
+    schema: bool,
 ) -> int:
     """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`.
 
-    `code` is a folder of the user's modules that travels with them; `on_gpus`: even if the packages
-    that are here compute on CPUs.
+    `code` is a folder of the user's modules that travels with them; `gpus`: even if the packages
+    that are here compute on CPUs; `schema`: prints the JSON schema of the roles instead.
     """
+    if schema:
+        say(json.dumps(Roles.model_json_schema(), indent=2))
+        return 0
+    if path is None:
+        raise ConfigError("roles needs a CONFIG.toml")
     out = out or Path(target or ".")
-    if target == "compose" and on_gpus:
+    if target == "compose" and gpus:
         raise ConfigError(
             "--gpus is not for compose: add --file docker-compose.gpu.yml to its calls"
         )
-    on_gpus = on_gpus or uses_gpus()
+    on_gpus = gpus or uses_gpus()
     if target in ("kubernetes", "skypilot"):
         return _write_travelling(path, overrides, target, out, code, on_gpus=on_gpus)
     if code is not None:

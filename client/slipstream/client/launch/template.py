@@ -1,13 +1,16 @@
-"""Files that are mostly fixed text: @{NAME} stands for a value, and ${NAME} for itself."""
+"""Files for schedulers that are mostly fixed text, and words of shell commands in them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from string import Template
 
+_PLAIN = re.compile(r"[\w@%+=:,./-]+")
+
 
 class _Marked(Template):
-    """A text with @{NAME} in it."""
+    """A text in which @{NAME} stands for a value, and ${NAME} for itself."""
 
     delimiter = "@"
 
@@ -15,3 +18,18 @@ class _Marked(Template):
 def filled_template(path: Path, **values: object) -> str:
     """Returns the text of a file with these values; raises KeyError if it needs another."""
     return _Marked(path.read_text()).substitute(values)
+
+
+def shell_command(command: list[str], *, indent: int) -> str:
+    """Returns a command for a shell script, a line for each setting and option."""
+    words = [shell_word(word) for word in command]
+    joint = " \\\n" + " " * indent
+    return joint.join([" ".join(words[:3]), *words[3:]])
+
+
+def shell_word(word: str) -> str:
+    """Returns a word for a shell script, in which ${NAME} stays a variable."""
+    if _PLAIN.fullmatch(word):
+        return word
+    escaped = re.sub(r'(["\\`]|\$(?!\{[A-Z_]+\}))', r"\\\1", word)
+    return f'"{escaped}"'

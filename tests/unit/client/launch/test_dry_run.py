@@ -2,8 +2,8 @@ import json
 import tomllib
 from pathlib import Path
 
-from slipstream.client.launch import engine_checks
-from slipstream.client.launch.dry_run import describe_dry_run
+from slipstream.client.launch import fit
+from slipstream.client.launch.launcher import describe_dry_run
 from slipstream.core.configuration.config_file import parse_config
 from support.fakes.small_configs import config_of
 
@@ -33,7 +33,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "learner": {"world_size": 2, "parallel": {"tp": 2}},
         "critic": {"learning_rate": 1e-3, "parallel": {"pp": 2}},
     }
-    text = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1).text
+    text, _ = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1)
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
     assert notes[:16] == [
@@ -63,10 +63,10 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     model = config.model.model_copy(update={"path": tmp_path})
     server = config.rollout_server.model_copy(update={"quantization": "fp8_per_channel"})
     config = config.model_copy(update={"model": model, "rollout_server": server})
-    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: False)
+    monkeypatch.setattr(fit, "uses_gpus", lambda: False)
     lack = "no kernel there that quantises experts"
-    assert lack in describe_dry_run(config, ranks=1, servers=1).obstacles[-1]
-    assert lack in describe_dry_run(config, servers=1).obstacles[-1]
+    assert lack in describe_dry_run(config, ranks=1, servers=1)[1][-1]
+    assert lack in describe_dry_run(config, servers=1)[1][-1]
     # A learner's servers compute elsewhere.
-    obstacles = describe_dry_run(config, ranks=1).obstacles
+    _, obstacles = describe_dry_run(config, ranks=1)
     assert not [obstacle for obstacle in obstacles if lack in obstacle]

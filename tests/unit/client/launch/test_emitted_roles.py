@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from slipstream.client.cli import main, parse
-from slipstream.client.launch.emit_ray import ray_program
-from slipstream.client.launch.emit_slurm import shell_word, slurm_files
+from slipstream.client.launch.emit_scripts import ray_program, slurm_files
 from slipstream.client.launch.print_roles import write_files
 from slipstream.client.launch.roles import (
     LEARNER,
@@ -24,6 +23,7 @@ from slipstream.client.launch.roles import (
     roles_of,
     whole_run,
 )
+from slipstream.client.launch.template import shell_word
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from slipstream.client.launch import engine_checks
-from slipstream.client.launch.engine_checks import (
+from slipstream.client.launch import fit
+from slipstream.client.launch.fit import (
     check_processor,
     check_variables,
     compiler_problem,
@@ -89,7 +89,7 @@ def test_drafts_on_gpus_are_refused_without_the_runner_that_makes_them(
 
 
 def test_variables_that_prevent_drafts_stop_a_run_before_it_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: True)
+    monkeypatch.setattr(fit, "uses_gpus", lambda: True)
     settings = config_of(tmp_path)
     config = settings.model_copy(
         update={"rollout_server": RolloutServerSection(drafts="shared", enforce_eager=True)}
@@ -144,8 +144,8 @@ def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(
         name: getattr(config, name).model_copy(update=values) for name, values in changed.items()
     }
     config = config.model_copy(update=sections)
-    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: True)
+    monkeypatch.setattr(fit, "uses_gpus", lambda: True)
     check_processor(config)
-    monkeypatch.setattr(engine_checks, "uses_gpus", lambda: False)
+    monkeypatch.setattr(fit, "uses_gpus", lambda: False)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         check_processor(config)

@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import Scene, Stage, ask_controller, require
-from slipstream.client.launch.engine_checks import check_cache
+from slipstream.client.launch.fit import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (

@@ -1,7 +1,11 @@
-"""The whole examination: this process checks the machine, other programs what they must import."""
+"""`slipstream doctor`: looks at a machine, and says what to change before a run fails on it.
+
+This process checks the machine, other programs check what they must import.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import importlib.util
@@ -9,9 +13,8 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from slipstream.client.launch.checks import Scene, find_all
 from slipstream.client.launch.findings import Finding, Verdict, ok, problem
@@ -40,8 +43,6 @@ from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 GRACE_S = 1.0
-
-
 LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
 # Seconds in which all nodes of a learner must have started their examination.
@@ -49,40 +50,24 @@ MEETING_LIMIT_S = 300.0
 REDIS_REMEDY = "install redis and hiredis"
 
 
-@dataclass(frozen=True)
-class Instance:
-    """One instance of a role that is to start on this machine, as its command would be told."""
-
-    role: Literal["learner", "rollout-server"]
-    node_rank: int | None = None
-    master: str | None = None
-    controller: str | None = None
-    connect_timeout_s: float | None = None
-
-
-async def run_doctor(
-    path: Path | None,
-    overrides: Sequence[str],
-    instance: Instance | None = None,
-    *,
-    as_json: bool,
-) -> int:
+async def run_doctor(arguments: argparse.Namespace) -> int:
     """Prints all findings; returns 1 if one of them is a problem.
 
     Raises ConfigError for a wrong file.
     """
     raise_open_files()
+    path, overrides, role = arguments.config, arguments.overrides, arguments.role
     # Checks that take long say so; stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
         if path is None:
-            if instance is not None:
-                raise ConfigError(f"--role {instance.role} needs a CONFIG.toml")
+            if role is not None:
+                raise ConfigError(f"--role {role} needs a CONFIG.toml")
             findings = await examine(None)
-        elif instance is None:
+        elif role is None:
             findings = await examine(load_config(path, overrides, hub="small"))
         else:
-            findings = await examine_instance(path, overrides, instance)
-    if as_json:
+            findings = await _examine_instance(arguments)
+    if arguments.json:
         say("\n".join(found.write() for found in findings))
     else:
         say(table(findings))
@@ -111,20 +96,18 @@ async def examine(config: Config | None) -> list[Finding]:
     return findings
 
 
-async def examine_instance(
-    path: Path, overrides: Sequence[str], instance: Instance
-) -> list[Finding]:
+async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
     """Returns the findings about one instance of a role, with the settings of its command."""
-    is_learner = instance.role == LEARNER
+    overrides, is_learner = arguments.overrides, arguments.role == LEARNER
     if is_learner:
-        overrides = [*learner_overrides(instance.master), *overrides]
-    elif instance.controller is not None:
-        overrides = [*overrides, f'controller.address="{instance.controller}"']
-    config = load_config(path, overrides, hub="small", apart=True)
-    share = learner_share(config, instance.node_rank) if is_learner else Share(servers=1)
-    limit_s = MEETING_LIMIT_S
-    if instance.connect_timeout_s is not None:
-        limit_s = instance.connect_timeout_s
+        overrides = [*learner_overrides(arguments.master), *overrides]
+    elif arguments.controller is not None:
+        overrides = [*overrides, f'controller.address="{arguments.controller}"']
+    config = load_config(arguments.config, overrides, hub="small", apart=True)
+    share = learner_share(config, arguments.node_rank) if is_learner else Share(servers=1)
+    limit_s = arguments.connect_timeout_s
+    if limit_s is None:
+        limit_s = MEETING_LIMIT_S
     scene = replace(scene_of(config, share, limit_s), leaves_nothing=True)
     gpus = list_gpus()
     findings = [*check_machine(has_gpu=bool(gpus), least_gib=ROLE_MEMORY_GIB)]

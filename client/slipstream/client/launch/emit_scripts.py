@@ -1,0 +1,90 @@
+"""The roles as scripts for a cluster whose machines share this folder.
+
+For Slurm they are plain sbatch files: a job for the learner, an array for rollout servers. For Ray
+they are a program, in which an actor runs the command of an instance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pprint import pformat
+
+from slipstream.client.launch.roles import LEARNER, ROLLOUT_SERVER, Role, Roles
+from slipstream.client.launch.template import filled_template, shell_command, shell_word
+
+# Seconds between two looks of a rollout job for the controller, and for the learner's job while its
+# server runs.
+LOOK_S, WATCH_S = 5, 60
+# Servers of Ray start beside the learner, which may prove its algorithm before it listens.
+CONNECT_TIMEOUT_S = 3600
+LEARNER_JOB = Path(__file__).with_name("slurm_learner.template.sbatch")
+ROLLOUT_JOB = Path(__file__).with_name("slurm_rollout_server.template.sbatch")
+# In a file without the suffix of a module: nothing here can import Ray.
+RAY_PROGRAM = Path(__file__).with_name("ray_program.txt")
+
+
+def slurm_files(
+    roles: Roles, folder: str, *, controller_port: int, master_port: int, watch_s: float = WATCH_S
+) -> dict[str, str]:
+    """Returns the text of each file by its name; `folder` is where they will lie."""
+    address = f"{roles.folder}/controller.address"
+    learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]
+    common = {"run": roles.run, "folder": folder, "address": shell_word(address)}
+    return {
+        "learner.sbatch": filled_template(
+            LEARNER_JOB,
+            **common,
+            **_sizes(roles, learner),
+            nodes=learner.count.usual,
+            s="s" * (learner.count.usual > 1),
+            controller_port=controller_port,
+            master_port=master_port,
+            run_folder=shell_word(roles.folder),
+            command=shell_command(learner.command, indent=8).replace("'", "'\\''"),
+        ),
+        "rollout-server.sbatch": filled_template(
+            ROLLOUT_JOB,
+            **common,
+            **_sizes(roles, server),
+            last=server.count.usual - 1,
+            learner_job=shell_word(_job(roles, learner)),
+            look=LOOK_S,
+            watch=watch_s,
+            restarts=server.restarts,
+            command=shell_command(server.command, indent=8),
+        ),
+    }
+
+
+def _sizes(roles: Roles, role: Role) -> dict[str, object]:
+    gpus = f"#SBATCH --gpus-per-node={role.gpus}\n" if role.gpus else ""
+    grace = f"{role.grace_s:.0f}"
+    return {"job": _job(roles, role), "cpus": role.cpus, "gpus": gpus, "grace": grace}
+
+
+def _job(roles: Roles, role: Role) -> str:
+    return f"{roles.run}-{role.name}"
+
+
+def ray_program(roles: Roles, file: str, *, controller_port: int, master_port: int) -> str:
+    """Returns the program, which will lie at `file`, for runs in this folder."""
+    learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]
+    return filled_template(
+        RAY_PROGRAM,
+        run=roles.run,
+        file=file,
+        folder=repr(str(Path.cwd())),
+        learner=pformat(learner.command),
+        rollout_server=pformat([*server.command, f"--connect-timeout-s={CONNECT_TIMEOUT_S}"]),
+        nodes=learner.count.usual,
+        servers=server.count.usual,
+        learner_cpus=learner.cpus,
+        learner_gpus=learner.gpus,
+        server_cpus=server.cpus,
+        server_gpus=server.gpus,
+        learner_grace=learner.grace_s,
+        server_grace=server.grace_s,
+        strategy="STRICT_SPREAD" if learner.count.usual > 1 else "PACK",
+        controller_port=controller_port,
+        master_port=master_port,
+    )
