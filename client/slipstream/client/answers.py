@@ -14,9 +14,9 @@ from slipstream.client.agent import BRANCH_NAME, AgentOutcome
 from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ProtocolError
-from slipstream.core.machine.left_files import read_left
+from slipstream.core.machine.owned_folder import read_left
 from slipstream.core.models.vision.pixels import data_of_url
-from slipstream.core.tool_schemas import tools_json
+from slipstream.core.template_values import tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 

@@ -21,8 +21,8 @@ from slipstream.core.configuration.config_file import (
     with_first_line,
 )
 from slipstream.core.errors import CheckpointError, ConfigError
+from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.vision_rules import sees_images
 from slipstream.core.run_folder import (
     CHECKPOINTS,
     CONFIG,

@@ -220,7 +220,7 @@ class _Check:
 
     def _look_at(self, opening: pb.Observation) -> None:
         from slipstream.client.terminal import counted
-        from slipstream.core.tool_schemas import NEED_PARSER
+        from slipstream.core.template_values import NEED_PARSER
 
         if opening.tools_json and self._options.no_tools:
             self._fail(NEED_PARSER)

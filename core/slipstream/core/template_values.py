@@ -1,7 +1,11 @@
-"""Values that a chat template takes by name, as `enable_thinking` is."""
+"""What callers give a chat template: values by name, as `enable_thinking` is, and tools.
+
+Tools are those that an environment names, in the form of OpenAI's function schemas.
+"""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, JsonValue
@@ -13,6 +17,12 @@ _OWNED = frozenset(
     | {"documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"}
     | {"return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
 )
+MAX_TOOLS = 128
+NEED_PARSER = (
+    "tools need rollout_server.tool_parser, the reader of the model's tool calls: set it in the "
+    "run's configuration"
+)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -50,3 +60,59 @@ def read_values(text: str) -> dict[str, JsonValue]:
 
 
 TemplateValues = Annotated[dict[str, JsonValue], AfterValidator(check_values)]
+
+
+def tools_json(tools: object) -> str:
+    """Returns `tools` as they travel.
+
+    Raises ValueError, which names the first value that breaks a rule.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise ValueError(f"tools must be a list of function schemas, got {_show(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"tools must be at most {MAX_TOOLS}, got {len(tools)}")
+    names = [_checked_name(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(f"tools[{place}].function.name must be unique, got {name!r} again")
+    try:
+        return json.dumps(list(map(dict, tools)), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"tools must be JSON: {error}") from None
+
+
+def read_tools(text: str) -> list[dict[str, JsonValue]]:
+    """Returns the tools that have travelled. Raises ValueError as `tools_json` raises it."""
+    try:
+        tools = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tools must be JSON: {error}") from None
+    tools_json(tools)
+    found: list[dict[str, JsonValue]] = tools
+    return found
+
+
+def _checked_name(tool: object, where: str) -> str:
+    """Returns the name of a tool whose schema keeps the rules."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise ValueError(f'{where} must be an object with type "function", got {_show(tool)}')
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise ValueError(f"{where}.function must be an object, got {_show(function)}")
+    name = function.get("name")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        rule = "1 to 64 letters, digits and _.-"
+        raise ValueError(f"{where}.function.name must be {rule}, got {_show(name)}")
+    if not isinstance(function.get("description", ""), str):
+        what = _show(function["description"])
+        raise ValueError(f"{where}.function.description must be a text, got {what}")
+    parameters = function.get("parameters", {"type": "object"})
+    if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+        rule = 'a JSON schema with type "object"'
+        raise ValueError(f"{where}.function.parameters must be {rule}, got {_show(parameters)}")
+    return name
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

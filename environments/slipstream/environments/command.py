@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.left_files import read_left
-from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.core.machine.owned_folder import OwnedFolder, read_left
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.arguments import check_above_0
 from slipstream.environments.question_files import read_rows

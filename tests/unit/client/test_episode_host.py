@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 from slipstream.client import Environment, Message, StepResult
 from slipstream.client.episode_host import EpisodeHost, answer_commands
-from slipstream.core.tool_schemas import read_tools
+from slipstream.core.template_values import read_tools
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_workers import Calculator, Good, Misbehaving, Plain

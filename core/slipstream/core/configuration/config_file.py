@@ -30,10 +30,11 @@ from slipstream.core.models.model_rules import (
     engine_problems,
     layout_problems,
     model_problems,
+    sees_images,
+    vision_problems,
 )
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
-from slipstream.core.models.vision_rules import sees_images, vision_problems
 from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.settings.config import Config

@@ -8,10 +8,15 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError
 from slipstream.core.models import model_files
 from slipstream.core.models.model_fields import field_problems
-from slipstream.core.models.model_rules import layout_problems, model_problems
+from slipstream.core.models.model_rules import (
+    critic_problems,
+    layout_problems,
+    model_problems,
+    sees_images,
+    vision_layout_problems,
+)
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.vision.processors import row_tokens
-from slipstream.core.models.vision_rules import critic_problems, sees_images, vision_layout_problems
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import (
     ReferenceSection,

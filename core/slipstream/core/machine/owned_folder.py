@@ -1,4 +1,4 @@
-"""Temporary folders that end with the process that made them, or at the next start of another one.
+"""Temporary folders that end with their process or at the next start of another, and their files.
 
 A process holds a lock on each folder that it has made. A process that is killed cannot remove its
 folders, but the kernel frees its locks: so a folder that anybody can lock has lost its owner.
@@ -94,3 +94,24 @@ def _remove(path: Path) -> None:
         # What is left lies in folders that may not be written, or that are too deep for Python.
         for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
             subprocess.run([*command, "--", str(path)], stderr=subprocess.DEVNULL, check=False)
+
+
+def read_left(path: Path, most_bytes: int, *, follow_link: bool = False) -> bytes:
+    """Returns the file that a program may have left at `path`, without any wait.
+
+    Raises OSError for a pipe, a socket, a device, a folder, more bytes, or, unless `follow_link`, a
+    symbolic link.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    # A file of Python would not close the descriptor of a folder, which it refuses.
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > most_bytes:
+        raise OSError(f"it has more than {most_bytes} bytes")
+    return data

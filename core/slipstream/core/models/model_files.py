@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.registry import TOWERS
-from slipstream.core.models.vision_rules import sees_images
 from slipstream.core.settings.config import Config
 
 # Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.

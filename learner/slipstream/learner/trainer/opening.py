@@ -13,6 +13,7 @@ from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.models.registry import NESTED
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.config import Config
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.adapters.lora import adapters
 from slipstream.learner.trainer.checkpoints.starting_weights import (
     check_no_adapters,
@@ -46,7 +47,6 @@ from slipstream.learner.trainer.model.rounding import Rounding
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.access.exposure import narrow_sockets
 from torch import Tensor
 

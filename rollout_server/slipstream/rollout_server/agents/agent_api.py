@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
-from slipstream.core.tool_schemas import NEED_PARSER
+from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, Refusal, ServedCall
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,

@@ -9,10 +9,9 @@ import pytest
 from slipstream.core.configuration.roles import role_problems
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from slipstream.core.models.model_rules import model_problems
+from slipstream.core.models.model_rules import model_problems, vision_problems
 from slipstream.core.models.model_sizes import ModelSizes, decoder_table
 from slipstream.core.models.registry import nested_name, tower_name
-from slipstream.core.models.vision_rules import vision_problems
 from support.fakes.small_configs import small_config
 
 # What a published Gemma 3 of 4B says: the rest are transformers' defaults.

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.roles import role_problems
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_rules import vision_problems
 from slipstream.core.models.model_sizes import ModelSizes, decoder_table
-from slipstream.core.models.vision_rules import vision_problems
 from support.fakes.small_configs import small_config
 
 DECODER = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}

@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers.experts import GroupedLinear
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 

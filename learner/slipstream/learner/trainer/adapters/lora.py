@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.lora_section import LATENT
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.model import Change, defer_projections
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 
 # Name of the vision tower in a chunk.
 TOWER = "visual"

@@ -27,12 +27,15 @@ from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, check_shared
-from slipstream.learner.trainer.checkpoints.files import write_safetensors
+from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.checkpoints.disk_work import (
+    DiskWork,
+    check_shared,
+    write_safetensors,
+)
 from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.checkpoints import (
     PARTIAL_SUFFIX,
     FileEntry,

@@ -39,8 +39,8 @@ from megatron.core.dist_checkpointing.strategies.base import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from slipstream.core.errors import CheckpointError
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
-from slipstream.learner.trainer.checkpoints.files import CountedFile
+from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.checkpoints.disk_work import CountedFile, DiskWork
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
@@ -52,7 +52,6 @@ from slipstream.learner.trainer.checkpoints.threaded_save import (
 )
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.vision_rules import sees_images
 from slipstream.core.settings.config import Config
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.adapters.lora import TOWER
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
 
 

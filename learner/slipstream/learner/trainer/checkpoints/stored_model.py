@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 POLICY = "policy"

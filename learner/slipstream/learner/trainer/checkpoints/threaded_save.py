@@ -27,8 +27,7 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from slipstream.core.errors import CheckpointError
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
-from slipstream.learner.trainer.checkpoints.files import SyncedFile
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, SyncedFile
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.protocol.checkpoints import FileEntry
 from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, CheckpointException, _wrap_exception

@@ -10,6 +10,7 @@ from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
 )
 from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
@@ -31,7 +32,6 @@ from slipstream.learner.trainer.families.mappings import (
     shared_expert,
 )
 from slipstream.learner.trainer.layers.router_replay import choose_groups_by_best
-from slipstream.learner.trainer.untyped import Megatron
 from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,

@@ -17,7 +17,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from megatron.core.models.gpt.gpt_model import GPTModel
-from slipstream.learner.trainer.untyped import Megatron
+from slipstream.learner.trainer import Megatron
 from torch import Tensor
 
 DECODER = "decoder.layers.*."

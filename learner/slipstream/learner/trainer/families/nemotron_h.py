@@ -10,6 +10,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     QKVMapping,
 )
 from megatron.core.activations import squared_relu
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
@@ -18,7 +19,6 @@ from slipstream.learner.trainer.families.mappings import (
     recipe_for,
     renamed,
 )
-from slipstream.learner.trainer.untyped import Megatron
 from transformers import NemotronHForCausalLM
 
 _LAYER = "backbone.layers.*."

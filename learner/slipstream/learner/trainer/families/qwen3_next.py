@@ -15,6 +15,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     split_gdn_linear_weights,
 )
 from megatron.core import parallel_state
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     DECODER,
@@ -33,7 +34,6 @@ from slipstream.learner.trainer.families.mappings import (
     shared_expert,
 )
 from slipstream.learner.trainer.families.vision import VisionBridge
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from transformers import (
     Qwen3_5ForCausalLM,

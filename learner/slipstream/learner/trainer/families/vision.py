@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.registry import nested_name, tower_name
 from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.families.families import Gemma3Bridge, MistralBridge
@@ -44,7 +45,6 @@ from slipstream.learner.trainer.layers.vision_tower import (
     frequency_axes,
     smallest_image,
 )
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from transformers import (
     Gemma3ForConditionalGeneration,

@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers.length_groups import (
     MOST_SCORES,
     LengthGroup,
@@ -28,7 +29,6 @@ from slipstream.learner.trainer.layers.length_groups import (
     path_groups,
     rows,
 )
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -9,10 +9,10 @@ import importlib
 import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import engine_kernels
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.norms import RMSNorm
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 Output = tuple[Tensor, Tensor | None]

@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from slipstream.core.models.model_sizes import normalizes_experts
-from slipstream.learner.trainer.untyped import Megatron
+from slipstream.learner.trainer import Megatron
 from torch import Tensor
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import gathered_places, zigzag
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # A mask of so many scores takes 32 MiB, and 128 MiB where a kernel wants numbers.

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from slipstream.learner.trainer.untyped import Megatron
+from slipstream.learner.trainer import Megatron
 from torch import Tensor
 
 # Output of a part of a layer, and a bias that is not yet added to it.

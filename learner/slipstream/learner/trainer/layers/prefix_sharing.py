@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from slipstream.core.settings.config import LearnerSection
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
 from slipstream.learner.trainer.batches.prefix_tree import SavedWork
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 

@@ -23,9 +23,9 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from megatron.core.utils import divide
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers.length_groups import mixed_in_rows
 from slipstream.learner.trainer.layers.norms import RMSNorm
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import torch
-from slipstream.learner.trainer.untyped import Megatron
+from slipstream.learner.trainer import Megatron
 
 # Kinds of layers that have positions of their own in some families.
 FULL, LOCAL = "full_attention", "sliding_attention"

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.types import Trajectory
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).

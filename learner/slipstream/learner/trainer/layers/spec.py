@@ -22,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import equal_layers
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.experts import GroupedExperts
@@ -33,7 +34,6 @@ from slipstream.learner.trainer.layers.norms import (
 )
 from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PackedMamba, PlainNorm
 from slipstream.learner.trainer.ranks import compat
-from slipstream.learner.trainer.untyped import Megatron
 
 
 def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from slipstream.core.models.registry import NESTED
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.images import ImageInputs
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.outputs.logprobs import defer_projection, output_weight
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 if TYPE_CHECKING:

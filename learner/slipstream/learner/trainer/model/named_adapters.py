@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.offload import HostMemory, Part, master_weights, parameters
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 

@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from slipstream.core.errors import ConfigError
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths, zigzag
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
 from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.shares import rank_micro_batches
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 

@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import OffloadSection
-from slipstream.learner.trainer.untyped import Megatron
+from slipstream.learner.trainer import Megatron
 from torch import Tensor
 
 

@@ -18,9 +18,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import rotary
 from slipstream.learner.trainer.ranks import compat
-from slipstream.learner.trainer.untyped import Megatron
 
 # Divisor of a rank's share of the vocabulary, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from slipstream.core.settings.config import LearnerSection, ParallelSection
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 
 logger = logging.getLogger(__name__)
 

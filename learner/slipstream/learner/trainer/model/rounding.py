@@ -4,8 +4,8 @@ import functools
 from collections.abc import Iterator
 
 import torch
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Multipliers and shifts of MurmurHash3's 32-bit finalizer, which spreads every bit over all bits.

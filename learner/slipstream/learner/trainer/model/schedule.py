@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from slipstream.core.types import LogprobArray, TokenArray
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -20,7 +21,6 @@ from slipstream.learner.trainer.outputs.logprobs import (
     top_tokens,
     vocab_parallel_logprobs,
 )
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 Output = TypeVar("Output")

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
 from slipstream.learner.trainer.outputs import logits
 from slipstream.learner.trainer.outputs.logits import LogitColumns, Sums
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Logits in one chunk. A CPU's chunk takes 128 MiB in float32, and three such tensors are alive at a

@@ -16,8 +16,8 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.process import without_collections
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine
-from slipstream.learner.trainer.untyped import Megatron
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import LearnerSection, ParallelSection
 from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.cpu import shared_gloo_devices
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags, missing_variable, rendezvous
-from slipstream.learner.trainer.untyped import Megatron
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store

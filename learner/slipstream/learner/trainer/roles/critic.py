@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -20,7 +21,6 @@ from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.shares import batch_outputs, rank_micro_batches
 from slipstream.learner.trainer.opening import load_trained
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Standard deviation of the initial values for any hidden size: the states are normalised.

@@ -19,6 +19,7 @@ from slipstream.core.configuration.roles import (
 )
 from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import Config
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
@@ -29,7 +30,6 @@ from slipstream.learner.trainer.model.shares import batch_outputs
 from slipstream.learner.trainer.opening import load_frozen
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.critic import Critic
-from slipstream.learner.trainer.untyped import Megatron
 from slipstream.learner.trainer.weights.export import hf_tensors
 from torch import Tensor
 

@@ -14,8 +14,7 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.registry import TOWERS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.lora_section import DELTA, FUSED, LATENT
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
-from slipstream.learner.trainer.checkpoints.files import write_safetensors
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.untyped import Megatron
 from torch import Tensor
 
 # Endings of the tensors with a row for each token.

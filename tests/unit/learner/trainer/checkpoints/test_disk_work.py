@@ -114,3 +114,27 @@ def test_a_folder_that_cannot_be_copied_is_told_with_its_first_file_alone(tmp_pa
     assert error.startswith(f"the disk of {tmp_path} failed: [Errno 2] No such file or directory: ")
     assert error.count("No such file") == 1
     assert "[(" not in error
+
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from slipstream.learner.trainer.checkpoints.disk_work import write_safetensors  # noqa: E402
+
+
+def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: Path) -> None:
+    tensors = {
+        "state": torch.arange(5000, dtype=torch.int64).to(torch.uint8),
+        "empty": torch.empty(0, dtype=torch.float32),
+        "matrix": torch.linspace(-1, 1, 12).reshape(3, 4).to(torch.bfloat16),
+    }
+    path, moved = tmp_path / "a.safetensors", []
+    beside = tmp_path / "beside"
+    beside.touch()
+    write_safetensors(path, tensors, moved.append)
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    assert sum(moved) == path.stat().st_size
+    # The file has the permissions of the files beside it.
+    assert path.stat().st_mode == beside.stat().st_mode

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from slipstream.learner.trainer.checkpoints import files, threaded_save  # noqa: E402
+from slipstream.learner.trainer.checkpoints import disk_work, threaded_save  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 from slipstream.learner.trainer.checkpoints.threaded_save import HostWriter  # noqa: E402
 from torch.distributed.checkpoint.filesystem import _StoragePrefix  # noqa: E402
@@ -63,7 +63,7 @@ def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path) -> None:
     moved: list[int] = []
     # Some pieces are digested in the thread beside the write, small ones before it.
     data = os.urandom(330_000)
-    with files.SyncedFile(
+    with disk_work.SyncedFile(
         tmp_path / "file",
         moved.append,
         sync_bytes=100_000,
@@ -107,10 +107,10 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         copy=True,
         host=HostCopies(torch.device("cpu")),
         moved=ignore,
-        open_file=functools.partial(files.SyncedFile, sync=full),
+        open_file=functools.partial(disk_work.SyncedFile, sync=full),
     )
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)
-    planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(files.SYNC_BYTES // 4))
+    planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(disk_work.SYNC_BYTES // 4))
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)
     writer.write()
     found, _ = writer.retrieve_write_results()
