@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from slipstream.rollout_server.vllm.cpu_drafts import SharedTextProposer, repair_expansion
+from slipstream.rollout_server.vllm.cpu_repairs import SharedTextProposer, repair_expansion
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 

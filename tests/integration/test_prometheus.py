@@ -29,7 +29,7 @@ from slipstream.learner.controller.reporting.run_collector import (
 from slipstream.learner.trainer.__main__ import StageCollector
 from slipstream.learner.trainer.step import StageTimes
 from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
-from slipstream.rollout_server.vllm.engine_collector import EngineCollector
+from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer
 from support.rigs.live_run import LiveRun

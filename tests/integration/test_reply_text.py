@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.rollout_server.engine_interface import TextOptions, TextPart
-from slipstream.rollout_server.inference.reply_text import ReplyText
+from slipstream.rollout_server.vllm.vllm_requests import ReplyText
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams

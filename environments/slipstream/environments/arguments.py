@@ -1,7 +1,12 @@
-"""Checks of an environment's arguments, each refused in one line with its name and the rule."""
+"""Checks of an environment's arguments, each refused in one line with its name and the rule.
 
+`Split` is made of two of them: it divides tasks into train and held out.
+"""
+
+import hashlib
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
 
@@ -28,3 +33,22 @@ def check_holds(argument: str, text: str, field: str) -> None:
     """Refuses a text in which `field`, such as {question}, does not occur."""
     if field not in text:
         raise ConfigError(f"{argument} must contain {field}, got {text!r}")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Holds out one task in `heldout_one_in` by its hash, whatever the seed or order."""
+
+    name: str
+    heldout_one_in: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an invalid argument."""
+        check_choice("split", self.name, ("train", "heldout"))
+        check_at_least("heldout_one_in", self.heldout_one_in, 2)
+
+    def has(self, task: str) -> bool:
+        """Whether a task belongs to this split."""
+        digest = hashlib.blake2b(task.encode(), digest_size=8).digest()
+        is_heldout = int.from_bytes(digest, "big") % self.heldout_one_in == 0
+        return is_heldout == (self.name == "heldout")

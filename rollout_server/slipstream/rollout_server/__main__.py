@@ -178,7 +178,7 @@ def _metrics(
     if config.tracking.prometheus is None:
         return nullcontext()
     from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
-    from slipstream.rollout_server.vllm.engine_collector import EngineCollector
+    from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 
     collector = EngineCollector(engine.requests)
     return metrics_endpoint(config, "rollout_server", [collector], server=server_id)

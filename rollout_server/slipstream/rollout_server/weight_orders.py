@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.rollout_server.engine_interface import Engine, EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.publish_phases import Phase, PublishEvent, next_phase
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,28 @@ VERDICT_LIMIT_S = 60.0
 PROBE_LIMIT_S = 120.0
 # Aborted publish ids that are remembered: the controller runs one publish at a time.
 _MAX_ABORTED = 16
+
+
+class Phase(Enum):
+    """The phases of a publish; only in PROBING and SERVING the engine samples the new weights."""
+
+    # The engine prepares, waits for buckets and loads them.
+    RECEIVING = "receiving"
+    # The engine has loaded all buckets; it samples nothing before the commit.
+    LOADED = "loaded"
+    # The engine samples; trajectories wait for the verdict on the probe.
+    PROBING = "probing"
+    SERVING = "serving"
+    # The weights may not be used; the engine is paused.
+    FAILED = "failed"
+
+
+# The phases that may follow, besides FAILED, which no other follows: the next publish begins anew.
+_NEXT = {
+    Phase.RECEIVING: (Phase.LOADED,),
+    Phase.LOADED: (Phase.PROBING, Phase.SERVING),
+    Phase.PROBING: (Phase.SERVING,),
+}
 
 
 @dataclass
@@ -41,12 +63,14 @@ class _Publish:
     digests: list[bytes] = field(default_factory=list)
     stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
 
-    def move(self, event: PublishEvent) -> None:
-        self.phase = next_phase(self.phase, event)
+    def move(self, phase: Phase) -> None:
+        if phase is not Phase.FAILED and phase not in _NEXT.get(self.phase, ()):
+            raise ValueError(f"a publish that is {self.phase.value} cannot be {phase.value}")
+        self.phase = phase
 
 
 class WeightOrders:
-    """Carries out publish orders in turn; `publish_phases` has the table of a publish's phases.
+    """Carries out publish orders in turn; `Phase` has the phases of a publish.
 
     orders = WeightOrders(engine, dispatcher, report)  # the engine is paused
     running = tasks.create_task(orders.run())
@@ -172,7 +196,7 @@ class WeightOrders:
         except WeightSyncError as error:
             await self._discard(publish.publish_id, str(error))
             return
-        publish.move(PublishEvent.LOADED)
+        publish.move(Phase.LOADED)
         publish.digests = list(loaded.bucket_digests)
         publish.stages = loaded.stages(prepared_s - begun_s, self._pauses.begun_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
@@ -217,9 +241,9 @@ class WeightOrders:
             return
         if order.HasField("probe"):
             self._dispatcher.hold()
-            publish.move(PublishEvent.PROBED)
+            publish.move(Phase.PROBING)
         else:
-            publish.move(PublishEvent.COMMITTED)
+            publish.move(Phase.SERVING)
         paused_s = await self._resume(version_from_pb(order.version), publish.stages)
         logprobs = b""
         if order.HasField("probe"):
@@ -260,7 +284,7 @@ class WeightOrders:
                 # The controller believes that this server serves.
                 self._fail(verdict.publish_id, "the verdict on its probe came too late")
         elif verdict.passed:
-            publish.move(PublishEvent.PASSED)
+            publish.move(Phase.SERVING)
             self._dispatcher.settle(passed=True)
         else:
             await self._reject(verdict.message)
@@ -269,7 +293,7 @@ class WeightOrders:
         """Takes rejected weights out of use: no token that they sampled may be trained."""
         log.error("the new weights are rejected: %s", reason)
         if self._publish is not None:
-            self._publish.move(PublishEvent.FAILED)
+            self._publish.move(Phase.FAILED)
         await self._pause()
         # In this order: an episode that ended after `settle` would be delivered as good.
         await self._dispatcher.cancel_all()
@@ -313,7 +337,7 @@ class WeightOrders:
         log.warning("publish %s failed: %s", publish_id, message)
         if self._publish is None or self._publish.publish_id != publish_id:
             self._publish = _Publish(publish_id)
-        self._publish.move(PublishEvent.FAILED)
+        self._publish.move(Phase.FAILED)
         failed = fleet_pb2.PUBLISH_PHASE_FAILED
         self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=failed, message=message))
 

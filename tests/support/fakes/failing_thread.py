@@ -4,7 +4,7 @@ import ctypes
 import os
 import threading
 
-from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
+from slipstream.rollout_server.episodes.worker_gateway import WorkerLogs
 
 _LIMIT_S = 30.0
 

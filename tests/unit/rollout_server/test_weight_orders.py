@@ -14,8 +14,7 @@ from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.lease import Identity
-from slipstream.rollout_server.publish_phases import Phase
-from slipstream.rollout_server.weight_orders import WeightOrders
+from slipstream.rollout_server.weight_orders import Phase, WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS, FakeEngine
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
-from slipstream.environments.arguments import check_at_least
+from slipstream.environments.arguments import Split, check_at_least
 from slipstream.environments.frameworks.packages import import_function, import_package
-from slipstream.environments.frameworks.splits import Split
 
 # A space of gymnasium, and one of its values.
 Space: TypeAlias = Any

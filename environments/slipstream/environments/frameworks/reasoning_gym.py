@@ -1,8 +1,10 @@
 """Tasks of reasoning-gym: more than a hundred generators of questions with an exact check."""
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -10,10 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.core.errors import ConfigError
-from slipstream.environments.arguments import check_at_least, check_choice, check_holds
+from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.arithmetic import NUMBER
 from slipstream.environments.frameworks.packages import import_package, unknown_name
-from slipstream.environments.frameworks.splits import Chance, Split
 
 # Questions that one data set of the package is asked for; its successor has another seed.
 CHUNK = 500
@@ -173,6 +174,34 @@ class ReasoningGym(Environment[Entry]):
         if len(found) < num_tasks:
             raise ConfigError(f"num_tasks must be at most {len(found)} here, got {num_tasks}")
         return list(found.values())
+
+
+class Chance:
+    """A state of `random` and numpy that is in force inside `with`, and goes on where it stopped.
+
+    Frameworks draw from the random numbers of the whole process, which all episodes share.
+    """
+
+    def __init__(self, seed: int) -> None:
+        import numpy
+
+        self._python = random.Random(seed).getstate()
+        self._numpy = numpy.random.RandomState(seed % 2**32).get_state()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Takes the place of the process's numbers."""
+        import numpy
+
+        python_outside, numpy_outside = random.getstate(), numpy.random.get_state()
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            self._python, self._numpy = random.getstate(), numpy.random.get_state()
+            random.setstate(python_outside)
+            numpy.random.set_state(numpy_outside)
 
 
 def _read_specs(

@@ -1,23 +1,29 @@
-"""The local service to which environment workers attach.
+"""The local service to which environment workers attach, and the log files of what they print.
 
 Consumes: the streams of workers. Produces: call tables of workers that have attached. Waits for:
 hellos and answers. Unblocked by: a worker's message, or the end of its stream.
 """
 
 import asyncio
+import contextlib
+import logging
+import os
+import queue
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+import selectors
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 import grpc
 import grpc.aio
+from slipstream.core.errors import RunFailed
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.owned_folder import OwnedFolder, remove_abandoned
 from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.episodes.calls import CallTable
-from slipstream.rollout_server.episodes.worker_logs import WorkerLogs
 from slipstream.rollout_server.episodes.worker_process import (
     NO_LIMITS,
     WORKER_WAITS,
@@ -26,7 +32,160 @@ from slipstream.rollout_server.episodes.worker_process import (
 )
 from slipstream.v1 import environment_pb2, environment_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 _MAX_QUEUED_COMMANDS = 65_536
+_READ_BYTES = 65536
+# Bytes in the longest pipe that Linux grants: as many may wait when the logs are closed.
+_MAX_PIPE_BYTES = 1 << 20
+_HEALTH_PERIOD_S = 0.5
+# Seconds within which any working disk takes a full pipe of each worker.
+_CLOSE_LIMIT_S = 10.0
+
+
+class BoundedLog:
+    """A log in two files, each of at most half of `max_bytes`: `path`, and before it `PATH.1`.
+
+    The last half of `max_bytes` is thus always there. A file begins with a whole line, unless one
+    line alone is longer than a file. A log continues files that exist already.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path, self._max_bytes = path, max_bytes
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        # Bytes of the note at the head of the file, which is no output.
+        self._note_bytes = 0
+
+    def write(self, output: bytes) -> None:
+        """Appends `output`. Raises OSError when the file cannot be written."""
+        while output:
+            room = max(0, self._max_bytes // 2 - self._size)
+            part = output
+            if len(output) > room:
+                part = output[: output.rfind(b"\n", 0, room) + 1]
+                if not part and self._size <= self._note_bytes:
+                    part = output[:room]
+            if not part:
+                self._begin_another()
+                continue
+            written = self._file.write(part)
+            self._size += written
+            output = output[written:]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _begin_another(self) -> None:
+        before = self.path.with_name(f"{self.path.name}.1")
+        self.path.replace(before)
+        full, self._file = self._file, self.path.open("ab", buffering=0)
+        full.close()
+        note = (
+            f"slipstream: the lines before these are in {before.name}, older ones were removed: "
+            f"{self._max_bytes} bytes are kept\n"
+        )
+        self._size = 0
+        self._size = self._note_bytes = self._file.write(note.encode())
+
+
+class WorkerLogs:
+    """Writes the logs of all workers of a server until `close`.
+
+    It copies their pipes in its own thread, so that a worker that prints never waits for the
+    server's loop. A pipe has the output of one worker and of all that it has started.
+    """
+
+    def __init__(
+        self, folder: Path, max_bytes: int, *, close_limit_s: float = _CLOSE_LIMIT_S
+    ) -> None:
+        """Each worker's log has at most `max_bytes`."""
+        self._folder, self._max_bytes, self._close_limit_s = folder, max_bytes, close_limit_s
+        self._logs: dict[str, BoundedLog] = {}
+        self._new: queue.SimpleQueue[tuple[int, BoundedLog]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        self._complained: set[BoundedLog] = set()
+        self._thread = threading.Thread(target=self._run, name="worker-logs", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def output(self, name: str) -> Iterator[int]:
+        """Yields a pipe's writing end for a process that the block starts; its log is `name`."""
+        if name not in self._logs:
+            self._logs[name] = BoundedLog(self._folder / name, self._max_bytes)
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        self._new.put((read, self._logs[name]))
+        os.write(self._wake_write, b"+")
+        try:
+            yield write
+        finally:
+            os.close(write)
+
+    async def watch(self) -> None:
+        """Raises RunFailed when the thread has ended: workers would wait for their full pipes."""
+        while self._thread.is_alive():
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+        raise RunFailed("the output of environment workers is not logged any more: see above")
+
+    def close(self) -> None:
+        """Writes all output printed so far; for a server whose workers have ended.
+
+        Waits no longer than the limit for a disk that does not answer.
+        """
+        os.close(self._wake_write)
+        self._thread.join(self._close_limit_s)
+        if self._thread.is_alive():
+            log.warning(
+                "%s: what environment workers printed last was not written within %g s",
+                self._folder,
+                self._close_limit_s,
+            )
+
+    def _run(self) -> None:
+        try:
+            self._copy_all()
+        finally:
+            for each in list(self._logs.values()):
+                each.close()
+
+    def _copy_all(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            is_open = True
+            while is_open:
+                for key, _ in selector.select():
+                    if key.fd == self._wake_read:
+                        is_open = bool(os.read(key.fd, 1))
+                        while not self._new.empty():
+                            pipe, own = self._new.get()
+                            selector.register(pipe, selectors.EVENT_READ, own)
+                    elif self._copy(key.fd, key.data) == 0:
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+            for key in list(selector.get_map().values()):
+                self._close_pipe(key.fd, key.data)
+
+    def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
+        """Reads what a pipe holds now, no more: a process left behind may print for ever."""
+        left = _MAX_PIPE_BYTES if own is not None else 0
+        with contextlib.suppress(BlockingIOError):
+            while left > 0 and own is not None and (copied := self._copy(pipe, own)):
+                left -= copied
+        os.close(pipe)
+
+    def _copy(self, pipe: int, own: BoundedLog) -> int:
+        """Copies a piece of output; returns the bytes that were read, 0 at the end of the pipe."""
+        output = os.read(pipe, _READ_BYTES)
+        try:
+            own.write(output)
+        except OSError as error:
+            # The worker must not wait for a disk that is full.
+            if own not in self._complained:
+                self._complained.add(own)
+                log.warning("%s: %s; what is printed is lost", own.path, error.strerror)
+        return len(output)
 
 
 class WorkerStream:

@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 log = logging.getLogger(__name__)
 # What drafts from the texts of all requests: in vLLM's worker for GPUs, and in that for CPUs.
 _WORKER = "slipstream.rollout_server.vllm.drafting_worker.DraftingWorker"
-_PROPOSER = "slipstream.rollout_server.vllm.cpu_drafts.SharedTextProposer"
+_PROPOSER = "slipstream.rollout_server.vllm.cpu_repairs.SharedTextProposer"
 
 
 class PausingScheduler(Scheduler):  # type: ignore[misc]

@@ -30,7 +30,6 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.inference.reply_text import ReplyText
 from slipstream.rollout_server.inference.usage import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import ANSWER_LIMIT_S, EnginePause
@@ -41,6 +40,7 @@ from slipstream.rollout_server.vllm.engine_requests import (
 )
 from slipstream.rollout_server.vllm.vllm_requests import (
     ReplyRecord,
+    ReplyText,
     VllmParts,
     as_ours,
     parameters,

@@ -13,7 +13,6 @@ from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.inference.step_rules import graph_values
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
-from slipstream.rollout_server.vllm.cpu_rows import compute_by_rows
 from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
@@ -48,6 +47,8 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.agreement == "bits":
         if on_cpu:
+            from slipstream.rollout_server.vllm.cpu_repairs import compute_by_rows
+
             compute_by_rows()
         else:
             # torch.compile would fuse norms and activations into kernels that no learner has.
@@ -64,7 +65,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     if config.lora.publishes_adapters:
         check_adapted(settings)
     if on_cpu and settings.speculative_config is not None:
-        from slipstream.rollout_server.vllm.cpu_drafts import repair_expansion
+        from slipstream.rollout_server.vllm.cpu_repairs import repair_expansion
 
         repair_expansion()
     scheduling = settings.scheduler_config

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
 from slipstream.rollout_server.engine_interface import EngineUse, Generation
@@ -272,3 +273,41 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     def log(self) -> None:
         """See vLLM; logs nothing."""
+
+
+class EngineCollector:
+    """The engine's load in Prometheus's words at the moment of a scrape, a `registry.Collector`.
+
+    vLLM's own metrics would cost an observation for each token. Here are its newest statistics,
+    which its scheduler sends once a second while it works.
+    """
+
+    def __init__(self, requests: EngineRequests) -> None:
+        self._requests = requests
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields gauges as of the newest statistics, and counters."""
+        counter = self._requests.counter
+        # An engine without requests takes no step and sends nothing.
+        num_open = self._requests.num_open
+        works = num_open > 0
+        gauges: dict[str, tuple[str, float]] = {
+            "open_requests": ("Requests to the engine, held ones included.", num_open),
+            "running_requests": ("Requests in the engine's steps.", counter.running * works),
+            "waiting_requests": ("Requests that wait for a place.", counter.waiting * works),
+            "kv_cache_usage_ratio": ("Used share of the KV cache.", counter.cache_usage * works),
+        }
+        counters = {
+            "generated_tokens": ("Tokens that the engine handed out.", counter.generated_tokens),
+            "prompt_tokens": ("Tokens of prompts.", counter.prompt_tokens),
+            "prefix_looked_up_tokens": (
+                "Tokens looked up in the prefix cache.",
+                counter.looked_up_tokens,
+            ),
+            "prefix_found_tokens": ("Tokens found there.", counter.found_tokens),
+            "preemptions": ("Requests whose memory was taken away.", counter.preemptions),
+        }
+        for name, (meaning, value) in gauges.items():
+            yield GaugeMetricFamily(f"slipstream_engine_{name}", meaning, value)
+        for name, (meaning, total) in counters.items():
+            yield CounterMetricFamily(f"slipstream_engine_{name}", meaning, total)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import RunFailed
-from slipstream.rollout_server.episodes.worker_logs import BoundedLog, WorkerLogs
+from slipstream.rollout_server.episodes.worker_gateway import BoundedLog, WorkerLogs
 from support.fakes.failing_thread import end_writing
 
 LIMIT_S = 30.0

@@ -60,8 +60,8 @@ class Agents:
 
     def _open(self) -> AgentApi:
         # These import vLLM's server, which takes a second.
-        from slipstream.rollout_server.vllm.agents.agent_prompts import CURRENT
         from slipstream.rollout_server.vllm.agents.application import (
+            CURRENT,
             MODEL,
             as_messages,
             open_applications,

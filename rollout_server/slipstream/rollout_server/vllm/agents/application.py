@@ -1,29 +1,42 @@
 """vLLM's own HTTP application, in this process and without a port, over our engine.
 
 It answers chat completions, responses, Anthropic's messages and the list of models. vLLM's server
-has more paths, a metrics registry and middlewares, all of which are left out.
+has more paths, a metrics registry and middlewares, all of which are left out. Prompts are the exact
+tokens of a conversation that continues, and its images.
 """
 
 import argparse
 import asyncio
+import contextlib
+import copy
+import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.models.vision.placed import image_tokens
+from slipstream.core.models.vision.pixels import data_of_url
+from slipstream.core.models.vision.placed import ImageTokens, PlacedImage, image_tokens
 from slipstream.core.settings.config import RolloutServerSection
+from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.limits import ServedCall
-from slipstream.rollout_server.agents.recorder import MESSAGES_PATH, RESPONSES_PATH
+from slipstream.rollout_server.agents.recorder import (
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    LimitReached,
+    Recorder,
+)
+from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import (
     PartSize,
     RequestRefused,
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.vllm.agents.agent_prompts import CURRENT, PromptRenderer
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -38,15 +51,228 @@ from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.inputs import EngineInput
+from vllm.inputs.engine import TokensInput, tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 # The name of the only model; requests may name any.
 MODEL = "policy"
-
 # vLLM's parsers of tools that lose calls in a stream whose parts hold several tokens.
 ONE_TOKEN_PARSERS = ("deepseek_v3", "deepseek_v31", "hunyuan_a13b", "xlam")
+# Stands for an image in the messages that are rendered; no template may change its text.
+MARK = "slipstreamimageplaceholder"
+_IMAGE_PARTS = {"image_url", "input_image"}
+_BEFORE, _AFTER = "slipstreambefore", "slipstreamafter"
+# Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
+
+# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
+CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
+_REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
+# Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
+_INLINE_CHARACTERS = 20_000
+_CACHED_TEXTS = 256
+_CACHED_CHARACTERS = 1000
+# Characters that a token may stand for even where no entry of the vocabulary is as long.
+_LONG_TOKEN = 128
+Message = Mapping[str, Any]
+
+
+class PromptRenderer:
+    """Stands in for vLLM's renderer where its API turns messages into a prompt.
+
+    The messages behind a known conversation are tokenized, the conversation itself is not.
+    """
+
+    def __init__(
+        self,
+        renderer: BaseRenderer,
+        images: ImageTokens | None = None,
+        *,
+        template: str | None = None,
+    ) -> None:
+        """`images` is None without vision, `template` is None for the tokenizer's own."""
+        self._inner = renderer
+        self._images = images
+        # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
+        tokenizer: Any = copy.deepcopy(renderer.get_tokenizer())
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._tokenizer = tokenizer
+        self._image_text = "" if images is None else text_of_an_image(tokenizer, template)
+        self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
+        # Whether results of tools can follow a reply; None before the first result.
+        self._has_place: bool | None = None
+        self._short = lru_cache(_CACHED_TEXTS)(self._encode)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is vLLM's
+        return getattr(self._inner, name)
+
+    async def render_chat_async(
+        self,
+        conversations: Sequence[list[Message]],
+        chat_params: ChatParams,
+        tok_params: TokenizeParams | None = None,
+        **options: Any,  # noqa: ANN401 - vLLM's own
+    ) -> tuple[list[list[Message]], list[TokensInput]]:
+        """See vLLM; the prompt of the current call is that of its recorder."""
+        current = CURRENT.get()
+        if current is None:
+            with _refusals():
+                for each in conversations:
+                    without_images(each, sees_images=False)
+            rendered: tuple[list[list[Message]], list[TokensInput]]
+            rendered = await self._inner.render_chat_async(
+                conversations, chat_params, tok_params, **options
+            )
+            return rendered
+        (messages,) = conversations
+        recorder, opened = current
+        try:
+            prompt = await self._prompt(recorder, opened, messages, chat_params)
+        except LimitReached as error:
+            raise VLLMValidationError(str(error)) from error
+        return [messages], [tokens_input(prompt)]
+
+    async def _prompt(
+        self, recorder: Recorder, opened: ServedCall, messages: list[Message], params: ChatParams
+    ) -> list[int]:
+        values = params.chat_template_kwargs
+        settings = json.dumps(values, sort_keys=True, default=str)
+        found = recorder.find(opened, settings, [message_key(each) for each in messages])
+        # A request that has the model continue a message of the client's is tokenized as a whole.
+        if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
+            found = None
+        length = sum(len(each.get("content") or "") for each in messages)
+        most = recorder.sampling.max_episode_tokens * self._longest_token
+        with _refusals():
+            marked, images = without_images(messages, sees_images=self._images is not None)
+
+        async def render(found: Found | None) -> list[int] | None:
+            if length <= _INLINE_CHARACTERS:
+                return self._render(marked, params, found, most)
+            return await asyncio.to_thread(self._render, marked, params, found, most)
+
+        context = await render(found)
+        if context is None:
+            found = None
+            context = await render(None)
+        assert context is not None
+        placed: Sequence[PlacedImage] = ()
+        if self._images is not None:
+            new = images[found.num_messages if found else 0 :]
+            with _refusals():
+                context, placed = self._images.expanded(context, [i for one in new for i in one])
+        return await recorder.begin(opened, found.turn if found else None, context, placed)
+
+    def _render(
+        self, messages: list[Message], params: ChatParams, found: Found | None, most: int
+    ) -> list[int] | None:
+        """Returns the tokens behind `found`; None if the template cannot continue it."""
+        if found is None:
+            return self._tokens(self._text(messages, params), most)
+        known = found.num_messages
+        new = messages[known:]
+        if any(each.get("role") == "tool" for each in new) and not self._takes_results(params):
+            return None
+        try:
+            text = self._text([*messages[: known - 1], _REPLY, *new], params)
+        except (VLLMValidationError, ValueError, TypeError):
+            # A template may want what a plain reply lacks, calls before their results, for one.
+            return None
+        if text.count(PLACEHOLDER) != 1:
+            return None
+        tokens = self._tokens(text.partition(PLACEHOLDER)[2], most)
+        last = found.turn.branch.token_ids[found.turn.end - 1]
+        return tokens[1:] if tokens[:1] == [last] else tokens
+
+    def _takes_results(self, params: ChatParams) -> bool:
+        """Whether the template writes results of tools behind a reply, not into its calls."""
+        if self._has_place is None:
+            try:
+                text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)
+            except (VLLMValidationError, ValueError, TypeError):
+                text = ""
+            self._has_place = _RESULT["content"] in text.partition(PLACEHOLDER)[2]
+        return self._has_place
+
+    def _text(self, messages: list[Message], params: ChatParams) -> str:
+        _, prompt = self._inner.render_messages(messages, params)
+        if not isinstance(prompt.get("prompt"), str):
+            raise VLLMValidationError("this model's prompts are not text", parameter="model")
+        return str(prompt["prompt"])
+
+    def _tokens(self, text: str, most_characters: int) -> list[int]:
+        if len(text) > most_characters:
+            # Tokenizing it would only delay the answer that it is too long.
+            return [0] * (most_characters // self._longest_token + 1)
+        encode = self._short if len(text) <= _CACHED_CHARACTERS else self._encode
+        return list(encode(text.replace(MARK, self._image_text)))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # The template has written the special tokens already.
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises errors of messages as vLLM's errors, which reach the agent."""
+    try:
+        yield
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="messages") from error
+
+
+def without_images(
+    messages: Sequence[Mapping[str, Any]], *, sees_images: bool
+) -> tuple[list[Mapping[str, Any]], list[list[bytes]]]:
+    """Returns the messages with a mark in the place of each image, and the images of each message.
+
+    Raises ValueError for a part that is neither text nor an image in a data URL, or for an image
+    unless the model `sees_images`.
+    """
+    marked: list[Mapping[str, Any]] = []
+    images: list[list[bytes]] = []
+    for message in messages:
+        found: list[bytes] = []
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            parts = [_marked(part, found, sees_images=sees_images) for part in content]
+            message = {**message, "content": parts} if found else message
+        marked.append(message)
+        images.append(found)
+    return marked, images
+
+
+def _marked(part: object, images: list[bytes], *, sees_images: bool) -> object:
+    kind = part.get("type") if isinstance(part, Mapping) else "text"
+    if kind in _TEXT_PARTS:
+        return part
+    if not (sees_images and kind in _IMAGE_PARTS and isinstance(part, Mapping)):
+        allowed = "text or images" if sees_images else "text"
+        raise ValueError(f"messages of agents must be {allowed}, got a part of type {kind}")
+    url = part.get("image_url")
+    if isinstance(url, Mapping):
+        url = url.get("url")
+    images.append(data_of_url(str(url)))
+    return {"type": "text", "text": MARK}
+
+
+def text_of_an_image(
+    tokenizer: Any,  # noqa: ANN401 - transformers' own
+    template: str | None,
+) -> str:
+    """Returns what the chat template writes for an image; None stands for the tokenizer's own."""
+    parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
+    message = {"role": "user", "content": parts}
+    text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
+    return text.partition(_BEFORE)[2].partition(_AFTER)[0]
 
 
 class RecordingClient:

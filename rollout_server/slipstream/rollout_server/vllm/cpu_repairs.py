@@ -1,8 +1,9 @@
-"""Drafts in vLLM's older worker, the only one of CPUs, and a repair of its sampling behind them.
+"""What vLLM lacks on CPUs: drafts in its older worker, the only one there, and products by rows.
 
 vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
 writes floating-point values into a copy and drops that, so that drafts are verified with whatever
-the memory held. Import this module on CPUs only.
+the memory held. `repair_expansion` mends that. `compute_by_rows` replaces products and norms by
+such whose rows do not depend on the rows beside them. Import this module on CPUs only.
 """
 
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.core import row_kernels
 from slipstream.rollout_server.inference.draft_table import PROMPT_TOKENS, DraftTable
+from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.layers import logits_processor, utils
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.utils import cpu_triton_utils
 
 
@@ -81,3 +86,37 @@ def expand(
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = values.where(values != replace_from, replace_to).to(output.dtype)
     output.copy_(replaced.repeat_interleave(lengths.long()))
+
+
+def compute_by_rows() -> None:
+    """Replaces vLLM's products and norms in this process and those that it forks.
+
+    The weights of a layer then stay as they are loaded, and are multiplied from there.
+    """
+    utils.dispatch_cpu_unquantized_gemm = _dispatch
+    RMSNorm.forward_native = RMSNorm.forward_cpu = _normed
+    logits_processor.LogitsProcessor._apply_head = _head
+
+
+def _dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's
+    layer.cpu_linear = row_kernels.product
+
+
+def _normed(
+    self: RMSNorm, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    # vLLM would take the norm of a sum before the sum is rounded, which the learner adds elsewhere.
+    total = x if residual is None else x + residual
+    found = row_kernels.norm(total, self.weight.data, self.variance_epsilon)
+    return found if residual is None else (found, total)
+
+
+def _head(
+    self: logits_processor.LogitsProcessor,
+    lm_head: Any,  # noqa: ANN401 - vLLM's
+    hidden_states: Tensor,
+    embedding_bias: Tensor | None,
+) -> Tensor:
+    dtype = self.head_dtype or hidden_states.dtype
+    weight = lm_head.weight.to(dtype)
+    return row_kernels.product(hidden_states.to(dtype), weight, embedding_bias)
