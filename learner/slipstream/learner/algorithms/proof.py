@@ -45,12 +45,7 @@ from torch.overrides import TorchFunctionMode
 
 Subject = TypeVar("Subject")
 # Sequences of scenes: x is a trained token, any other is not.
-SCENES = (
-    ("x",),
-    ("x", ".x"),
-    ("..xx", ".x.xx"),
-    ("..xxx", "....", "x.xxxx.xx", ".xxxx"),
-)
+SCENES = (("x",), ("x", ".x"), ("..xx", ".x.xx"), ("..xxx", "....", "x.xxxx.xx", ".xxxx"))
 # Log ratios to the proximal and the behavior policy, advantage and entropy of a token.
 Case: TypeAlias = tuple[float, float, float, float]
 # Log ratios up to those of ratios from 1e-20 to 1e20.

@@ -5,12 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import Function, function_of
-from slipstream.learner.algorithms.inputs import (
-    LossInputs,
-    SequenceSums,
-    TokenTerms,
-    TokenWeights,
-)
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from torch import Tensor
 
 

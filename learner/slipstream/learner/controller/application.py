@@ -154,10 +154,7 @@ class Controller:
             seed=config.run.seed,
             max_failed_groups=config.controller.max_failed_groups,
             curricula={
-                each.name: (
-                    each.curriculum,
-                    config.algorithm_of(each.name).solved_reward,
-                )
+                each.name: (each.curriculum, config.algorithm_of(each.name).solved_reward)
                 for each in config.environments
                 if each.curriculum is not None
             },

@@ -358,9 +358,7 @@ def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
         return configuration()
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(),
-        changed,
-        require_client_authentication=credentials.client_ca is not None,
+        configuration(), changed, require_client_authentication=credentials.client_ca is not None
     )
 
 

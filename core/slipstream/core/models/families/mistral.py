@@ -1,13 +1,6 @@
 """Mistral, Ministral 3, Mixtral, and the tower of Mistral 3."""
 
-from slipstream.core.models.family import (
-    DENSE,
-    NONE,
-    UNSHARED,
-    Experts,
-    Family,
-    Nested,
-)
+from slipstream.core.models.family import DENSE, NONE, UNSHARED, Experts, Family, Nested
 
 # Windows are in all layers or in none.
 _VALUES = {**DENSE, "layer_types": NONE, "use_sliding_window": NONE}

@@ -22,11 +22,7 @@ from slipstream.learner.controller.records.history import (
     batch_name,
 )
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.batch import (
-    FormedBatch,
-    SetAside,
-    from_record,
-)
+from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, from_record
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2
 

@@ -24,12 +24,7 @@ from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.deltas import (
-    content_name,
-    gap_bytes,
-    payload_of,
-    travels_whole,
-)
+from slipstream.protocol.weights.deltas import content_name, gap_bytes, payload_of, travels_whole
 from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
