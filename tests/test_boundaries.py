@@ -27,7 +27,7 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "run_traces", "run"),
+    *("events", "loop_clock", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluation"),
     *(
         "set_aside_batch",
@@ -59,9 +59,7 @@ OWNERS = {
     "redis": (
         "slipstream.protocol.queue.redis",
         "slipstream.protocol.queue.redis_connection",
-        "slipstream.protocol.queue.redis_checks",
         "slipstream.protocol.queue.redis_receiver",
-        # `slipstream doctor` tries each right of a user.
     ),
     "fsspec": ("slipstream.protocol.weights.storage",),
     "sandlock": ("slipstream.environments.sandbox",),

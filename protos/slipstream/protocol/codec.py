@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
-from slipstream.core.routed_experts import RoutedExperts, unpack_experts
 from slipstream.core.types import (
     SAMPLED_ARRAYS,
     Branch,
@@ -23,10 +21,14 @@ from slipstream.core.types import (
     LogprobArray,
     PolicyVersion,
     Purpose,
+    ReferenceLogprobs,
+    RoutedExperts,
     Status,
     TokenArray,
     Trajectory,
     VersionSpan,
+    check_reference,
+    unpack_experts,
 )
 from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.v1 import trajectory_pb2 as pb

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING
 
 import uvloop
 from slipstream.core.configuration.config_file import check_model, load_config
-from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.exit_codes import DONE, FAILED, NOT_STARTED, USAGE_ERROR
+from slipstream.core.errors import (
+    DONE,
+    FAILED,
+    NOT_STARTED,
+    USAGE_ERROR,
+    ConfigError,
+    SlipstreamError,
+)
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import become_reaper, die_with_parent, without_collections

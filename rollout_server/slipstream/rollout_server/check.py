@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.exit_codes import USAGE_ERROR, WARNING
+from slipstream.core.errors import USAGE_ERROR, WARNING
 from slipstream.core.models.model_files import missing_tokenizer
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import SECTION

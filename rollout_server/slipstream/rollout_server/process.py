@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from slipstream.core.errors import ConfigError
-from slipstream.core.exit_codes import NOT_STARTED
+from slipstream.core.errors import NOT_STARTED, ConfigError
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import ALL_BITS

@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.configuration.config_file import parse_config, vocabulary_size
-from slipstream.core.errors import ConfigError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.openai_client import faults_as, key_in, openai_client
-from slipstream.core.reference_logprobs import ReferenceLogprobs, check_reference
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
+from slipstream.core.types import ReferenceLogprobs, check_reference
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

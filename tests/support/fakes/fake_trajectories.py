@@ -2,8 +2,6 @@
 
 import numpy as np
 from hypothesis import strategies as st
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.routed_experts import RoutedExperts, expert_dtype
 from slipstream.core.types import (
     Branch,
     Failure,
@@ -11,10 +9,13 @@ from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
+    ReferenceLogprobs,
+    RoutedExperts,
     ServerId,
     Status,
     Trajectory,
     VersionSpan,
+    expert_dtype,
 )
 from slipstream.protocol.codec import merge_spans
 

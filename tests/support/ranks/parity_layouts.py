@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Trajectory
+from slipstream.core.types import ReferenceLogprobs, RoutedExperts, Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
 
 from support.fakes.fake_controller import make_batch, with_branches

@@ -15,9 +15,15 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
+from slipstream.core.types import (
+    Branch,
+    PolicyVersion,
+    ReferenceLogprobs,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
 from slipstream.learner.trainer.batches.batch import Batch
 
 from support.fakes.fake_controller import make_trajectory

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Branch, Status, Trajectory
+from slipstream.core.types import Branch, ReferenceLogprobs, RoutedExperts, Status, Trajectory
 from torch import Tensor
 
 NOTHING = torch.zeros(0, dtype=torch.float64)

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Trajectory
+from slipstream.core.types import ReferenceLogprobs, RoutedExperts, Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
 from torch import Tensor
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Trajectory
+from slipstream.core.types import RoutedExperts, Trajectory
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.batches.batch import Batch

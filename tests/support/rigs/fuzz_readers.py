@@ -22,9 +22,14 @@ from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.core.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.core.models.vision.pixels import FORMATS, decoded
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import SamplingSection
-from slipstream.core.types import ServerId, Trajectory, TrajectoryId, TrajectoryName
+from slipstream.core.types import (
+    ReferenceLogprobs,
+    ServerId,
+    Trajectory,
+    TrajectoryId,
+    TrajectoryName,
+)
 from slipstream.learner.controller.reporting.readable import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey

@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
     Purpose,
+    RoutedExperts,
     ServerId,
     Status,
     Trajectory,

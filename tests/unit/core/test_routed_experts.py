@@ -4,13 +4,13 @@ import hashlib
 import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.core.routed_experts import (
+from slipstream.core.types import (
     RoutedExperts,
+    Trajectory,
     expert_dtype,
     routing_bytes_per_token,
     unpack_experts,
 )
-from slipstream.core.types import Trajectory
 from slipstream.protocol.codec import (
     decode_trajectory,
     encode_trajectory,

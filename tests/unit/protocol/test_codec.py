@@ -5,11 +5,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream.core.errors import ProtocolError
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.types import (
     Branch,
     PolicyVersion,
+    ReferenceLogprobs,
+    RoutedExperts,
     Status,
     TokenSequence,
     Trajectory,

@@ -15,7 +15,7 @@ from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
-from slipstream.protocol.queue.redis_checks import DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_connection import DEFAULT_USER, ROLES
 from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process

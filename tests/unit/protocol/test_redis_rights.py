@@ -10,7 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.redis_checks import ROLES, QueueRole
+from slipstream.protocol.queue.redis_connection import ROLES, QueueRole
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"

@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.core.errors import ConfigError
-from slipstream.core.exit_codes import NOT_STARTED
+from slipstream.core.errors import NOT_STARTED, ConfigError
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.rollout_server.process import (

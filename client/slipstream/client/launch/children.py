@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.client.terminal import say
-from slipstream.core.errors import ConfigError
-from slipstream.core.exit_codes import FINAL_ERROR, NOT_STARTED, USAGE_ERROR
+from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.process import below_this
 

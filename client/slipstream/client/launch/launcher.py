@@ -75,7 +75,7 @@ from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis_checks import ROLES
+from slipstream.protocol.queue.redis_connection import ROLES
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"

@@ -29,8 +29,7 @@ from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.exit_codes import WARNING
+from slipstream.core.errors import WARNING, ConfigError, RunFailed
 from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables

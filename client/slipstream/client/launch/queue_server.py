@@ -11,8 +11,7 @@ from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.queue.redis_checks import ROLES, check_settings
-from slipstream.protocol.queue.redis_connection import RedisConnection
+from slipstream.protocol.queue.redis_connection import ROLES, RedisConnection, check_settings
 
 # A check says itself what the connection would log.
 logging.getLogger("slipstream.protocol.queue.redis_connection").addHandler(logging.NullHandler())

@@ -30,8 +30,7 @@ from slipstream.client.run_folder import node_folder, write_config
 from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
-from slipstream.core.errors import QueueError, RunFailed
-from slipstream.core.exit_codes import FAILED
+from slipstream.core.errors import FAILED, QueueError, RunFailed
 from slipstream.core.machine.owned_folder import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config

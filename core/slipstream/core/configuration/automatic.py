@@ -20,12 +20,12 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
-from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
+from slipstream.core.types import routing_bytes_per_token
 
 MODELS = ("model", "reference", "critic")
 QUESTIONS = "slipstream.environments.questions:Questions"

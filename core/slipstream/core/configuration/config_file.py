@@ -36,10 +36,10 @@ from slipstream.core.models.model_rules import (
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.names import did_you_mean, near_names
-from slipstream.core.routed_experts import routing_bytes_per_token
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
+from slipstream.core.types import routing_bytes_per_token
 
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
-from slipstream.core.reference_logprobs import MAX_TOP_K
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.section import ElementType, Positive, Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
+from slipstream.core.types import MAX_TOP_K
 
 # Settings that a role may have in place of the learner's.
 _OWN = ("parallel", "ddp", "optimizer", "transformer", "weight_decay", "grad_clip")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.core.reference_logprobs import reference_bytes_per_token
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.lora_section import LoraSection
@@ -28,6 +27,7 @@ from slipstream.core.settings.sections import (
     StageSetting,
     WeightsSection,
 )
+from slipstream.core.types import reference_bytes_per_token
 
 # Bytes of a trajectory in a queue besides its tokens: names, metrics, texts, and 16 branches.
 TRAJECTORY_OVERHEAD_BYTES = 2048

@@ -10,8 +10,7 @@ import sys
 import tomllib
 
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.errors import SlipstreamError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, SlipstreamError
 from slipstream.learner.algorithms.functions import load_functions
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import uvloop
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import RunFailed, SlipstreamError
-from slipstream.core.exit_codes import FAILED, USAGE_ERROR
+from slipstream.core.errors import FAILED, USAGE_ERROR, RunFailed, SlipstreamError
 
 FORM = "%(asctime)s %(levelname)s %(message)s"
 

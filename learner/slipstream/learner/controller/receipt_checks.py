@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import ProtocolError, SlipstreamError
-from slipstream.core.exit_codes import DONE, FAILED, USAGE_ERROR
+from slipstream.core.errors import DONE, FAILED, USAGE_ERROR, ProtocolError, SlipstreamError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CONFIG, JOURNAL, METRICS, SUMMARY
 from slipstream.core.settings.config import Config

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.core.errors import ConfigError, ProtocolError, SlipstreamError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, ConfigError, ProtocolError, SlipstreamError
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records

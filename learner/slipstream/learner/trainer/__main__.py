@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from slipstream.core.configuration.config_file import check_model, load_config
-from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.exit_codes import DONE, FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
+from slipstream.core.errors import (
+    DONE,
+    FAILED,
+    FINAL_ERROR,
+    NOT_STARTED,
+    USAGE_ERROR,
+    ConfigError,
+    SlipstreamError,
+)
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import flush_output, without_collections
 from slipstream.core.run_folder import LOCKS

@@ -9,8 +9,7 @@ import tomllib
 
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.roles import named, role_settings
-from slipstream.core.errors import ConfigError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.protocol.weights.storage import check_storage

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from slipstream.core.configuration.config_file import dump_config, load_config, parse_config
-from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.address import listen
 from slipstream.core.settings.algorithm_section import KINDS, AlgorithmSection
 from slipstream.core.settings.config import Config

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from slipstream.core.errors import ConfigError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.models.model_files import held_tensors
 from slipstream.core.models.model_sizes import read_model_table
 from slipstream.learner.trainer.weights.export import HfFolderWriter

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from slipstream.core.configuration.config_file import check_model, load_config, parse_config
-from slipstream.core.errors import CheckpointError, SlipstreamError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, CheckpointError, SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest

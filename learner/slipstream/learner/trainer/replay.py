@@ -15,8 +15,7 @@ from pathlib import Path
 
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.exit_codes import USAGE_ERROR
+from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
 from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import used_functions

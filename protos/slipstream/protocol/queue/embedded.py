@@ -22,7 +22,7 @@ from slipstream.core.machine.owned_folder import (
 )
 from slipstream.core.machine.process import below_this
 from slipstream.protocol.queue.base import AsyncClosing
-from slipstream.protocol.queue.redis_checks import CONTROLLER, DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_connection import CONTROLLER, DEFAULT_USER, ROLES
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0

@@ -21,7 +21,6 @@ from redis.exceptions import RedisError, ResponseError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Amount, Delivery
-from slipstream.protocol.queue.redis_checks import check_settings
 from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
     COUNTS,
@@ -32,6 +31,7 @@ from slipstream.protocol.queue.redis_connection import (
     Counted,
     Counters,
     RedisConnection,
+    check_settings,
     draw_mark,
     loss_in,
 )

@@ -7,10 +7,17 @@ from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import SamplingSection
 from slipstream.core.template_values import read_values
-from slipstream.core.types import Failure, GroupId, Purpose, ServerId, Status, Trajectory
+from slipstream.core.types import (
+    Failure,
+    GroupId,
+    Purpose,
+    RoutedExperts,
+    ServerId,
+    Status,
+    Trajectory,
+)
 from slipstream.protocol.codec import merge_spans
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.recording import Recording

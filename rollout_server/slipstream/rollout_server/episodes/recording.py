@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.models.vision.placed import PlacedImage
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.reservation import max_text_bytes
 from slipstream.core.types import (
     BRANCHES,
@@ -15,6 +14,7 @@ from slipstream.core.types import (
     Branch,
     ImagePlace,
     LogprobArray,
+    ReferenceLogprobs,
     VersionSpan,
 )
 from slipstream.rollout_server.agents.conversations import ConversationBranch, Conversations

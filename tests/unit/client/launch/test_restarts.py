@@ -2,7 +2,7 @@
 
 import pytest
 from slipstream.client.launch.children import MAX_PAUSE_S, RestartPolicy
-from slipstream.core.exit_codes import FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
+from slipstream.core.errors import FAILED, FINAL_ERROR, NOT_STARTED, USAGE_ERROR
 
 
 def test_each_pause_is_twice_the_one_before_up_to_a_limit() -> None:

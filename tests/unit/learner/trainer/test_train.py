@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.exit_codes import FINAL_ERROR, NOT_STARTED
+from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, ConfigError, RunFailed
 from slipstream.core.machine.gpus import fill_gpus
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config

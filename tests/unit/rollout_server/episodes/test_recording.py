@@ -1,8 +1,7 @@
 """The conversations of an agent as one record, one branch after the other."""
 
 import numpy as np
-from slipstream.core.routed_experts import RoutedExperts
-from slipstream.core.types import Branch, PolicyVersion, VersionSpan
+from slipstream.core.types import Branch, PolicyVersion, RoutedExperts, VersionSpan
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.recording import Recording

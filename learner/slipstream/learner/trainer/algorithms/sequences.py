@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.models.vision.processors import load_processor
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.algorithm_section import AggregationKind, AlgorithmSection
 from slipstream.core.settings.config import Config
-from slipstream.core.types import LogprobArray, Trajectory
+from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
 from slipstream.learner.algorithms.functions import token_advantages
 from slipstream.learner.algorithms.groups import shaped_rewards, side_of

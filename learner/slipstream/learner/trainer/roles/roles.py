@@ -17,8 +17,8 @@ from slipstream.core.configuration.roles import (
     reference_config,
     reference_is_policy,
 )
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.config import Config
+from slipstream.core.types import ReferenceLogprobs
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch

@@ -2,13 +2,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.types import (
     Branch,
     GroupId,
     PolicyVersion,
     Purpose,
+    ReferenceLogprobs,
     ServerId,
     Status,
     Trajectory,

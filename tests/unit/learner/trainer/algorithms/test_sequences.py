@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
-from slipstream.core.reference_logprobs import ReferenceLogprobs
-from slipstream.core.types import Branch, PolicyVersion, Status, Trajectory, VersionSpan
+from slipstream.core.types import (
+    Branch,
+    PolicyVersion,
+    ReferenceLogprobs,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
     loss_weights,

@@ -4,12 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
-from slipstream.core.reference_logprobs import ReferenceLogprobs
 from slipstream.core.types import (
     Failure,
     FailureKind,
     GroupId,
     PolicyVersion,
+    ReferenceLogprobs,
     Status,
     Trajectory,
     VersionSpan,

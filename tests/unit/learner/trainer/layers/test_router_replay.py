@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 from slipstream.core.errors import RunFailed
-from slipstream.core.routed_experts import RoutedExperts
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Branch
+from slipstream.core.types import Branch, RoutedExperts
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import share_of_rank
