@@ -9,14 +9,7 @@ from typing import TextIO
 
 from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
-from slipstream.core.run_folder import (
-    CHECKPOINTS,
-    LOGS,
-    METRICS,
-    SAMPLES,
-    SUMMARY,
-    log_path,
-)
+from slipstream.core.run_folder import CHECKPOINTS, LOGS, METRICS, SAMPLES, SUMMARY, log_path
 from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
 

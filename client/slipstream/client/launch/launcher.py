@@ -19,14 +19,7 @@ from pathlib import Path
 
 from slipstream.client.advice import profile_lines
 from slipstream.client.launch import roles
-from slipstream.client.launch.checks import (
-    CONTROLLER,
-    LEARNER,
-    SERVER,
-    Scene,
-    Stage,
-    require,
-)
+from slipstream.client.launch.checks import CONTROLLER, LEARNER, SERVER, Scene, Stage, require
 from slipstream.client.launch.children import (
     Child,
     first_failed,

@@ -17,12 +17,7 @@ from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
-from slipstream.rollout_server.episodes.calls import (
-    Judgement,
-    Opening,
-    StreamSession,
-    check_tools,
-)
+from slipstream.rollout_server.episodes.calls import Judgement, Opening, StreamSession, check_tools
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.rollout_server.vllm.agents.agent_services import Agents

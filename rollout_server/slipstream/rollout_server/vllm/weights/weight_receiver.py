@@ -27,11 +27,7 @@ from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from slipstream.rollout_server.weights.live_base import LiveBase
-from slipstream.rollout_server.weights.receivers import (
-    GlooReceiver,
-    IpcReceiver,
-    StorageReceiver,
-)
+from slipstream.rollout_server.weights.receivers import GlooReceiver, IpcReceiver, StorageReceiver
 from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
