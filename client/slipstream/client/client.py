@@ -7,12 +7,11 @@ run lasts, also for a controller that restarts; one that is lost has `reconnect_
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -271,8 +270,10 @@ class Client:
         *,
         limit_s: float = CALL_TIMEOUT_S,
     ) -> Response:
-        with self._errors.raised():
+        try:
             return await method(request, timeout=limit_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._errors.of_status(error.code(), error.details() or "") from None
 
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit
@@ -330,14 +331,6 @@ class CallErrors:
     def __init__(self, address: str, *, wants_tls: bool) -> None:
         self._address, self._wants_tls = address, wants_tls
         self.no_answer = f"no controller answers at {address}"
-
-    @contextlib.contextmanager
-    def raised(self) -> Iterator[None]:
-        """Raises the error for a status with which a call inside ends."""
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            raise self.of_status(error.code(), error.details() or "") from None
 
     def of_status(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
         """Returns the error for a status."""

@@ -30,7 +30,7 @@ from slipstream.client.launch.machine import (
     check_machine,
     check_packages,
 )
-from slipstream.client.launch.preflight import run_module
+from slipstream.client.launch.preflight import run_program
 from slipstream.client.launch.roles import LEARNER, Share, learner_nodes
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
@@ -125,7 +125,7 @@ async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
 
 async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[Finding]:
     """Returns the findings that a module prints; one problem if it fails or misses `limit_s`."""
-    ended = await run_module([module], limit_s=limit_s)
+    ended = await run_program([sys.executable, "-m", module], limit_s=limit_s)
     if ended.code is None:
         return [problem("torch", f"{module} did not end within {limit_s:g} s", "see nvidia-smi")]
     if ended.code != 0:

@@ -19,7 +19,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from slipstream.v1 import environment_pb2 as pb
@@ -163,37 +163,27 @@ class _Check:
     async def run(self) -> str:
         """Returns what an environment that works has shown."""
         from slipstream.client.terminal import counted
-        from slipstream.v1 import environment_pb2 as pb
 
-        options = self._options
-        spec = pb.EnvironmentSpec(
-            reference=options.check, args_json=options.args, search_path=options.search_path
-        )
-        num_tasks = (
-            await self._ask(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
-        ).loaded.num_tasks
+        options, key = self._options, {"episode_key": CHECK}
+        spec = {"reference": options.check, "args_json": options.args}
+        loading = await self._ask(load={"spec": spec | {"search_path": options.search_path}})
+        num_tasks = loading.loaded.num_tasks
         if self._host.asks_start and options.no_start:
             self._fail(NEED_ADAPTERS)
         if options.no_play:
             return f"environment {options.check} is loaded"
-        opening = (
-            await self._ask(pb.WorkerCommand(reset=pb.ResetCommand(episode_key=CHECK)))
-        ).observation
+        opening = (await self._ask(reset=key)).observation
         self._look_at(opening)
         if opening.is_agent:
             played = await self._begin_agent()
         else:
             played = await self._step(opening.given_reply)
-        await self._ask(pb.WorkerCommand(close=pb.CloseCommand(episode_key=CHECK)))
+        await self._ask(close=key)
         tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
         return f"environment {options.check} is ready: {tasks}, {played}"
 
     async def _begin_agent(self) -> str:
-        from slipstream.v1 import environment_pb2 as pb
-
-        answer = await self._ask(
-            pb.WorkerCommand(follow_agent=pb.FollowAgentCommand(episode_key=CHECK))
-        )
+        answer = await self._ask(follow_agent={"episode_key": CHECK})
         if answer.HasField("agent_result"):
             self._fail("run() ended without a call to its endpoint")
         if self._options.max_turns == 1:
@@ -201,18 +191,18 @@ class _Check:
         return f"the first call is {answer.agent_call.method} {answer.agent_call.path}"
 
     async def _step(self, given: str) -> str:
-        from slipstream.v1 import environment_pb2 as pb
-
-        step = pb.StepCommand(episode_key=CHECK, reply=given or self._options.reply)
-        verdict = (await self._ask(pb.WorkerCommand(step=step))).verdict
-        whose = "its own reply" if given else f"the reply {step.reply!r}"
+        reply = given or self._options.reply
+        verdict = (await self._ask(step={"episode_key": CHECK, "reply": reply})).verdict
+        whose = "its own reply" if given else f"the reply {reply!r}"
         return f"reward {verdict.reward:g} for {whose}"
 
-    async def _ask(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
+    async def _ask(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
+        from slipstream.v1 import environment_pb2 as pb
+
         timer = threading.Timer(self._options.timeout_s, self._abandon)
         timer.daemon = True
         timer.start()
-        answer = await self._host.answer(command)
+        answer = await self._host.answer(pb.WorkerCommand(**command))
         timer.cancel()
         if answer.HasField("failure"):
             self._fail(answer.failure.message)

@@ -25,7 +25,7 @@ from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import ReferenceLogprobs, check_reference
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+    pass
 
 # Largest answer: bytes of one log-probability with its token, and of all the rest.
 _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
@@ -74,7 +74,7 @@ class ReferenceServer:
 
         Sequences have at most `max_tokens`. Raises ConfigError for a key that has no file.
         """
-        self._client = openai_client(
+        self.client = openai_client(
             settings.base_url,
             api_key=key_in(settings.api_key_file, "reference.server.api_key_file"),
             timeout_s=settings.timeout_s,
@@ -86,14 +86,9 @@ class ReferenceServer:
         self._open = asyncio.Semaphore(settings.max_open)
         self.name = f"the reference model {settings.model} at {settings.base_url}"
 
-    @property
-    def client(self) -> AsyncOpenAI:
-        """The client of the server's API."""
-        return self._client
-
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._client.close()
+        await self.client.close()
 
     async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:
         """Returns the log-probabilities of all sampled tokens, in order; raises ReferenceFailed."""
@@ -113,7 +108,7 @@ class ReferenceServer:
         settings = self._settings
         async with self._open:
             with faults_as(ReferenceFailed, self.name):
-                answer = await self._client.completions.with_raw_response.create(
+                answer = await self.client.completions.with_raw_response.create(
                     model=settings.model,
                     prompt=list(sequence.token_ids),
                     max_tokens=1,

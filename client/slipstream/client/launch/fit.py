@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.client.launch.findings import Finding, advice, ok, problem
-from slipstream.client.launch.machine import check_disk, free_memory
+from slipstream.client.launch.machine import GIB, check_disk, free_memory
 from slipstream.client.launch.placement import Placement, draft_problem, fit_here, uses_gpus
 from slipstream.client.launch.roles import Share
 from slipstream.core.configuration.roles import role_settings
@@ -47,7 +47,7 @@ def check_cache(config: Config) -> None:
     if needed > server.kv_cache_gib << 30:
         raise ConfigError(
             f"rollout_server.kv_cache_gib must hold an episode of sampling.max_episode_tokens = "
-            f"{longest}, {math.ceil(needed / (1 << 30))} GiB, got {server.kv_cache_gib}"
+            f"{longest}, {math.ceil(needed / GIB)} GiB, got {server.kv_cache_gib}"
         )
 
 
@@ -117,7 +117,6 @@ def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
     )
 
 
-GIB = 1 << 30
 # GiB that torch, Megatron and vLLM take by themselves: in a rank, in all processes of an engine.
 RANK_GIB, ENGINE_GIB = 0.6, 1.5
 # Bytes of optimizer state for a parameter: two moments, and the fp32 master of a 16-bit weight.

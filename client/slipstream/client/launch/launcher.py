@@ -59,7 +59,6 @@ from slipstream.core.configuration.config_file import (
 )
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
-from slipstream.core.machine.gpus import Gpu
 from slipstream.core.machine.process import below_this, raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.names import check_server_id
@@ -458,16 +457,16 @@ def _describe_ranks(config: Config) -> Iterator[str]:
 
 
 def place_dry(
-    config: Config, *, ranks: int, servers: int, gpus: tuple[Gpu, ...] | None = None
+    config: Config, *, ranks: int, servers: int
 ) -> tuple[Config, list[str], tuple[str, ...]]:
     """Returns the settings, the lines that say which process gets which GPU, and any misfit.
 
     The settings are those after sharing a GPU. A misfit is no error: a dry run needs no GPU.
     """
-    on_cpu = not (gpus or uses_gpus())
+    on_cpu = not uses_gpus()
     engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if servers else []
     try:
-        config, placement, transport = fit_here(config, ranks=ranks, servers=servers, gpus=gpus)
+        config, placement, transport = fit_here(config, ranks=ranks, servers=servers)
     except ConfigError as error:
         return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
     sharing = describe_sharing(config, placement)

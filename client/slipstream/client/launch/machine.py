@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
+import psutil
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
@@ -98,14 +100,13 @@ def _cpu_flags() -> set[str]:
 
 def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:
     """Returns the GiB that processes started here may take, and the same in words."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page / GIB
-    free = _available_gib() or os.sysconf("SC_AVPHYS_PAGES") * page / GIB
+    memory = psutil.virtual_memory()
+    free = memory.available / GIB
     granted = _granted_gib(cgroup)
     if granted is not None and granted[0] < free:
         free, limit = granted
         return free, f"{free:.1f} of the {limit:.1f} GiB that this container may use are free"
-    return free, f"{free:.1f} of {total:.1f} GiB are free"
+    return free, f"{free:.1f} of {memory.total / GIB:.1f} GiB are free"
 
 
 def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
@@ -122,15 +123,6 @@ def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
     return (int(limit) - int(used) + cached) / GIB, int(limit) / GIB
 
 
-def _available_gib() -> float | None:
-    path = Path("/proc/meminfo")
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024 / GIB
-    return None
-
-
 def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) -> Finding:
     if not path.is_dir():
         return problem("shared memory", f"{path} is not there", f"mount a tmpfs on {path}")
@@ -139,11 +131,7 @@ def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) 
     if free < min_gib:
         remedy = f"give {min_gib} GiB or more; in Docker: shm_size, or ipc: host"
         # NCCL and the workers of one vLLM engine exchange data through shared memory.
-        return (
-            problem("shared memory", seen, remedy)
-            if has_gpu
-            else advice("shared memory", seen, remedy)
-        )
+        return (problem if has_gpu else advice)("shared memory", seen, remedy)
     return ok("shared memory", seen)
 
 
@@ -240,12 +228,8 @@ def _wanted(config: Config) -> str:
 
 
 def _names(gpus: Sequence[Gpu]) -> str:
-    kinds = {(gpu.name, gpu.memory_bytes // GIB) for gpu in gpus}
-    return ", ".join(
-        f"{sum((g.name, g.memory_bytes // GIB) == (name, gib) for g in gpus)} x {name} with "
-        f"{gib} GiB"
-        for name, gib in sorted(kinds)
-    )
+    kinds = Counter((gpu.name, gpu.memory_bytes // GIB) for gpu in gpus)
+    return ", ".join(f"{n} x {name} with {gib} GiB" for (name, gib), n in sorted(kinds.items()))
 
 
 def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Finding:

@@ -125,29 +125,20 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
     return Placement(for_learner, tuple(for_servers[at : at + per_server] for at in cuts))
 
 
-def usable_gpus() -> tuple[Gpu, ...]:
-    """Returns the GPUs of this machine; none where the builds are for CPUs."""
-    return list_gpus() if uses_gpus() else ()
-
-
-def place_here(
-    config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
-) -> Placement:
-    """Calls `place` with those of `gpus` that are visible; if None, of `usable_gpus`."""
-    gpus = usable_gpus() if gpus is None else gpus
+def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
+    """Calls `place` with the visible GPUs of this machine; none where the builds are for CPUs."""
+    gpus = list_gpus() if uses_gpus() else ()
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
 
 
-def fit_here(
-    config: Config, *, ranks: int = 0, servers: int = 0, gpus: tuple[Gpu, ...] | None = None
-) -> tuple[Config, Placement, str]:
+def fit_here(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement, str]:
     """Fits what starts on this machine to its GPUs; raises ConfigError if it does not fit.
 
     Returns the settings after sharing a GPU, the placement, and the transport of weights between
     ranks and servers, "" if only one of them starts here.
     """
-    placement = place_here(config, ranks=ranks, servers=servers, gpus=gpus)
+    placement = place_here(config, ranks=ranks, servers=servers)
     config = share_memory(config, placement)
     transport = check_transport(config, placement) if ranks and servers else ""
     return config, placement, transport

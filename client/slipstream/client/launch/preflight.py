@@ -216,8 +216,8 @@ async def check_algorithms(config: Config) -> str | None:
 async def prove_algorithms(config: Config, *arguments: str) -> Ended:
     """Proves the functions of the algorithms; raises ConfigError if that takes too long."""
     with _told_when_slow("the proof of the algorithm's functions takes a minute"):
-        checked = await run_module(
-            [ALGORITHMS_CHECK, *arguments],
+        checked = await run_program(
+            [sys.executable, "-m", ALGORITHMS_CHECK, *arguments],
             limit_s=PROOF_LIMIT_S,
             given=dump_config(config).encode(),
             # The tiny models would only wait for a GPU that others use.
@@ -256,8 +256,10 @@ async def check_reference(config: Config) -> None:
 
 
 async def _check_by(program: str, config: Config, *, told: str) -> None:
-    checked = await run_module(
-        [program], limit_s=SETTINGS_LIMIT_S, given=dump_config(config).encode()
+    checked = await run_program(
+        [sys.executable, "-m", program],
+        limit_s=SETTINGS_LIMIT_S,
+        given=dump_config(config).encode(),
     )
     if checked.code is None:
         raise ConfigError(f"{told} within {SETTINGS_LIMIT_S:g} s")
@@ -409,18 +411,6 @@ class Ended:
     lines: tuple[str, ...]
     # The text that it wrote to stdout.
     output: str = ""
-
-
-async def run_module(
-    arguments: Sequence[str],
-    *,
-    limit_s: float,
-    given: bytes = b"",
-    environ: Mapping[str, str] | None = None,
-) -> Ended:
-    """Runs `python -m arguments`, as `run_program` does."""
-    command = [sys.executable, "-m", *arguments]
-    return await run_program(command, limit_s=limit_s, given=given, environ=environ)
 
 
 async def run_program(

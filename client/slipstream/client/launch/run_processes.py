@@ -192,7 +192,8 @@ class RunProcesses:
         self._config, self._placement = config, placement
         self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
         self._logs = config.run_dir / LOGS
-        self._resolved = write_config(config, node_folder(config, node_rank))
+        settings = write_config(config, node_folder(config, node_rank))
+        self._config_arguments = ["--config", str(settings)]
         self._children: list[Child] = []
         self._controller: asyncio.Task[Child] | None = None
         self._trainers: TrainerRanks | None = None
@@ -252,6 +253,7 @@ class RunProcesses:
         self._trainers = TrainerRanks(
             self._config,
             self._placement,
+            self._config_arguments,
             ranks=ranks,
             warn=self._display.warn,
             milestones=self._calls.milestones,
@@ -262,7 +264,7 @@ class RunProcesses:
                 f"ranks {ranks[0]} to {ranks[-1]} of {learner.world_size} meet "
                 f"the others at {learner.master}, within {learner.timeout_s:g} s"
             )
-        await self._trainers.start(self._config_arguments)
+        await self._trainers.start()
 
     def keep_queue(self, server: EmbeddedServer) -> None:
         """Restarts the embedded queue server when it dies: it keeps what it has acknowledged."""
@@ -344,10 +346,6 @@ class RunProcesses:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_LIMIT_S):
                 await asyncio.gather(*(child.process.wait() for child in others))
-
-    @property
-    def _config_arguments(self) -> list[str]:
-        return ["--config", str(self._resolved)]
 
     async def _start(
         self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
@@ -437,7 +435,7 @@ class RunProcesses:
     async def _watch_trainers(self) -> None:
         if self._trainers is None:
             return
-        failed = await self._trainers.keep(self._config_arguments)
+        failed = await self._trainers.keep()
         if failed is not None and not self._over:
             if failed.was_killed:
                 self._killed = failed.describe_end()
@@ -447,7 +445,7 @@ class RunProcesses:
         assert self._trainers is not None
         assert self._stopping is not None
         stop = self._stopping
-        ends = asyncio.ensure_future(self._trainers.keep(self._config_arguments))
+        ends = asyncio.ensure_future(self._trainers.keep())
         await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
         if not ends.done():
             await end_in_order(ends, self._calls, grace_s=GRACE_S)

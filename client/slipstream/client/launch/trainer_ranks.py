@@ -46,9 +46,9 @@ class Milestones:
 class TrainerRanks:
     """Starts the ranks, and restarts them until they end or fail for good.
 
-    ranks = TrainerRanks(config, placement, ranks=range(2), warn=..., milestones=...)
-    await ranks.start(arguments)
-    failed = await ranks.keep(arguments)  # None: all ended in order
+    ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., milestones=...)
+    await ranks.start()
+    failed = await ranks.keep()  # None: all ended in order
     await ranks.stop(grace_s)
 
     The ranks may die `TRAINER.restarts` times between two milestones. Ranks that train the same
@@ -59,18 +59,19 @@ class TrainerRanks:
         self,
         config: Config,
         placement: Placement,
+        arguments: list[str],
         *,
         ranks: range,
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
-        """`milestones` asks the controller; it returns None when the controller does not answer."""
-        self._config, self._placement = config, placement
+        """`arguments` are each rank's. `milestones` asks the controller; None: it is silent."""
+        self._config, self._placement, self._arguments = config, placement, arguments
         self._ranks = ranks
         self._warn, self._milestones = warn, milestones
         self.children: list[Child] = []
 
-    async def start(self, arguments: list[str]) -> None:
+    async def start(self) -> None:
         """Starts all ranks of the node, with the variables that torchrun would set."""
         self.children = []
         gpus = self._placement.learner_environment
@@ -78,13 +79,12 @@ class TrainerRanks:
             environ = torchrun | gpus
             name = f"{TRAINER.name}-{environ['RANK']}"
             log = log_path(self._config.run_dir, name)
-            self.children.append(
-                await start_child(name, TRAINER.module, arguments, log_path=log, environ=environ)
+            child = await start_child(
+                name, TRAINER.module, self._arguments, log_path=log, environ=environ
             )
+            self.children.append(child)
 
-    async def keep(
-        self, arguments: list[str], *, first_pause_s: float = FIRST_PAUSE_S
-    ) -> Child | None:
+    async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
         """Restarts the ranks when one dies; returns None when all have ended in order.
 
         Returns the rank that died when its exit code is final or there were too many restarts.
@@ -110,7 +110,7 @@ class TrainerRanks:
                 f"{failed.describe_end()}; the trainer starts again, start {policy.restarts + 1}"
             )
             await asyncio.sleep(pause_s)
-            await self.start(arguments)
+            await self.start()
 
     async def stop(self, grace_s: float) -> None:
         """Ends all ranks."""

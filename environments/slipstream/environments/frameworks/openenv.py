@@ -312,7 +312,9 @@ def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
     Raises ConfigError if it is none.
     """
     if rule is None:
-        return _as_json
+        return lambda observation: _as_text(
+            {name: value for name, value in observation.items() if name != "metadata"}
+        )
     if REFERENCE.fullmatch(rule):
         called = import_function("observation", rule)
         return lambda observation: str(called(observation))
@@ -328,11 +330,6 @@ def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
         return FIELD.sub(lambda found: _as_text(observation[found[1]]), rule)
 
     return by_text
-
-
-def _as_json(observation: Mapping[str, Any]) -> str:
-    shown = {name: value for name, value in observation.items() if name != "metadata"}
-    return json.dumps(shown, ensure_ascii=False)
 
 
 def _as_text(value: Cell) -> str:

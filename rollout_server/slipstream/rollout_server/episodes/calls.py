@@ -348,7 +348,7 @@ def checked(message: environment_pb2.WorkerMessage) -> environment_pb2.WorkerMes
 
 
 def misused(cause: str) -> EnvironmentFailed:
-    """Returns the error of an environment that does not keep to the protocol."""
+    """Returns the error of an environment that is at fault, such as against the protocol."""
     return EnvironmentFailed(
         trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause[:MAX_MESSAGE_CHARACTERS]
     )

@@ -11,17 +11,21 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import REWARDED_TURNS, Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
-from slipstream.rollout_server.episodes.calls import Judgement, Opening, StreamSession, check_tools
+from slipstream.rollout_server.episodes.calls import (
+    Judgement,
+    Opening,
+    StreamSession,
+    check_tools,
+    misused,
+)
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
-from slipstream.v1 import trajectory_pb2
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
@@ -110,10 +114,7 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             given = verdict.given_reply
             if bool(given) != recording.is_given:
-                raise EnvironmentFailed(
-                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                    "an environment gives all replies of an episode, or none",
-                )
+                raise misused("an environment gives all replies of an episode, or none")
             said = parsed.message if parsed else ChatMessage("assistant", reply)
             history.add(said, verdict.messages)
             tools = history.inputs.tools if verdict.tools is None else verdict.tools
@@ -159,10 +160,7 @@ class EnvironmentTalk:
         recording = self._recording
         recording.reward += verdict.reward
         if not math.isfinite(recording.reward):
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                f"the rewards of an episode add up to {recording.reward}",
-            )
+            raise misused(f"the rewards of an episode add up to {recording.reward}")
         recording.num_rewarded += verdict.reward != 0.0
         if recording.num_rewarded > 1:
             recording.metrics[REWARDED_TURNS] = recording.num_rewarded
@@ -231,10 +229,9 @@ class History:
         self._call_ids |= {call.id for call in reply.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:
-                raise EnvironmentFailed(
-                    trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
+                raise misused(
                     f"tool_call_id must be the id of a call of the model, got "
-                    f"{message.tool_call_id[:60]!r}",
+                    f"{message.tool_call_id[:60]!r}"
                 )
         self._messages.append(REPLY)
         self._replies.append(reply)

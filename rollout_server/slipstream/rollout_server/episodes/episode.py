@@ -30,7 +30,7 @@ from slipstream.rollout_server.engine_interface import (
     Generation,
     GenerationFailed,
 )
-from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession
+from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession, misused
 from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
@@ -128,7 +128,7 @@ class AgentTalk:
                 task.cancel()
             return
         if message.call <= self._last_call:
-            raise _wrong(
+            raise misused(
                 f"calls of an agent are counted up, got {message.call} behind {self._last_call}"
             )
         self._last_call = message.call
@@ -142,13 +142,13 @@ class AgentTalk:
         if not path.startswith(JUDGE_PATH):
             return self._recorder
         if self._judge is None:
-            raise _wrong(
+            raise misused(
                 "endpoint.judge() needs lora.publish = adapters: without adapters a server holds "
                 "the newest version alone; name a judge with an address of its own"
             )
         self._num_judge_calls += 1
         if self._num_judge_calls > MAX_JUDGE_CALLS:
-            raise _wrong(f"an episode may ask its judge {MAX_JUDGE_CALLS} times, it asked again")
+            raise misused(f"an episode may ask its judge {MAX_JUDGE_CALLS} times, it asked again")
         return self._judge
 
     def _forget_answered(self) -> None:
@@ -174,10 +174,6 @@ class AgentTalk:
                         raise
                     log.warning("call %d of an agent is not read: %s", message.call, error)
                     return
-
-
-def _wrong(what: str) -> EnvironmentFailed:
-    return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, what)
 
 
 @dataclass(frozen=True)
@@ -326,10 +322,7 @@ class Episode:
             for each in filter(None, (recorder, judge)):
                 recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
         if not recording.num_sampled:
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                "the agent returned a result without any reply of the model",
-            )
+            raise misused("the agent returned a result without any reply of the model")
         return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
 
     async def _ask_reference(self, status: Status) -> None:

@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession, check_tools
+from slipstream.rollout_server.episodes.calls import (
+    AgentEnd,
+    CallTable,
+    StreamSession,
+    check_tools,
+    misused,
+)
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
 from slipstream.rollout_server.episodes.worker_process import WorkerProcess
 from slipstream.v1 import environment_pb2, trajectory_pb2
@@ -149,8 +155,7 @@ class EnvironmentWorker:
         except EnvironmentFailed as error:
             return error
         except TimeoutError:
-            cause = f"worker did not attach within {limit_s:g} s"
-            return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
+            return misused(f"worker did not attach within {limit_s:g} s")
         raise AssertionError("a worker that is gone takes no call")
 
     async def _reset_once(self) -> None:
@@ -177,15 +182,13 @@ class EnvironmentWorker:
             )
             raise await session.examine(late) from None
         if isinstance(message, AgentEnd):
-            cause = "run() ended without a call to its endpoint"
-            raise EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
+            raise misused("run() ended without a call to its endpoint")
 
     async def _watch_exit(self) -> None:
         ended = await self._process.wait()
         if not self._stream.table.done():
             cause = f"{ended} before it attached: see its log" if self._spec.python else ended
-            failed = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause)
-            self._stream.table.set_exception(failed)
+            self._stream.table.set_exception(misused(cause))
         elif self.table.is_open:
             calls = self._process.calls()
             place = f" ({calls.place})" if calls.current in self.episodes else ""

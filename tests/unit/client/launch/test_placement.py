@@ -245,8 +245,11 @@ def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them
 
 
 def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:3])
+    for module in (launcher, placement):
+        monkeypatch.setattr(module, "uses_gpus", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    _, lines, obstacles = launcher.place_dry(config_of(), ranks=1, servers=1, gpus=GPUS[:3])
+    _, lines, obstacles = launcher.place_dry(config_of(), ranks=1, servers=1)
     assert not obstacles
     assert lines == [
         "The GPUs of what starts here:",
@@ -255,13 +258,11 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         "weights travel by nccl",
         ENGINE_LINE,
     ]
-    _, (line, engine), (obstacle,) = launcher.place_dry(
-        config_of(), ranks=1, servers=2, gpus=GPUS[:3]
-    )
+    _, (line, engine), (obstacle,) = launcher.place_dry(config_of(), ranks=1, servers=2)
     assert line.startswith("The GPUs here do not fit: 3 GPUs are needed here")
     assert (line.endswith(obstacle), engine) == (True, ENGINE_LINE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    config, lines, _ = launcher.place_dry(config_of(), ranks=1, servers=1, gpus=GPUS[:3])
+    config, lines, _ = launcher.place_dry(config_of(), ranks=1, servers=1)
     assert config.rollout_server.gpu_memory_utilization == 0.4
     assert lines[-3].startswith("the learner and 1 rollout server share GPU 2; ")
     assert lines[-2] == "weights travel by ipc"

@@ -18,7 +18,7 @@ class ScriptedRanks(TrainerRanks):
 
     codes: tuple[tuple[int, ...], ...] = ()
 
-    async def start(self, arguments: list[str]) -> None:
+    async def start(self) -> None:
         fakes = str(Path(exits.__file__).parent)
         self.children = [
             await start_child(
@@ -53,11 +53,11 @@ async def kept(folder, *codes, reached=()):
         return next(answers, None)
 
     ranks = ScriptedRanks(
-        config, Placement(), ranks=range(len(codes)), warn=told.append, milestones=milestones
+        config, Placement(), [], ranks=range(len(codes)), warn=told.append, milestones=milestones
     )
     ranks.codes = codes
-    await ranks.start([])
-    return await ranks.keep([], first_pause_s=0.01), told
+    await ranks.start()
+    return await ranks.keep(first_pause_s=0.01), told
 
 
 async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) -> None:
