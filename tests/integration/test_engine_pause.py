@@ -13,6 +13,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
+from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
@@ -99,14 +100,12 @@ class NotedCalls:
 class Rig:
     """An engine that has a plan for its copies and serves version 1."""
 
-    def __init__(self, *, answer_limit_s: float = 120.0) -> None:
+    def __init__(self) -> None:
         self.llm, self.line = NotedCalls(), DirectLine(1)
         # The engine's end of the line.
         self.end = WorkerEnd(0)
         self.end._socket = self.end._socket and self.end._socket.dup()
-        self.engine = VllmEngine(
-            self.llm, [], self.line, stage=False, answer_limit_s=answer_limit_s
-        )
+        self.engine = VllmEngine(self.llm, [], self.line, stage=False)
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
@@ -209,9 +208,10 @@ async def test_requests_that_run_go_on_only_when_the_update_was_judged(rig: Rig)
 
 @pytest.mark.parametrize("requests", [[], ["running"]], ids=["idle", "busy"])
 async def test_an_answer_that_waits_behind_an_update_may_take_as_long_as_that(
-    requests: list[str],
+    requests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(answer_limit_s=0.5)
+    monkeypatch.setattr(engine_pause, "ANSWER_LIMIT_S", 0.5)
+    rig = Rig()
     await rig.start()
     for request in requests:
         await rig.ask(request)

@@ -18,6 +18,7 @@ from slipstream.rollout_server.engine_interface import (
     Sampling,
     TextOptions,
 )
+from slipstream.rollout_server.vllm import engine
 from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, check_outputs
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
@@ -415,7 +416,7 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
 
 async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch) -> None:
     await rig.publish(rig.old, 0)
-    monkeypatch.setattr(rig.engine, "_silence_limit_s", 1.0)
+    monkeypatch.setattr(engine, "SILENCE_LIMIT_S", 1.0)
     before = rig.engine.use().generated_tokens
     replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=ENDLESS))]
     # The engine told of its steps until now, so it is not silent yet.

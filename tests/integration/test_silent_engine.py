@@ -11,6 +11,8 @@ import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied, Sampling
 from slipstream.rollout_server.inference.usage import EngineWatchdog
+from slipstream.rollout_server.vllm import engine as engine_module
+from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from slipstream.rollout_server.weights.direct_line import DirectLine
@@ -27,7 +29,8 @@ async def never(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
-async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> None:
+async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeypatch) -> None:
+    monkeypatch.setattr(engine_pause, "ANSWER_LIMIT_S", 0.01)
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
         model_config=SimpleNamespace(model="model"),
@@ -36,7 +39,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
         update_weight_version=never,
         resume_generation=never,
     )
-    engine = VllmEngine(llm, [], DirectLine(1), stage=False, answer_limit_s=0.01)
+    engine = VllmEngine(llm, [], DirectLine(1), stage=False)
     async with asyncio.timeout(20):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pause()
@@ -44,7 +47,8 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead() -> No
             await engine.resume(PolicyVersion(0, 1))
 
 
-async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
+async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -> None:
+    monkeypatch.setattr(engine_module, "SILENCE_LIMIT_S", 0.05)
     counter = TokenCounter(None)
     asked = asyncio.Event()
 
@@ -63,7 +67,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead() -> None:
         abort=done,
         errored=False,
     )
-    engine = VllmEngine(llm, [], DirectLine(1), stage=False, silence_limit_s=0.05)
+    engine = VllmEngine(llm, [], DirectLine(1), stage=False)
     async with asyncio.timeout(20):
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))

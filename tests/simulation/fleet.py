@@ -26,7 +26,7 @@ from slipstream.rollout_server.engine_interface import (
     LoadedWeights,
 )
 from slipstream.rollout_server.episodes.calls import CallTable
-from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WORKER_WAITS
+from slipstream.rollout_server.episodes.worker_process import NO_LIMITS
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, trajectory_pb2, weights_pb2
 
@@ -248,7 +248,7 @@ class NumberRenderer:
 class SimulatedGateway:
     """Takes the place of the service to which worker processes attach."""
 
-    limits, waits, takes_tools = NO_LIMITS, WORKER_WAITS, False
+    limits, takes_tools = NO_LIMITS, False
 
     def __init__(self, loop: VirtualLoop, seed: str, log_dir: Path) -> None:
         self.loop, self.random, self.log_dir = loop, random.Random(f"worker/{seed}"), log_dir

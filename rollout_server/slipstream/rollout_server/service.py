@@ -34,13 +34,11 @@ from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTr
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.session import (
-    SESSION_WAITS,
     End,
     JoinCall,
     OutgoingMessages,
     Session,
     SessionServices,
-    SessionWaits,
     hello,
 )
 from slipstream.rollout_server.stored_weights import StoredWeights
@@ -81,14 +79,12 @@ class RolloutServer:
         engine: Engine,
         renderer: Renderer,
         gateway: WorkerGateway,
-        *,
-        waits: SessionWaits = SESSION_WAITS,
     ) -> None:
         """Loads the secrets. Raises ConfigError when they cannot work."""
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
         self._engine, self._renderer = engine, renderer
-        self._gateway, self._waits = gateway, waits
+        self._gateway = gateway
         self._credentials = Credentials.load(config.security)
         self._outbox = OutgoingMessages()
         self._stored: StoredWeights | None = None
@@ -120,7 +116,6 @@ class RolloutServer:
                     self._renderer,
                     sender,
                     environments,
-                    self._waits,
                     Agents(self._engine, self._config.rollout_server),
                     self._open_reference(stack),
                     self._stored,

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 _MAX_OUTGOING = 65_536
 _FLUSH_PERIOD_S = 0.02
+# Seconds for episodes that were cancelled, until the queue has their trajectories, and for the
+# controller to end the stream.
+CANCEL_S, FLUSH_S, GOODBYE_S = 5.0, 5.0, 2.0
 
 JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.ControllerMessage]
 
@@ -72,23 +75,6 @@ class OutgoingMessages:
 
 
 @dataclass(frozen=True)
-class SessionWaits:
-    """How long a server waits, in seconds.
-
-    `cancel_s`: for episodes that were cancelled; `flush_s`: until the queue has their trajectories;
-    `goodbye_s`: for the controller to end the stream. `retry_s`: see `EpisodeServices`.
-    """
-
-    cancel_s: float = 5.0
-    flush_s: float = 5.0
-    goodbye_s: float = 2.0
-    retry_s: float = RETRY_S
-
-
-SESSION_WAITS = SessionWaits()
-
-
-@dataclass(frozen=True)
 class SessionServices:
     """The parts of a server that a session uses and does not own."""
 
@@ -97,7 +83,6 @@ class SessionServices:
     renderer: Renderer
     sender: TrajectorySender
     environments: Environments
-    waits: SessionWaits
     agents: Agents
     # Answers for the reference model; None if no server does.
     reference: ReferenceServer | None = None
@@ -135,7 +120,7 @@ class Session:
                 self._ledger,
                 services.agents,
                 services.reference,
-                retry_s=services.waits.retry_s,
+                retry_s=RETRY_S,
                 traces=services.traces,
             ),
             services.sender,
@@ -175,11 +160,11 @@ class Session:
             heart.cancel()
             return End.LOST
         await self._end_episodes(publishing, carry_out=True)
-        await _within(self._flush(), self._services.waits.flush_s)
+        await _within(self._flush(), FLUSH_S)
         heart.cancel()
         self._outbox.put(fleet_pb2.ServerMessage(drained=self._report()))
         self._outbox.close()
-        await _within(asyncio.shield(reader), self._services.waits.goodbye_s)
+        await _within(asyncio.shield(reader), GOODBYE_S)
         reader.cancel()
         return End.DRAINED
 
@@ -253,7 +238,7 @@ class Session:
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self._dispatcher.cancel_all()
-        await _within(self._dispatcher.wait_idle(), self._services.waits.cancel_s)
+        await _within(self._dispatcher.wait_idle(), CANCEL_S)
 
     async def _flush(self) -> None:
         while self._services.sender.queued_bytes:

@@ -24,6 +24,7 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
 _MAX_ORDERS = 1024
+# Seconds in which the controller must give its verdict on a probe.
 VERDICT_LIMIT_S = 60.0
 # Seconds after which an engine that scores the few short sequences of a probe counts as hung.
 PROBE_LIMIT_S = 120.0
@@ -85,14 +86,8 @@ class WeightOrders:
         report: Callable[[fleet_pb2.PublishReport], None],
         *,
         rested: Callable[[fleet_pb2.Rested], None] = lambda _: None,
-        verdict_limit_s: float = VERDICT_LIMIT_S,
-        probe_limit_s: float = PROBE_LIMIT_S,
     ) -> None:
-        """Takes a paused engine, which must score a probe within `probe_limit_s`.
-
-        `verdict_limit_s`: limit of the controller's verdict on a probe.
-        """
-        self._verdict_limit_s, self._probe_limit_s = verdict_limit_s, probe_limit_s
+        """Takes a paused engine."""
         self._engine, self._dispatcher = engine, dispatcher
         self._report, self._rested = report, rested
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
@@ -143,12 +138,12 @@ class WeightOrders:
     async def run(self) -> None:
         """Carries out orders until `close`; afterwards the engine is paused."""
         while True:
-            limit_s = self._verdict_limit_s if self.phase is Phase.PROBING else None
+            limit_s = VERDICT_LIMIT_S if self.phase is Phase.PROBING else None
             try:
                 async with asyncio.timeout(limit_s):
                     order = await self._orders.get()
             except TimeoutError:
-                await self._reject(f"no verdict on the probe within {self._verdict_limit_s:g} s")
+                await self._reject(f"no verdict on the probe within {VERDICT_LIMIT_S:g} s")
                 continue
             if order is None:
                 break
@@ -327,11 +322,11 @@ class WeightOrders:
         cuts = np.cumsum(np.asarray(probe.lengths, dtype=np.int64))[:-1]
         sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
         try:
-            async with asyncio.timeout(self._probe_limit_s):
+            async with asyncio.timeout(PROBE_LIMIT_S):
                 found = await self._engine.teacher_forced_logprobs(sequences, probe.adapters)
                 return pack_logprobs(found)
         except TimeoutError:
-            raise EngineDied(f"no answer to a probe within {self._probe_limit_s:g} s") from None
+            raise EngineDied(f"no answer to a probe within {PROBE_LIMIT_S:g} s") from None
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)

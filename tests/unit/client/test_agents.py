@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.client.agents import episodes as agent_episodes
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes, AgentRun
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
@@ -569,7 +570,9 @@ async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -
     await gateway.close()
 
 
-async def test_runs_that_do_not_end_are_named_and_bounded(capsys):
+async def test_runs_that_do_not_end_are_named_and_bounded(capsys, monkeypatch):
+    monkeypatch.setattr(agent_episodes, "END_LIMIT_S", 0.2)
+    monkeypatch.setattr(agent_episodes, "MAX_LEFT_RUNS", 2)
     released = threading.Event()
 
     class Stays(Agent):
@@ -580,7 +583,7 @@ async def test_runs_that_do_not_end_are_named_and_bounded(capsys):
                 except SystemExit:
                     continue
 
-    episodes = AgentEpisodes(end_limit_s=0.2, max_left_runs=2)
+    episodes = AgentEpisodes()
 
     def opened() -> AgentEpisode:
         return episodes.open(Stays(), "one", on_busy=lambda *_: None)

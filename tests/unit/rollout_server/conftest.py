@@ -12,7 +12,6 @@ from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
-from slipstream.rollout_server.session import SESSION_WAITS
 from slipstream.v1 import environment_pb2 as env_pb
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_fleet import Connection, FakeFleet
@@ -77,13 +76,13 @@ StartServer = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartServer:
     @contextlib.asynccontextmanager
-    async def start(config=config, *, waits=SESSION_WAITS, **fleet_options):
+    async def start(config=config, **fleet_options):
         engine, stop = FakeEngine(), asyncio.Event()
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
             server = RolloutServer(
-                config, fleet.address, ServerId("server-0"), engine, renderer, gateway, waits=waits
+                config, fleet.address, ServerId("server-0"), engine, renderer, gateway
             )
             task = asyncio.create_task(server.run(stop))
             try:

@@ -13,6 +13,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
 from slipstream.learner.trainer.tiny_model import make_tokenizer
+from slipstream.rollout_server import session
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,
@@ -20,7 +21,6 @@ from slipstream.rollout_server.reference_server import (
     ScoredSequence,
     check_reference_server,
 )
-from slipstream.rollout_server.session import SessionWaits
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
 from support.rigs.waiting import until
@@ -183,10 +183,13 @@ async def test_episodes_carry_what_the_reference_says(config, endpoint, start_se
     assert [asked["prompt"] for asked in endpoint.asked] == [trained.token_ids.tolist()]
 
 
-async def test_an_episode_whose_reference_fails_has_failed(config, endpoint, start_server) -> None:
+async def test_an_episode_whose_reference_fails_has_failed(
+    config, endpoint, start_server, monkeypatch
+) -> None:
+    monkeypatch.setattr(session, "RETRY_S", 0.01)
     endpoint.answers = [(400, {"error": {"message": "too long"}})]
     settings = with_server(config, section(endpoint))
-    async with start_server(settings, waits=SessionWaits(retry_s=0.01)) as server:
+    async with start_server(settings) as server:
         failed, good = await server.played(2, max_attempts=2)
     assert (failed.status, failed.failure.kind) == (Status.FAILED, FailureKind.INFRASTRUCTURE)
     assert "the reference model teacher at http" in failed.failure.message

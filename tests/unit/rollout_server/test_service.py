@@ -3,9 +3,9 @@ import asyncio
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
+from slipstream.rollout_server import session
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.service import wait_for_controller
-from slipstream.rollout_server.session import SessionWaits
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
@@ -367,8 +367,11 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
     assert {t.group_id for t in trajectories} == {"g0", "g1"}
 
 
-async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(start_server):
-    async with start_server(waits=SessionWaits(retry_s=1.0)) as server:
+async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
+    start_server, monkeypatch
+):
+    monkeypatch.setattr(session, "RETRY_S", 1.0)
+    async with start_server() as server:
         client, server.fleet.client = server.fleet.client, None
         connection = await server.leased(members=[0], max_attempts=3)
         (lost,) = await server.fleet.wait_trajectories(1)
@@ -708,12 +711,13 @@ async def test_a_server_that_drains_still_receives_what_others_wait_for(start_se
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
-    start_server, config, is_lost
+    start_server, config, monkeypatch, is_lost
 ) -> None:
-    waits = SessionWaits(cancel_s=0.1, flush_s=0.1, goodbye_s=0.1)
+    for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
+        monkeypatch.setattr(session, name, 0.1)
     room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 4})
     small = config.model_copy(update={"queue": room})
-    async with start_server(config=small, waits=waits) as server:
+    async with start_server(config=small) as server:
         server.fleet.acknowledging = False
         connection = await server.join()
         for number in range(32):
@@ -762,12 +766,13 @@ async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> N
 
 
 async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_delivered(
-    start_server, config
+    start_server, config, monkeypatch
 ) -> None:
     room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 3})
     small = config.model_copy(update={"queue": room})
-    waits = SessionWaits(cancel_s=0.1, flush_s=0.1, goodbye_s=0.1)
-    async with start_server(config=small, waits=waits) as server:
+    for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
+        monkeypatch.setattr(session, name, 0.1)
+    async with start_server(config=small) as server:
         server.fleet.acknowledging = False
         connection = await server.join()
         assert not connection.hello.undelivered

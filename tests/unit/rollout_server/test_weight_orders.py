@@ -10,6 +10,7 @@ import pytest
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.rollout_server import weight_orders
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.episode import EpisodeServices
@@ -57,7 +58,7 @@ class SlowEngine(FakeEngine):
 class Rig:
     """Weight orders that run, and all that it reported."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, **limits: float) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.engine = SlowEngine()
         self.reports: list[tuple[str, int]] = []
         self.reported = asyncio.Event()
@@ -75,7 +76,6 @@ class Rig:
             dispatcher,
             self._report,
             rested=lambda answer: self.rested.append(answer.number),
-            **limits,
         )
         self.running = tasks.create_task(self.orders.run())
 
@@ -110,10 +110,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig_of(**limits: float) -> AsyncIterator[Rig]:
+async def rig_of() -> AsyncIterator[Rig]:
     """Gives a rig, and ends its orders."""
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        rig = Rig(tasks, **limits)
+        rig = Rig(tasks)
         yield rig
         await rig.end()
 
@@ -157,8 +157,9 @@ async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committ
         assert rig.engine.resumed == 0
 
 
-async def test_a_server_says_that_a_verdict_came_too_late() -> None:
-    async with rig_of(verdict_limit_s=0.01) as rig:
+async def test_a_server_says_that_a_verdict_came_too_late(monkeypatch) -> None:
+    monkeypatch.setattr(weight_orders, "VERDICT_LIMIT_S", 0.01)
+    async with rig_of() as rig:
         rig.engine.arrived.set()
         rig.engine.scored.set()
         rig.receive("p1")
@@ -171,9 +172,10 @@ async def test_a_server_says_that_a_verdict_came_too_late() -> None:
         assert not rig.engine.running.is_set()
 
 
-async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead() -> None:
+async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(monkeypatch) -> None:
+    monkeypatch.setattr(weight_orders, "PROBE_LIMIT_S", 0.01)
     with pytest.RaisesGroup(EngineDied):
-        async with rig_of(probe_limit_s=0.01) as rig:
+        async with rig_of() as rig:
             rig.engine.arrived.set()
             rig.receive("p1")
             rig.commit("p1", PROBE)

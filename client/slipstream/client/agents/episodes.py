@@ -94,10 +94,7 @@ class AgentEpisode:
 class AgentEpisodes:
     """Opens the episodes of one host; the first one starts the gateway."""
 
-    def __init__(
-        self, *, end_limit_s: float = END_LIMIT_S, max_left_runs: int = MAX_LEFT_RUNS
-    ) -> None:
-        self._end_limit_s, self._max_left_runs = end_limit_s, max_left_runs
+    def __init__(self) -> None:
         self._gateway: Gateway | None = None
         # Runs whose episodes have ended.
         self._left: list[AgentRun] = []
@@ -107,10 +104,10 @@ class AgentEpisodes:
     ) -> AgentEpisode:
         """Opens an episode; raises EnvironmentFailed if too many earlier runs have not ended."""
         self._left = [run for run in self._left if run.is_alive]
-        if len(self._left) >= self._max_left_runs:
+        if len(self._left) >= MAX_LEFT_RUNS:
             raise environment_failed(
                 f"{len(self._left)} runs go on after the end of their episodes, the limit is "
-                f"{self._max_left_runs}: run() must end when its calls are refused"
+                f"{MAX_LEFT_RUNS}: run() must end when its calls are refused"
             )
         if self._gateway is None:
             # Its HTTP server takes as long to import as all else in a worker.
@@ -121,13 +118,13 @@ class AgentEpisodes:
 
     async def end(self, episode: AgentEpisode, key: str) -> None:
         """Ends an episode; a run that does not end is left alone, and named on stderr."""
-        left = await episode.end(self._end_limit_s)
+        left = await episode.end(END_LIMIT_S)
         if left is not None:
             self._left.append(left)
             place = left.place()
             where = f" ({place})" if place else ""
             print(
-                f"the run of episode {key} did not end within {self._end_limit_s:g} s{where}",
+                f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}",
                 file=sys.stderr,
             )
 

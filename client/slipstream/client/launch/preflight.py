@@ -48,7 +48,7 @@ ALGORITHMS_CHECK = "slipstream.learner.trainer.check_algorithms"
 SETTINGS_LIMIT_S = 300.0
 # Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
 PROOF_LIMIT_S = 600.0
-# Seconds beyond an environment's own limit in which its worker starts and says what hangs.
+# Seconds beyond an environment's own limits in which its worker starts and says where it hangs.
 WORKER_GRACE_S = 30.0
 # Environments that are loaded side by side: one for each processor, few for the sake of memory.
 CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
@@ -283,35 +283,23 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
 
 
-async def check_environments(
-    config: Config,
-    *,
-    play: bool = True,
-    keeps_log: bool = True,
-    grace_s: float = WORKER_GRACE_S,
-    at_once: int = CHECKS_AT_ONCE,
-) -> None:
+async def check_environments(config: Config, *, play: bool = True, keeps_log: bool = True) -> None:
     """Loads every environment in its own process and plays a first step; raises ConfigError.
 
-    Without `play` they are only loaded. `at_once` are loaded side by side. The first error in the
-    order of the settings is raised.
+    Without `play` they are only loaded. The first error in the order of the settings is raised.
 
     An environment that names tools needs a tool_parser, one that shows images max_images; an agent
     that asks the model as the run started needs adapters of their own.
-
-    A process has `grace_s` more than the environment's limits to say itself where it hangs.
 
     The run's preflight.log is written again where they play, with the last lines that each has
     printed, if `keeps_log`. A refusal makes no folder for it, unless the environment has printed
     something.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
-    places = asyncio.Semaphore(at_once)
+    places = asyncio.Semaphore(CHECKS_AT_ONCE)
     printed: list[str] = []
     checks = [
-        asyncio.create_task(
-            _check_environment(section, config, play, grace_s=grace_s, places=places)
-        )
+        asyncio.create_task(_check_environment(section, config, play, places))
         for section in [*sections, *config.evaluations]
     ]
     try:
@@ -335,8 +323,6 @@ async def _check_environment(
     section: EnvironmentSection | EvaluationSection,
     config: Config,
     play: bool,
-    *,
-    grace_s: float,
     places: asyncio.Semaphore,
 ) -> tuple[str, str, tuple[str, ...]]:
     """Returns the name, the cause why it cannot be used or "", and the lines that it printed."""
@@ -357,7 +343,7 @@ async def _check_environment(
         with _told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
             checked = await run_program(
                 [*worker_program(str(section.python or "")), *arguments],
-                limit_s=CHECKED_CALLS * timeout_s + grace_s,
+                limit_s=CHECKED_CALLS * timeout_s + WORKER_GRACE_S,
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
             )

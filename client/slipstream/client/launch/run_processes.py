@@ -41,6 +41,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 # Seconds of silence before the first such line; twice as long before each further one, to a limit.
 FIRST_S = 20.0
 LIMIT_S = 300.0
+# A controller that does not answer a stop for so many seconds is ended.
 STOP_LIMIT_S = 30.0
 ANSWER_LIMIT_S = 5.0
 # Seconds between two questions to the controller, as whether the trainer has loaded.
@@ -62,12 +63,8 @@ FORGIVEN_S = 600.0
 class RunCalls:
     """Calls the controller at `address`; that it does not answer is no error."""
 
-    def __init__(
-        self, address: str, credentials: Credentials, *, stop_limit_s: float = STOP_LIMIT_S
-    ) -> None:
-        """`stop_limit_s`: seconds in which the controller must answer `stop`."""
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
-        self._stop_limit_s = stop_limit_s
         self.metadata = call_metadata(credentials)
 
     def channel(self) -> grpc.aio.Channel:
@@ -85,7 +82,7 @@ class RunCalls:
                 await status_pb2_grpc.StatusServiceStub(channel).StopRun(
                     request,
                     metadata=self.metadata,
-                    timeout=self._stop_limit_s,
+                    timeout=STOP_LIMIT_S,
                     wait_for_ready=True,
                 )
         except grpc.aio.AioRpcError as error:
@@ -186,11 +183,9 @@ class RunProcesses:
         placement: Placement,
         *,
         node_rank: int = 0,
-        stop_limit_s: float = STOP_LIMIT_S,
     ) -> None:
-        """`stop_limit_s`: a controller that does not answer a stop for so long is ended."""
         self._config, self._placement = config, placement
-        self._calls = RunCalls(config.controller.address, credentials, stop_limit_s=stop_limit_s)
+        self._calls = RunCalls(config.controller.address, credentials)
         self._logs = config.run_dir / LOGS
         settings = write_config(config, node_folder(config, node_rank))
         self._config_arguments = ["--config", str(settings)]

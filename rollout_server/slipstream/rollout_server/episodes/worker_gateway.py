@@ -24,12 +24,7 @@ from slipstream.core.machine.owned_folder import OwnedFolder, remove_abandoned
 from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.episodes.calls import CallTable
-from slipstream.rollout_server.episodes.worker_process import (
-    NO_LIMITS,
-    WORKER_WAITS,
-    WorkerLimits,
-    WorkerWaits,
-)
+from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WorkerLimits
 from slipstream.v1 import environment_pb2, environment_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -209,15 +204,14 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         program: Callable[[str], Sequence[str]] = worker_program,
         log_bytes: int,
         limits: WorkerLimits = NO_LIMITS,
-        waits: WorkerWaits = WORKER_WAITS,
         takes_tools: bool = True,
     ) -> None:
         """`server`: id of this server.
 
-        `log_bytes`: limit of the output kept of one worker; `limits` and `waits` hold for each.
+        `log_bytes`: limit of the output kept of one worker; `limits` hold for each.
         `takes_tools`: environments may name tools.
         """
-        self.limits, self.waits, self.takes_tools = limits, waits, takes_tools
+        self.limits, self.takes_tools = limits, takes_tools
         self.log_dir, self.server = log_dir, server
         self.program, self._log_bytes = program, log_bytes
         self.logs: WorkerLogs

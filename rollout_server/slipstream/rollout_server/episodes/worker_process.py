@@ -46,17 +46,6 @@ class WorkerLimits:
 NO_LIMITS = WorkerLimits()
 
 
-@dataclass(frozen=True)
-class WorkerWaits:
-    """How long a worker may take to attach, and then to answer a ping, in seconds."""
-
-    start_s: float = 60.0
-    ping_s: float = 5.0
-
-
-WORKER_WAITS = WorkerWaits()
-
-
 class WorkerProcess:
     """Owns the process and the two files that outlive it; `close` ends all three."""
 

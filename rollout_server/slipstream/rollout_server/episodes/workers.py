@@ -25,6 +25,8 @@ from slipstream.rollout_server.episodes.worker_process import WorkerProcess
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 _STOP_LIMIT_S = 2.0
+# Seconds for a worker to attach, and to answer a ping.
+START_S, PING_S = 60.0, 5.0
 # Ends of workers in a row after which a task is a suspect, even if it was in no call then.
 MAX_LOST_WORKERS = 2
 
@@ -140,7 +142,7 @@ class EnvironmentWorker:
 
     async def _serve(self, loaded: Callable[[int], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
-        limit_s = self._gateway.waits.start_s
+        limit_s = START_S
         try:
             async with asyncio.timeout(limit_s):
                 # A wait that ends at its limit would cancel the future.
@@ -215,7 +217,7 @@ class EnvironmentWorker:
         """Returns an error that says where an episode hangs; ends a worker that does not answer."""
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
-            answer = await self.table.call(ping, timeout_s=self._gateway.waits.ping_s)
+            answer = await self.table.call(ping, timeout_s=PING_S)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 # The worker ended meanwhile: another episode may have found that this one hangs.

@@ -32,7 +32,7 @@ from slipstream.rollout_server.engine_interface import (
 )
 from slipstream.rollout_server.inference.usage import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
-from slipstream.rollout_server.vllm.engine_pause import ANSWER_LIMIT_S, EnginePause
+from slipstream.rollout_server.vllm.engine_pause import EnginePause
 from slipstream.rollout_server.vllm.engine_requests import (
     PROBE_PREFIX,
     EngineRequests,
@@ -78,16 +78,11 @@ class VllmEngine:
         stage: StageSetting,
         adapters: AdapterRequests = WITHOUT_ADAPTERS,
         recompute_context: bool = True,
-        answer_limit_s: float = ANSWER_LIMIT_S,
-        silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
         self._llm, self._processes, self._adapters = llm, processes, adapters
-        self._silence_limit_s = silence_limit_s
-        self._pauses = EnginePause(
-            llm, line, answer_limit_s=answer_limit_s, recompute_context=recompute_context
-        )
+        self._pauses = EnginePause(llm, line, recompute_context=recompute_context)
         self._workers = workers = WorkerCalls(llm, line)
         self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
         self._requests = EngineRequests(llm, self._pauses)
@@ -303,9 +298,9 @@ class VllmEngine:
 
     async def watch(self) -> None:
         """See `Engine`."""
-        watchdog = EngineWatchdog(self._silence_limit_s)
+        watchdog = EngineWatchdog(SILENCE_LIMIT_S)
         while not self._llm.errored:
-            await asyncio.sleep(min(_HEALTH_PERIOD_S, self._silence_limit_s))
+            await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
             self._pauses.check()
             waiting = 0 if self._pauses.is_paused else self._requests.num_open
             watchdog.check(heard_s=self._requests.counter.heard_s, num_requests=waiting)

@@ -34,11 +34,10 @@ class EnginePause:
         llm: AsyncLLM,
         line: DirectLine,
         *,
-        answer_limit_s: float,
         recompute_context: bool = True,
     ) -> None:
         """`recompute_context`: see the setting of `rollout_server`."""
-        self._llm, self._line, self._answer_limit_s = llm, line, answer_limit_s
+        self._llm, self._line = llm, line
         # Orders that the engine has marked as carried out, before vLLM's answers.
         self._late: list[asyncio.Task[None]] = []
         # The number of orders to resume; the engine's scheduler counts them too.
@@ -191,7 +190,7 @@ class EnginePause:
             self._late.append(task)
 
     async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
-        limit_s = self._answer_limit_s + update_limit_s
+        limit_s = ANSWER_LIMIT_S + update_limit_s
         try:
             async with asyncio.timeout(limit_s):
                 await call

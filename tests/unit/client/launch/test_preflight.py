@@ -532,10 +532,12 @@ async def test_environments_are_loaded_side_by_side_and_the_first_error_in_order
     failed = (meeting("a", "c"), meeting("c", "a"), meeting("b", "c"))
     config = config_of(tmp_path)
     async with asyncio.timeout(120):
-        await check_environments(config.model_copy(update={"environments": met}), at_once=2)
+        monkeypatch.setattr(preflight, "CHECKS_AT_ONCE", 2)
+        await check_environments(config.model_copy(update={"environments": met}))
         (tmp_path / "a").unlink()
         with pytest.raises(ConfigError, match=r"^environment a: .*a met"):
-            await check_environments(config.model_copy(update={"environments": failed}), at_once=3)
+            monkeypatch.setattr(preflight, "CHECKS_AT_ONCE", 3)
+            await check_environments(config.model_copy(update={"environments": failed}))
 
 
 CALLER = """
@@ -589,11 +591,12 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
 
 
 @pytest.mark.process
-async def test_an_environment_that_holds_its_process_is_given_up(playing):
+async def test_an_environment_that_holds_its_process_is_given_up(playing, monkeypatch):
+    monkeypatch.setattr(preflight, "WORKER_GRACE_S", -55.0)
     config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(60):
-            await check_environments(config, grace_s=-55.0)
+            await check_environments(config)
 
 
 @pytest.mark.process

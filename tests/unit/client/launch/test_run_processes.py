@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from slipstream.client.launch import run_processes
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
@@ -96,11 +97,14 @@ async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) ->
 
 
 @pytest.mark.process
-async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(tmp_path, capsys):
+async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
     config = deaf_config(tmp_path)
     async with (
         asyncio.timeout(60),
-        RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
+        RunProcesses(config, OPEN, Placement()) as processes,
     ):
         os.kill(os.getpid(), signal.SIGINT)
         assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
@@ -130,10 +134,11 @@ async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(t
 async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
     config = deaf_config(tmp_path)
     async with (
         asyncio.timeout(60),
-        RunProcesses(config, OPEN, Placement(), stop_limit_s=0.5) as processes,
+        RunProcesses(config, OPEN, Placement()) as processes,
     ):
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         # The controller must have started before the executable goes missing.

@@ -13,13 +13,12 @@ import psutil
 import pytest
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.chat import ChatMessage
+from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.episodes.worker_process import (
     NO_LIMITS,
-    WORKER_WAITS,
     WorkerLimits,
-    WorkerWaits,
 )
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
@@ -69,9 +68,9 @@ class Hosted:
 
 
 @contextlib.asynccontextmanager
-async def hosting(tmp_path, *, limits=NO_LIMITS, waits=WORKER_WAITS):
+async def hosting(tmp_path, *, limits=NO_LIMITS):
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits, waits=waits)
+    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
@@ -86,9 +85,10 @@ async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
 
 
 @pytest.fixture
-async def impatient(tmp_path: Path) -> AsyncIterator[Hosted]:
+async def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hosted]:
     """Workers that are ended when they do not answer a ping at once."""
-    async with hosting(tmp_path, waits=WorkerWaits(ping_s=0.5)) as found:
+    monkeypatch.setattr(workers, "PING_S", 0.5)
+    async with hosting(tmp_path) as found:
         yield found
 
 
@@ -425,12 +425,13 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -
     assert not child_processes(gateway.address)
 
 
-async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path: Path) -> None:
+async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "START_S", 0.2)
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(
-        tmp_path / "logs", program=lambda _: late, log_bytes=4096, waits=WorkerWaits(start_s=0.2)
-    )
+    gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         hosted = Hosted(environments, reports)
