@@ -38,20 +38,17 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         made = generate(arguments.root, Path(folder))
-        stale = [
-            path.name
-            for path in made
-            if not _same(path, arguments.root / "slipstream/v1" / path.name)
-        ]
+        committed = arguments.root / "slipstream/v1"
+        names = [path.name for path in made]
+        _, changed, missing = filecmp.cmpfiles(
+            Path(folder) / "slipstream/v1", committed, names, shallow=False
+        )
+        stale = sorted(changed + missing)
     if stale:
         print(
             f"not what the .proto files say: {', '.join(stale)}; run `make protos`", file=sys.stderr
         )
     return 1 if stale else 0
-
-
-def _same(made: Path, committed: Path) -> bool:
-    return committed.is_file() and filecmp.cmp(made, committed, shallow=False)
 
 
 if __name__ == "__main__":

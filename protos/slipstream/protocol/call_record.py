@@ -40,10 +40,8 @@ class CallRecord:
             running, current, place = json.loads(line)
         except (ValueError, TypeError, RecursionError):
             return cls()
-        if not isinstance(running, list) or not _are_texts(*running, current, place):
+        if not isinstance(running, list):
+            return cls()
+        if not all(isinstance(value, str) for value in (*running, current, place)):
             return cls()
         return cls(tuple(running), current, place)
-
-
-def _are_texts(*values: object) -> bool:
-    return all(isinstance(value, str) for value in values)

@@ -172,12 +172,9 @@ def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
             text = json.dumps(value, sort_keys=True)
             # Arguments of an environment may hold what nobody else is to read.
             is_hidden = len(text) > LONGEST_VALUE or ".args." in key
-            found[key] = f"sha256 {_digest(text)}" if is_hidden else text
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            found[key] = f"sha256 {digest}" if is_hidden else text
     return found
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _is_below(key: str, wanted: Sequence[str] | set[str]) -> bool:

@@ -33,15 +33,6 @@ DELTA_NETS: Linear = "delta nets"
 MAMBA: Linear = "Mamba layers"
 
 
-def no_problems(_: Table) -> Iterator[str]:
-    """Yields nothing: the fields of most families are independent."""
-    return iter(())
-
-
-def _as_it_is(values: Table) -> Table:
-    return values
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """Settings of the rotary embedding with which all programs compute alike."""
@@ -133,9 +124,9 @@ class Family:
     is_tied: bool = False
     rope: Rope = Rope()
     # Rules between fields.
-    problems: Callable[[Table], Iterator[str]] = no_problems
+    problems: Callable[[Table], Iterator[str]] = lambda _: iter(())
     # Returns a config.json with the fields that those of other families have.
-    usual: Callable[[Table], Table] = _as_it_is
+    usual: Callable[[Table], Table] = lambda values: values
     # How quantized files become files that can be trained.
     conversion: str = "take the folder in bfloat16"
 

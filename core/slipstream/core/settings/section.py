@@ -70,7 +70,9 @@ class Section(BaseModel):
                 # A URL may hold a password.
                 shown = "" if name.endswith("_url") else f", got {value!r}"
                 raise ValueError(f"input should be one line of text, not empty{shown}")
-            if Path in kinds and _is_too_long(value):
+            path = os.fsencode(value)
+            longest_name = max(map(len, path.split(b"/")))
+            if Path in kinds and (len(path) > _PATH_BYTES or longest_name > _NAME_BYTES):
                 raise ValueError(
                     f"input should be a path of at most {_PATH_BYTES} bytes and {_NAME_BYTES} for "
                     f"each of its names, got {len(value)} characters"
@@ -106,8 +108,3 @@ def _kinds(annotation: object) -> Iterator[object]:
 
 def _is_time(seconds: float) -> bool:
     return seconds == 0 or _SHORTEST_S <= seconds <= _LONGEST_S
-
-
-def _is_too_long(path: str) -> bool:
-    names = os.fsencode(path).split(b"/")
-    return len(os.fsencode(path)) > _PATH_BYTES or max(map(len, names)) > _NAME_BYTES

@@ -29,7 +29,7 @@ from slipstream.learner.controller.records.ledger import (
     open_receiver,
 )
 from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.restoration import RestoredParts, begin, journal_servers, restore
+from slipstream.learner.controller.restoration import Restored, begin, journal_servers, restore
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
@@ -185,7 +185,7 @@ class Controller:
                     self._book, self._environments, self._fleet, journal, self._ledger, receiver
                 )
                 self._assemble(books, server, tasks)
-                restore(self._parts, history, self._run)
+                restore(books, self._restored, history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 bind(server, self._config.controller.address, self._credentials)
                 await server.start()
@@ -299,9 +299,8 @@ class Controller:
             on_checkpoint=self._checkpoints.saved,
         )
         self._environment_servicer = EnvironmentServicer(run, books, self._intake)
-        self._parts = RestoredParts(
-            books, self._intake, former, self._recorder, self._evaluator, self._environment_servicer
-        )
+        others = (former, self._recorder, self._evaluator, self._environment_servicer)
+        self._restored: tuple[Restored, ...] = (self._intake, *others)
         self._connect(journal)
         self._add_services(books, server)
 

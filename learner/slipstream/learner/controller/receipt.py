@@ -17,7 +17,7 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -107,7 +107,12 @@ def pack(run: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="slipstream-receipt-") as changed:
         files = _collected(run, config, Path(changed))
         for name, path in files.items():
-            _check_without(secrets, run / name, path)
+            data = path.read_bytes()
+            for what, value in secrets:
+                if _MIN_SECRET_BYTES <= len(value) <= _MAX_SECRET_BYTES and value in data:
+                    raise ConfigError(
+                        f"{run / name} has the value of {what} in it: no receipt is made of it"
+                    )
         entries = [
             describe_file(path.parent, path.name).model_copy(update={"path": name})
             for name, path in sorted(files.items())
@@ -233,14 +238,6 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
     for name, value in os.environ.items():
         if _SECRET_VARIABLE.search(name):
             yield f"${name}", value.strip().encode()
-
-
-def _check_without(secrets: Sequence[tuple[str, bytes]], name: Path, path: Path) -> None:
-    """Raises ConfigError when a file has one of the secrets in it."""
-    data = path.read_bytes()
-    for what, value in secrets:
-        if _MIN_SECRET_BYTES <= len(value) <= _MAX_SECRET_BYTES and value in data:
-            raise ConfigError(f"{name} has the value of {what} in it: no receipt is made of it")
 
 
 def write_receipt(path: Path, receipt: Receipt, files: Mapping[str, Path]) -> None:

@@ -3,38 +3,30 @@
 import itertools
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.algorithms.functions import used_functions
-from slipstream.learner.controller.evaluation import EvaluationResult, Evaluator
+from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.services.environment_service import EnvironmentServicer
-from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
 
 
-@dataclass(frozen=True)
-class RestoredParts:
-    """The parts of the controller whose state is restored from the journal."""
+class Restored(Protocol):
+    """A part of the controller whose state is restored from the journal."""
 
-    books: Books
-    intake: Intake
-    former: BatchFormer
-    recorder: RunRecorder
-    evaluator: Evaluator
-    environments: EnvironmentServicer
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the journal's state."""
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
@@ -90,20 +82,16 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
 
 
-def restore(parts: RestoredParts, history: RunHistory, run: Run) -> None:
-    """Restores every part to the end of the journal; called before any server connects."""
+def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: Run) -> None:
+    """Restores all parts to the end of the journal; called before any server connects."""
     if history.starts == 1:
         return
     if history.solved and run.config.algorithms.filters:
         run.progress.solve(history.next_step, history.solved)
-    parts.books.leases.restore(history)
-    parts.books.ledger.restore(history)
-    parts.intake.restore(history)
-    parts.former.restore(history)
-    parts.recorder.restore(history)
-    parts.evaluator.restore(history)
-    parts.environments.restore(history)
-    open_groups = sum(not group.is_complete for group in parts.books.leases.groups.values())
+    every: list[Restored] = [books.leases, books.ledger, *parts]
+    for part in every:
+        part.restore(history)
+    open_groups = sum(not group.is_complete for group in books.leases.groups.values())
     run.events.add(
         f"the run resumes at version {history.version}; the journal has the batches of "
         f"{history.next_step} steps, and {open_groups} open groups go on"

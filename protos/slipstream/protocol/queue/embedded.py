@@ -100,7 +100,9 @@ class EmbeddedServer(AsyncClosing):
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not await self._answers():
                     if self._process.returncode is not None:
-                        raise QueueError(f"valkey ended at once: {_last_line(log)}")
+                        lines = log.read_text(errors="replace").splitlines()
+                        last = lines[-1] if lines else "its log is empty"
+                        raise QueueError(f"valkey ended at once: {last}")
                     await asyncio.sleep(0.02)
         except TimeoutError:
             await self.aclose()
@@ -180,8 +182,3 @@ def _write_private(file: Path, text: str) -> None:
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(text)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "its log is empty"

@@ -65,7 +65,7 @@ class RunRecorder:
         turn.
         """
         self._folder, self._config, self._trackers = folder, config, trackers
-        self._texts, self._events = texts, events
+        self._texts, self._warn = texts, events.warn
         for name in (SUMMARY, SUSPENDED):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
@@ -142,9 +142,6 @@ class RunRecorder:
         text = json.dumps(suspended, indent=2)
         write_result(self._folder / SUSPENDED, f"{text}\n".encode(), self._warn)
 
-    def _warn(self, text: str) -> None:
-        self._events.warn(text)
-
     def step(
         self,
         batch: FormedBatch,
@@ -183,7 +180,7 @@ class RunRecorder:
             return row
         self._note_row(row)
         for hint in self._lessons.note(row):
-            self._events.warn(hint)
+            self._warn(hint)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         if batch.step % self._config.controller.sample_every_steps == 0:

@@ -158,10 +158,9 @@ class EnvironmentBook:
             entry.next_number = earlier.next_number
             entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed
             entry.groups_filtered = earlier.filtered
-            self.entries[spec.name] = entry
-            return entry
-        shares = [other.share for other in self.training() if other.is_ready]
-        entry.head_start = min(shares, default=0.0)
+        else:
+            shares = [other.share for other in self.training() if other.is_ready]
+            entry.head_start = min(shares, default=0.0)
         self.entries[spec.name] = entry
         return entry
 

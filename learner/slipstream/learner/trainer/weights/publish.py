@@ -307,7 +307,7 @@ class _Sends:
         release = None
         if sender is not None:
             release = self._tried(lambda: sender.send(bucket, data), where)
-        return _nothing if release is None else lambda: self._tried(release, where)
+        return (lambda: None) if release is None else lambda: self._tried(release, where)
 
     def finish(self) -> Wire:
         """Waits until every bucket is sent."""
@@ -331,10 +331,6 @@ def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
 def _abandoned(order: weights_pb2.PublishOrder) -> str:
     """Returns the flag of a sender that could not join; it names no communicator, a secret."""
     return f"abandoned/{order.publish_id}"
-
-
-def _nothing() -> None:
-    pass
 
 
 NUM_SEQUENCES = 8
