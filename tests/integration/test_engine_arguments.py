@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +32,8 @@ from slipstream.rollout_server.vllm.passed_table import (
 from support.fakes.parity_models import make_mixture
 from support.fakes.small_configs import small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
+from support.ranks.loader_ranks import in_ranks
+from support.rigs.forking_engine import image_questions
 from vllm import AsyncEngineArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
@@ -408,34 +408,16 @@ def test_a_tower_that_is_not_trained_is_left_out(
     assert tower_values({"architectures": ["LlamaForCausalLM"]}, sampling) == {}
 
 
-# vLLM forks the engine only from a process without CUDA, which kernels of delta nets start.
-IMAGE_QUESTIONS = """
-import sys
-from slipstream.core.models.model_sizes import read_model_table
-from slipstream.core.settings.sections import SamplingSection
-from slipstream.rollout_server.vllm.engine_arguments import tower_values
-from pathlib import Path
-from vllm import AsyncEngineArgs
-from vllm.multimodal import MULTIMODAL_REGISTRY
-sampling = SamplingSection(max_reply_tokens=8, max_episode_tokens=16, max_images=1)
-values = tower_values(read_model_table(Path(sys.argv[1])), sampling)
-model = AsyncEngineArgs(model=sys.argv[1], max_model_len=256, **values).create_model_config()
-info = MULTIMODAL_REGISTRY.create_processor(model).info
-print(dict(info.get_mm_max_tokens_per_item(256, {"image": 1})), dict(info.allowed_mm_limits))
-print([name for name in sys.modules if "flash_linear_attention" in name])
-"""
-
-
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
 def test_a_server_asks_about_images_without_kernels_of_delta_nets(
     family: str, tmp_path: Path
 ) -> None:
+    # vLLM forks the engine only from a process without CUDA, which these kernels start.
     make_tokenizer(tmp_path)
     make_model(tmp_path, family)
     largest = load_processor(tmp_path).max_tokens
-    command = [sys.executable, "-c", IMAGE_QUESTIONS, str(tmp_path)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert found.splitlines()[-2:] == [f"{{'image': {largest}}} {{'image': 1}}", "[]"]
+    found = in_ranks(1, image_questions, tmp_path)
+    assert found == [([{"image": largest}, {"image": 1}], [])]
 
 
 def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from support.fakes.field_models import make_field_model
 from support.fakes.nested_folders import nest
 from support.ranks.field_ranks import probe
 from support.rigs import family_engine
-from support.rigs.sent_engine import run_engine
+from support.rigs.receiver_story import run_program
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -56,7 +56,7 @@ def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) ->
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
-    run_engine(family_engine.__file__, folders[0], folders[1], output)
+    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
     expected = [logprobs(folder) for folder in folders]
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
     np.testing.assert_allclose(
@@ -72,7 +72,7 @@ def test_an_engine_computes_the_decoder_beside_a_tower(case: str, tmp_path: Path
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
-    run_engine(family_engine.__file__, folders[0], folders[1], output)
+    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
     expected = [logprobs(folder, has_tower=True) for folder in folders]
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
     np.testing.assert_allclose(
@@ -89,7 +89,7 @@ def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(
     folders = [tmp_path / name / case for name in ("first", "second")]
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
-    run_engine(family_engine.__file__, folders[0], folders[1], output)
+    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
     expected = sent_back([logprobs(folder) for folder in folders])
     gaps = np.abs(np.load(output, allow_pickle=False) - expected).mean(axis=1)
     apart = np.abs(expected[0] - expected[1]).mean()

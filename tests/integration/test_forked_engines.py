@@ -1,6 +1,5 @@
 """The server's process starts no CUDA before vLLM forks its engine, whatever the family."""
 
-import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +11,9 @@ from slipstream.core.settings.config import Config
 from support.fakes.field_models import CASES, make_field_model
 from support.fakes.nested_folders import nest
 from support.fakes.published_qwen35 import write_as_published
+from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import start_up_to_the_fork
 
-LIMIT_S = 300
-# A process of its own: a fork of this one would inherit locks of threads of earlier tests.
-SPAWN = multiprocessing.get_context("spawn")
 DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
 LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
 # Each family of decoders once, and families with a tower.
@@ -87,13 +84,7 @@ def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
             assert has_adapters
             assert str(error).startswith("lora."), error
             continue
-        said = SPAWN.SimpleQueue()
-        server = SPAWN.Process(target=start_up_to_the_fork, args=(config, said))
-        server.start()
-        server.join(LIMIT_S)
-        server.kill()
-        assert not said.empty(), "vLLM did not get as far as its fork"
-        assert said.get() == []
+        assert in_ranks(1, start_up_to_the_fork, config) == [[]]
 
 
 async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:

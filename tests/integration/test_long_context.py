@@ -8,16 +8,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from slipstream.learner.trainer.layers.attention import CoreAttention
-from slipstream.learner.trainer.layers.length_groups import MOST_SCORES
 from slipstream.learner.trainer.ranks import compat, cpu
 from support.ranks import long_ranks
-from support.ranks.long_ranks import ADAM_EPS, LAYOUTS, LEARNING_RATE, make_model, sequences_of
+from support.ranks.long_ranks import (
+    ADAM_EPS,
+    LAYOUTS,
+    LEARNING_RATE,
+    MOST_SCORES,
+    make_model,
+    sequences_of,
+)
 from support.ranks.rank_pool import RankPool
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Nine times the original length; two context parallel ranks need blocks of queries.
-LENGTH = 9216
+# Beyond four times the original length; two context parallel ranks need blocks of queries.
+LENGTH = 4608
 Trained = Callable[[str, str, int], dict]
 
 

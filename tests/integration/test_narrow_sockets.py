@@ -28,9 +28,12 @@ from slipstream.learner.trainer.ranks.rendezvous import rendezvous
 from slipstream.protocol.access.exposure import narrow_sockets
 
 limit = timedelta(seconds=60)
+if narrow := os.fork():
+    os.waitpid(narrow, 0)
 child = os.fork()
 rank = 0 if child else 1
-if sys.argv[1] == "narrow":
+if narrow:
+    os.environ["MASTER_PORT"] = sys.argv[1]
     narrow_sockets(os.environ, gloo="127.0.0.1", nccl=("127.0.0.1",))
 store = rendezvous(rank, 2, limit)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
@@ -45,9 +48,8 @@ dist.destroy_process_group()
 """
 
 
-def listeners(folder: Path, how: str) -> list[str]:
-    """The addresses on which two ranks on this host listen."""
-    hosts = folder / "hosts"
+def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n10.1.2.3 box\n")
     environ = {
         "MASTER_ADDR": "127.0.0.1",
@@ -58,20 +60,13 @@ def listeners(folder: Path, how: str) -> list[str]:
     command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOST, str(hosts)]
     command += ["env", *(f"{name}={value}" for name, value in environ.items())]
     ended = subprocess.run(
-        [*command, sys.executable, "-c", RANKS, how],
+        [*command, sys.executable, "-c", RANKS, str(free_port("127.0.0.1"))],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    found: list[str] = json.loads(ended.stdout)
-    return found
-
-
-def test_gloo_would_listen_on_the_network(tmp_path: Path) -> None:
-    assert "10.1.2.3" in listeners(tmp_path, "as torch does")
-
-
-def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path: Path) -> None:
-    assert listeners(tmp_path, "narrow") == ["127.0.0.1"]
+    as_torch_does, narrow = map(json.loads, ended.stdout.splitlines())
+    assert "10.1.2.3" in as_torch_does
+    assert narrow == ["127.0.0.1"]

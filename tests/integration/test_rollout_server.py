@@ -170,18 +170,9 @@ async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFle
     await wait_gone(started)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--connect-timeout-s", "0.2"], "no controller answers at 127.0.0.1:9"),
-        (["--config", "/nonexistent.toml"], "/nonexistent.toml: no such file"),
-    ],
-)
-async def test_a_wrong_start_is_one_line_and_exit_code_2(
-    settings: Path, options: list[str], line: str
-) -> None:
-    server = await start(settings, "127.0.0.1:9", *options)
+async def test_a_wrong_start_is_one_line_and_exit_code_2(settings: Path) -> None:
+    server = await start(settings, "127.0.0.1:9", "--connect-timeout-s", "0.2")
     _, stderr = await asyncio.wait_for(server.communicate(), START_LIMIT_S)
     assert server.returncode == 2
-    assert stderr.decode().startswith(f"slipstream: {line}")
-    assert len(stderr.decode().splitlines()) == 1
+    (line,) = stderr.decode().splitlines()
+    assert line.startswith("slipstream: no controller answers at 127.0.0.1:9")

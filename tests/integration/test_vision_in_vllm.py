@@ -18,7 +18,7 @@ from support.ranks.vision_ranks import conversations, replied
 from support.references.plain_vision import Conversation, plain_logprobs, plain_model
 from support.rigs import vision_engine
 from support.rigs.adapter_engine import RANK, SCALE, Rig, adapters_for
-from support.rigs.sent_engine import run_engine
+from support.rigs.receiver_story import run_program
 from support.rigs.started_engine import started_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -44,7 +44,8 @@ def run_family(family: str, folder: Path) -> tuple[list[Path], dict[str, np.ndar
         make_model(each, family, seed=seed)
         if family in DELTA_NETS:
             write_as_published(each)
-    run_engine(vision_engine.__file__, *folders, folder / "found.npz")
+    files = map(str, (*folders, folder / "found.npz"))
+    run_program(vision_engine.__file__, *files, limit_s=400)
     with np.load(folder / "found.npz", allow_pickle=False) as found:
         return folders, {name: found[name] for name in found.files}
 

@@ -349,13 +349,6 @@ def test_a_right_launch_gets_as_far_as_the_model(site: Site) -> None:
     check_line(result, "no controller answers at")
 
 
-def test_a_port_that_is_taken_is_named(site: Site) -> None:
-    host, _, port = site.address.rpartition(":")
-    with socket.create_server((host, int(port))):
-        result = run_command(*FIRST, cwd=site.folder)
-    check_line(result, f"cannot listen on {site.address}", "another run may have it")
-
-
 def test_a_port_of_the_ranks_that_is_taken_is_named(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -24,7 +24,7 @@ from slipstream.rollout_server.weights.live_base import LiveBase, Share
 from support.fakes.gloo_sender import num_changed, pack
 from support.references import plain_deltas
 
-LIMIT_S = 240.0
+LIMIT_S = 500.0
 BUCKET_BYTES = 24_000
 SIZES = {
     "hidden_size": 64,

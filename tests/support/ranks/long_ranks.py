@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.learner.trainer.layers import attention
 
 from support.ranks.rank_program import kept, likelier, opened, score, weights_of
 
@@ -18,6 +19,8 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
 }
 LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
 VOCAB, ORIGINAL, LONGEST = 64, 1024, 131072
+# Half of the product's length needs blocks of queries then, for a quarter of the work.
+MOST_SCORES = attention.MOST_SCORES // 4
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -100,6 +103,8 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
     model, layout, length = job.split(".")
+    if int(length) < LONGEST:
+        attention.MOST_SCORES = MOST_SCORES
     config = config_of(folder / model, layout, int(length))
     policy = opened(config)
     max_tokens = config.learner.micro_batch_tokens

@@ -1,12 +1,14 @@
-"""A server that starts its engine up to the moment in which vLLM would fork it."""
+"""What a server asks vLLM before it forks its engine, each in a process of its own."""
 
 import asyncio
 import multiprocessing.process
 import sys
-from typing import Any
+from pathlib import Path
 
 import torch
+from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import SamplingSection
 
 from support.rigs.started_engine import become_a_server
 
@@ -18,8 +20,8 @@ class ForkedError(Exception):
     """vLLM would fork its engine now."""
 
 
-def start_up_to_the_fork(config: Config, said: Any) -> None:  # noqa: ANN401 - a queue
-    """Puts into `said` what of CUDA has begun by then; call it in a process of its own."""
+def start_up_to_the_fork(_rank: int, config: Config) -> list[str]:
+    """What of CUDA has begun by then; call it in a process of its own."""
     become_a_server(config)
     from slipstream.rollout_server.vllm import engine, engine_arguments
 
@@ -35,4 +37,19 @@ def start_up_to_the_fork(config: Config, said: Any) -> None:  # noqa: ANN401 - a
     try:
         asyncio.run(engine.VllmEngine.start(config, seed=1))
     except ForkedError:
-        said.put([*started, *(name for name in sys.modules if KERNELS in name)])
+        return [*started, *(name for name in sys.modules if KERNELS in name)]
+    raise AssertionError("vLLM did not get as far as its fork")
+
+
+def image_questions(_rank: int, folder: Path) -> tuple[list[dict[str, int]], list[str]]:
+    """What vLLM says of images, and the kernels of delta nets that it has imported by then."""
+    from slipstream.rollout_server.vllm.engine_arguments import tower_values
+    from vllm import AsyncEngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    sampling = SamplingSection(max_reply_tokens=8, max_episode_tokens=16, max_images=1)
+    values = tower_values(read_model_table(folder), sampling)
+    model = AsyncEngineArgs(model=str(folder), max_model_len=256, **values).create_model_config()
+    info = MULTIMODAL_REGISTRY.create_processor(model).info
+    said = [dict(info.get_mm_max_tokens_per_item(256, {"image": 1})), dict(info.allowed_mm_limits)]
+    return said, [name for name in sys.modules if KERNELS in name]

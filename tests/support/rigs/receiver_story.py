@@ -2,10 +2,16 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from slipstream.client.launch.placement import uses_gpus
+
+from support.ranks.loader_ranks import in_ranks
 
 RIGS = Path(__file__).parent
 FOLDERS = (
@@ -20,15 +26,19 @@ FOLDERS = (
 )
 
 
-def run_rig(
-    folder: Path, *arguments: str, limit_s: float, program: str = "receiver_rig.py"
-) -> dict[str, list[dict[str, Any]]]:
-    """The lines of its report by their kind; fails with its output when it fails."""
+def run_program(*command: str, limit_s: float) -> str:
+    """What the program that the command names prints; fails with its output when it fails.
+
+    Without GPUs it is forked by a process that has imported vLLM.
+    """
+    if not uses_gpus():
+        ((said,),) = in_ranks(1, _forked, command)
+        return str(said)
     root = RIGS.parents[2]
     # Packages may lie in a folder that is only named there.
     paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(RIGS / program), str(folder), *arguments],
+        [sys.executable, *command],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -36,8 +46,26 @@ def run_rig(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def _forked(_rank: int, command: tuple[str, ...]) -> list[str]:
+    sys.argv = list(command)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        runpy.run_path(command[0], run_name="__main__")
+        file.seek(0)
+        # A string alone would be a failure.
+        return [file.read()]
+
+
+def run_rig(
+    folder: Path, *arguments: str, limit_s: float, program: str = "receiver_rig.py"
+) -> dict[str, list[dict[str, Any]]]:
+    """The lines of its report by their kind."""
+    said = run_program(str(RIGS / program), str(folder), *arguments, limit_s=limit_s)
     report: dict[str, list[dict[str, Any]]] = {}
-    for line in done.stdout.splitlines():
+    for line in said.splitlines():
         if line.startswith('{"what"'):
             fact = json.loads(line)
             report.setdefault(fact["what"], []).append(fact)

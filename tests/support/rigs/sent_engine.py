@@ -7,8 +7,6 @@ main function awaits `seen_twice`.
 import argparse
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,30 +20,14 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights
 
 from support.fakes.gloo_sender import GlooSender, layout_of
-from support.rigs.receiver_story import FOLDERS
 from support.rigs.started_engine import with_small_cache
 
 BUCKET_BYTES = 1 << 20
 Seen = TypeVar("Seen")
 
 
-def run_engine(rig: str, folder: Path, sent: Path, output: Path) -> None:
-    """Runs the file `rig` to its end; a failure shows its output."""
-    root = Path(__file__).parents[3]
-    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, rig, str(folder), str(sent), str(output)],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-
-
 def parse_folders(description: str | None) -> argparse.Namespace:
-    """The arguments that `run_engine` passes: folder, sent and output."""
+    """The arguments of such a program: folder, sent and output."""
     parser = argparse.ArgumentParser(description=description)
     for name in ("folder", "sent", "output"):
         parser.add_argument(name, type=Path)
