@@ -5,8 +5,10 @@
 
 from typing import TYPE_CHECKING
 
-from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.environment import (
+    AgentEnvironment,
+    AgentOutcome,
+    Endpoint,
     Environment,
     Message,
     Reply,

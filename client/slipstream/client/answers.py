@@ -10,8 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import SupportsFloat, TypeVar
 
-from slipstream.client.agent import BRANCH_NAME, AgentOutcome
-from slipstream.client.environment import Message, Reply, ResetResult, StepResult, ToolCall
+from slipstream.client.environment import (
+    BRANCH_NAME,
+    AgentOutcome,
+    Message,
+    Reply,
+    ResetResult,
+    StepResult,
+    ToolCall,
+)
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.owned_folder import read_left

@@ -143,7 +143,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(first, f"{_LAUNCHER}:run_quickstart", "overrides")
 
     run = commands.add_parser("run", help="everything on this machine")
-    _add_config(run, is_optional=True)
+    _add_start(run, is_optional=True)
     run.add_argument(
         "--model", metavar="NAME", help="for model.path: a folder, or a name on the hub"
     )
@@ -157,7 +157,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     learner = commands.add_parser(
         "learner", help="the trainer ranks of this node; on node 0 the controller too"
     )
-    _add_config(learner)
+    _add_start(learner)
     _add_node(learner)
     _set_program(
         learner,
@@ -167,7 +167,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
-    _add_config(server)
+    _add_start(server)
     server.add_argument("--controller", metavar="HOST:PORT", help="default: controller.address")
     server.add_argument("--server-id", help="a name that stays the same after a restart")
     server.add_argument(
@@ -224,8 +224,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(export, f"{_LAUNCHER}:run_export", "run", "step", "out")
 
     roles = commands.add_parser("roles", help="what a scheduler starts for a run, and as its files")
-    roles.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
-    roles.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    _add_settings(roles, is_optional=True)
     roles.add_argument(
         "--for",
         dest="target",
@@ -248,8 +247,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
-    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
-    doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    _add_settings(doctor, is_optional=True)
     doctor.add_argument("--json", action="store_true", help="one line for each finding")
     doctor.add_argument(
         "--role",
@@ -261,13 +259,11 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(doctor, "slipstream.client.doctor:run_doctor")
 
     check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
-    check.add_argument("config", type=Path, metavar="CONFIG.toml")
-    check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    _add_settings(check)
     _set_program(check, f"{_LAUNCHER}:run_check", "config", "overrides")
 
     chaos = commands.add_parser("chaos", help="a run under faults, and what its files say then")
-    chaos.add_argument("config", type=Path, metavar="CONFIG.toml")
-    chaos.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    _add_settings(chaos)
     chaos.add_argument("--kills", type=int, default=20, help="the number of faults; default: 20")
     chaos.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
     chaos.add_argument(
@@ -349,10 +345,14 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(stop, "slipstream.client.requests:stop")
 
 
-def _add_config(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     number = "?" if is_optional else None
     parser.add_argument("config", type=Path, nargs=number, metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+
+
+def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    _add_settings(parser, is_optional=is_optional)
     parser.add_argument(
         *("--dry-run",),
         action="store_true",

@@ -15,12 +15,16 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 import grpc.aio
-from slipstream.client.agent import AgentEnvironment
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.answers import agent_observation, observation, reply_of, verdict
-from slipstream.client.call_tracker import CallTracker, awaited_place
-from slipstream.client.environment import AnyEnvironment, TaskSource
-from slipstream.client.environment_loader import describe, environment_failed, load_environment
+from slipstream.client.environment import AgentEnvironment, AnyEnvironment, TaskSource
+from slipstream.client.environment_loader import (
+    CallTracker,
+    awaited_place,
+    describe,
+    environment_failed,
+    load_environment,
+)
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2

@@ -119,7 +119,7 @@ class _NotConnected(Exception):
 
 async def _attach(address: str, token: str | None, record: int | None) -> None:
     import grpc.aio
-    from slipstream.client.call_tracker import CallTracker
+    from slipstream.client.environment_loader import CallTracker
     from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
     from slipstream.core.errors import ConfigError
     from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
@@ -226,7 +226,7 @@ class _Check:
         print(f"{WARNING}{what}", file=sys.stderr)
 
     def _abandon(self) -> NoReturn:
-        from slipstream.client.call_tracker import running_place
+        from slipstream.client.environment_loader import running_place
 
         place = running_place(self._main_thread)
         innermost = sys._current_frames()[self._main_thread].f_code.co_filename

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder, read_left
 from slipstream.core.machine.process import open_variables

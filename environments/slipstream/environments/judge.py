@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel, Field, ValidationError
-from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.environment import Environment, Message, Reply, StepResult
+from slipstream.client.environment import (
+    AgentEnvironment,
+    AgentOutcome,
+    Endpoint,
+    Environment,
+    Message,
+    Reply,
+    StepResult,
+)
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
 from slipstream.environments.arguments import (

@@ -109,7 +109,12 @@ class RolloutServer:
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
                 clients = ClientEnvironments(channel, call_metadata(self._credentials))
-                environments = Environments(group, self._gateway, clients, self._report_environment)
+                environments = Environments(
+                    group,
+                    self._gateway,
+                    clients,
+                    lambda report: self._outbox.put(fleet_pb2.ServerMessage(environment=report)),
+                )
                 services = SessionServices(
                     self._config,
                     self._engine,
@@ -255,9 +260,6 @@ class RolloutServer:
         )
         stack.push_async_callback(opened.aclose)
         return opened
-
-    def _report_environment(self, report: fleet_pb2.EnvironmentReport) -> None:
-        self._outbox.put(fleet_pb2.ServerMessage(environment=report))
 
 
 async def wait_for_controller(address: str, limit_s: float) -> None:

@@ -15,7 +15,7 @@ from slipstream.client.agents import episodes as agent_episodes
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes, AgentRun
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
-from slipstream.client.call_tracker import CallTracker
+from slipstream.client.environment_loader import CallTracker
 from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.judge import JudgedByStart

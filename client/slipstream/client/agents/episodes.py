@@ -18,11 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.client.agent import AgentEnvironment, Endpoint
 from slipstream.client.agents.exchange import CallExchange
 from slipstream.client.answers import agent_result
-from slipstream.client.call_tracker import awaited_place, running_place
-from slipstream.client.environment_loader import environment_failed
+from slipstream.client.environment import AgentEnvironment, Endpoint
+from slipstream.client.environment_loader import awaited_place, environment_failed, running_place
 from slipstream.v1 import environment_pb2 as pb
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 import h11
 import uvicorn
-from slipstream.client.agent import BRANCH_NAME, Endpoint
 from slipstream.client.agents.exchange import CallExchange, PendingCall, TooManyCalls
+from slipstream.client.environment import BRANCH_NAME, Endpoint
 from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb

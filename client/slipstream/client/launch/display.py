@@ -20,7 +20,7 @@ FILES = (
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
-# Seconds between two lines of steps: all steps lie in metrics.jsonl.
+# Least seconds between two lines of steps, but for the last: all steps lie in metrics.jsonl.
 STEP_EVERY_S = 2.0
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
@@ -33,12 +33,9 @@ class Display:
         config: Config,
         out: TextIO | None = None,
         err: TextIO | None = None,
-        *,
-        step_every_s: float = STEP_EVERY_S,
     ) -> None:
-        """Shows at most one step in `step_every_s`, and the last one."""
         self._config = config
-        self._step_every_s, self._step_at_s = step_every_s, -math.inf
+        self._step_at_s = -math.inf
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._started_s = time.monotonic()
@@ -64,7 +61,7 @@ class Display:
             self.told_failure = event.text.removeprefix(FAILED)
             self.fail(self.told_failure)
         elif event.metrics:
-            is_due = time.monotonic() >= self._step_at_s + self._step_every_s
+            is_due = time.monotonic() >= self._step_at_s + STEP_EVERY_S
             if is_due or event.step == self._config.run.steps:
                 self._step_at_s = time.monotonic()
                 self._line(step_line(event, self._config.run.steps))

@@ -60,8 +60,8 @@ def skypilot_group(
             "run.name=NAME gives another"
         )
     models = model_folders(config)
-    settings = [*overrides]
-    settings += [f"{setting}={_there(path)}" for setting, path in models.items()]
+    there = {setting: f"{PLACE}/models/{model.name}" for setting, model in models.items()}
+    settings = [*overrides, *(f"{setting}={json.dumps(where)}" for setting, where in there.items())]
     nodes, _ = learner_nodes(config)
     host = f"{LEARNER}-0.{run}"
     tasks = []
@@ -100,10 +100,6 @@ def skypilot_group(
         "volume.yaml": filled_template(VOLUME, run=run, access=access),
     }
     return Group(files, host, lock)
-
-
-def _there(model: Path) -> str:
-    return json.dumps(f"{PLACE}/models/{model.name}")
 
 
 def _mounts(role: Role, path: Path, models: set[Path]) -> str:

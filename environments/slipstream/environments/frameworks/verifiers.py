@@ -18,7 +18,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slipstream.client.agent import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
 from slipstream.environments.frameworks.packages import Foreign, needs
 

@@ -59,9 +59,7 @@ class HostedEnvironment:
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
         self._alone = LoneWorkers(
-            lambda: EnvironmentWorker(gateway, self.spec, self._suspects),
-            first=self._num_workers,
-            count=self._num_workers,
+            lambda: EnvironmentWorker(gateway, self.spec, self._suspects), self._num_workers
         )
         self._ready: set[EnvironmentWorker] = set()
         self._changed = asyncio.Event()
@@ -269,10 +267,10 @@ async def _as_it_is(error: EnvironmentFailed) -> EnvironmentFailed:
 class LoneWorkers:
     """Gives each episode a worker of its own; no worker runs while no episode waits."""
 
-    def __init__(self, make: Callable[[], EnvironmentWorker], *, first: int, count: int) -> None:
-        """Runs at most `count` workers at one time, their logs numbered from `first` on."""
+    def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
+        """Runs at most `count` workers at one time, their logs numbered behind as many others."""
         self._make = make
-        self._indices = range(first, first + count)
+        self._indices = range(count, 2 * count)
         self._turns: asyncio.PriorityQueue[LoneTurn] = asyncio.PriorityQueue()
         self._numbers = itertools.count()
 

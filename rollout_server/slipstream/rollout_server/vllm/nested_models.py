@@ -4,31 +4,14 @@ vLLM's modules name transformers' image processors, which need torchvision. Wher
 transformers' PIL modules take their places: pixels come from `slipstream.core.models.vision`.
 """
 
-import importlib
-import importlib.util
-import sys
-from typing import Any
+from slipstream.rollout_server.vllm.vision_models import ImagesAlone, stand_in_for_torchvision
+from vllm.multimodal import MULTIMODAL_REGISTRY
 
-_PROCESSING = {"gemma3": "Gemma3ImageProcessor", "pixtral": "PixtralImageProcessor"}
+stand_in_for_torchvision("gemma3", "Gemma3ImageProcessor")
+stand_in_for_torchvision("pixtral", "PixtralImageProcessor")
 
-
-def _stand_in_for_torchvision() -> None:
-    """Puts transformers' PIL modules in the place of those that cannot be imported."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    for family, name in _PROCESSING.items():
-        folder = f"transformers.models.{family}.image_processing"
-        module: Any = importlib.import_module(f"{folder}_pil_{family}")
-        setattr(module, name, getattr(module, f"{name}Pil"))
-        sys.modules[f"{folder}_{family}"] = module
-
-
-_stand_in_for_torchvision()
-
-from slipstream.rollout_server.vllm.vision_models import ImagesAlone  # noqa: E402
 from vllm.model_executor.models import mistral3  # noqa: E402
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration  # noqa: E402
-from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 
 __all__ = ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"]
 

@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,24 +18,20 @@ from slipstream.core.models.vision.processors import load_processor
 from transformers import PretrainedConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-_PROCESSING = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
+def stand_in_for_torchvision(family: str, name: str) -> None:
+    """Puts transformers' PIL module of a family where its image processor cannot be imported.
 
-def _stand_in_for_torchvision() -> None:
-    """Puts transformers' PIL module in the place of the one that cannot be imported.
-
-    vLLM's models take a function of it that both have.
+    vLLM's models import the processor by `name`, and functions that both modules have.
     """
-    if importlib.util.find_spec("torchvision") is not None or _PROCESSING in sys.modules:
-        return
-    plain = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    module: Any = types.ModuleType(_PROCESSING)
-    module.smart_resize = plain.smart_resize
-    module.Qwen2VLImageProcessor = plain.Qwen2VLImageProcessorPil
-    sys.modules[_PROCESSING] = module
+    folder = f"transformers.models.{family}.image_processing"
+    if importlib.util.find_spec("torchvision") is None:
+        module: Any = importlib.import_module(f"{folder}_pil_{family}")
+        setattr(module, name, getattr(module, f"{name}Pil"))
+        sys.modules[f"{folder}_{family}"] = module
 
 
-_stand_in_for_torchvision()
+stand_in_for_torchvision("qwen2_vl", "Qwen2VLImageProcessor")
 
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe  # noqa: E402
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slipstream.client.launch import display as display_module
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
@@ -135,7 +136,9 @@ def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
     assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
 
 
-def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Path) -> None:
+def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(
+    tmp_path: Path, monkeypatch
+) -> None:
     names = ("reward_mean", "lag_mean", "lag_max", "generated_tokens_per_s")
     names += ("trained_tokens_per_s", "queued_tokens", "step_s")
     events = [
@@ -145,7 +148,8 @@ def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Pat
     config = config_of(tmp_path, steps=3)
     for every_s, shown_steps in ((60.0, [1, 3]), (0.0, [1, 2, 3])):
         out = io.StringIO()
-        display = Display(config, out, step_every_s=every_s)
+        monkeypatch.setattr(display_module, "STEP_EVERY_S", every_s)
+        display = Display(config, out)
         for event in events:
             display.show(event)
         assert re.findall(r"step (\d)/3", out.getvalue()) == [str(step) for step in shown_steps]
