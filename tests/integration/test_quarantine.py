@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery

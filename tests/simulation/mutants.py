@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "acknowledge ends before the journal has them": (
         Change(
-            f"{CONTROLLER}.trajectories.endings:Endings.flush",
+            f"{CONTROLLER}.records.ledger:Endings.flush",
             "await self._journal.durable()",
             "self._journal.durable()",
         ),

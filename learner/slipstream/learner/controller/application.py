@@ -25,6 +25,7 @@ from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import (
     AccountedReceiver,
+    Endings,
     TokenLedger,
     open_receiver,
 )
@@ -47,7 +48,6 @@ from slipstream.learner.controller.services.trainer_service import (
 )
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
-from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.watch import CheckpointWatch, RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server

@@ -18,11 +18,10 @@ from slipstream.learner.controller.evaluation import (
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import AccountedReceiver
+from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings
 from slipstream.learner.controller.servers.fleet import FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
-from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.fakes.memory_queue import MemoryQueue

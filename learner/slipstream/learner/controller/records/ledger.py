@@ -2,10 +2,12 @@
 
 Servers, controller and journal count for themselves. Two counts of one hand-over are compared where
 both are of the same trajectories: then any difference is a trajectory that is lost or there twice.
+`Endings` waits for noted ends and for the disk: many ends are made durable at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -28,6 +30,8 @@ from slipstream.protocol.queue.base import (
 )
 from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
+
+FLUSH_S = 0.05
 
 
 def made_for_one(ledger: status_pb2.Ledger) -> float:
@@ -269,3 +273,45 @@ async def open_receiver(
     servicer = GrpcReceiver(opener(run.progress.run_key))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     return servicer
+
+
+class Endings:
+    """Ends all trajectories that do not end in a batch: in ledger, journal, and then queue."""
+
+    def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
+        self._journal, self._ledger, self._receiver = journal, ledger, receiver
+        self._ended: list[TrajectoryId] = []
+        self._flush_wanted = asyncio.Event()
+
+    async def flush(self) -> None:
+        """Makes ends durable and acknowledges them, many at a time, until the task is cancelled."""
+        while True:
+            await self._flush_wanted.wait()
+            self._flush_wanted.clear()
+            ended, self._ended = self._ended, []
+            await self._journal.durable()
+            await self._receiver.acknowledge(ended)
+            await asyncio.sleep(FLUSH_S)
+
+    def end(self, trajectory: Trajectory, end: TrajectoryEnd, cause: str) -> None:
+        """Records the end of a trajectory in ledger and journal, and acknowledges it."""
+        self._ledger.end(end, trajectory.num_sampled_tokens)
+        self._journal.append(
+            "end",
+            id=trajectory.trajectory_id,
+            end=end.value,
+            cause=cause,
+            tokens=trajectory.num_sampled_tokens,
+            server=trajectory.server_id,
+            epoch=trajectory.server_epoch,
+        )
+        self.acknowledge(trajectory.trajectory_id)
+
+    def acknowledge(self, trajectory_id: TrajectoryId) -> None:
+        """Acknowledges a trajectory to the queue after the next flush of the journal."""
+        self._ended.append(trajectory_id)
+        self._flush_wanted.set()
+
+    def flush_soon(self) -> None:
+        """Lets `flush` make all records so far durable, with those of the next moment."""
+        self._flush_wanted.set()

@@ -33,10 +33,10 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES, decode_trajectory, trajectory_from_pb
 from slipstream.protocol.queue.base import Delivery
 from slipstream.v1 import trajectory_pb2

@@ -35,9 +35,9 @@ from slipstream.learner.controller.records.history import (
     TrajectoryEnd,
     is_solved,
 )
+from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.queue.base import Delivery
 from slipstream.v1 import fleet_pb2

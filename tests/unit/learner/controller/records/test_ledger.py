@@ -1,9 +1,19 @@
+"""The counts of tokens, and ends that are durable before they are acknowledged."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
+from support.fakes.fake_trajectories import GOOD
+from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import ledger_of
 
 KEY = ServerKey(ServerId("a"), 1)
@@ -81,3 +91,41 @@ def test_tokens_of_judges_have_their_own_fate_and_are_never_lost():
     ledger.die(KEY)
     now = ledger.snapshot()
     assert (now.judged, now.lost, now.difference) == (30, 10, 0)
+
+
+LIMIT_S = 5.0
+
+
+class Receiver:
+    """Notes what is acknowledged."""
+
+    def __init__(self) -> None:
+        self.acknowledged: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def acknowledge(self, names: Iterable[TrajectoryId]) -> None:
+        self.acknowledged += names
+        self.changed.set()
+
+
+async def test_an_end_is_acknowledged_when_it_is_durable(tmp_path, monkeypatch):
+    disk, receiver = SlowDisk(monkeypatch), Receiver()
+    queue: Any = receiver
+    with Journal(tmp_path) as journal:
+        endings = Endings(journal, ledger_of(ServerEpochs()), queue)
+        flushing = asyncio.create_task(endings.flush())
+        disk.hold()
+        endings.end(GOOD, TrajectoryEnd.FAILED, "first")
+        await asyncio.to_thread(disk.wait_begun)
+        # Behind the sync under way: not durable with it.
+        endings.acknowledge(TrajectoryId("second"))
+        await several_turns()
+        assert receiver.acknowledged == []
+        disk.go_on()
+        async with asyncio.timeout(LIMIT_S):
+            await receiver.changed.wait()
+            assert receiver.acknowledged == [GOOD.trajectory_id]
+            receiver.changed.clear()
+            await receiver.changed.wait()
+        assert receiver.acknowledged == [GOOD.trajectory_id, "second"]
+        flushing.cancel()

@@ -5,9 +5,9 @@ import pytest
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.endings import Endings
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery
