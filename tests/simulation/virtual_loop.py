@@ -14,6 +14,7 @@ from typing import Any
 
 START_S = 1000.0
 UNIX_S = 1.7e9
+CLOCK_RESOLUTION_S = 1e-9
 # The simulated process whose code runs now; None for the rig itself.
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
@@ -36,7 +37,7 @@ class Process:
         # Open files, which its end closes.
         self.files: list[Any] = []
         # While the process is stopped: all that would have run, in order.
-        self.held: list[asyncio.Handle] | None = None
+        self.held: list[_Handle | _Timer] | None = None
 
     def start(self, main: Coroutine[Any, Any, Any]) -> asyncio.Task:
         return self.context.run(self._loop.create_task, main)
@@ -83,48 +84,50 @@ def _close(coro: Any) -> None:
         return
 
 
-class _Selector:
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
+class _Handle:
+    """A call that is due; it is made if its process lives, and kept while that is stopped."""
 
-    def select(self, timeout: float | None) -> list[object]:
-        if timeout is None:
-            raise RuntimeError("every simulated task waits and no timer is set")
-        self._loop.now_s += max(timeout, 0.0)
-        return []
+    __slots__ = ("args", "call", "context", "is_cancelled")
 
+    def __init__(self, call: Any, args: tuple[Any, ...], context: contextvars.Context) -> None:
+        self.call, self.args, self.context = call, args, context
+        self.is_cancelled = False
 
-class _Handle(asyncio.Handle):
-    def _run(self) -> None:
-        process = self._context.get(PROCESS)
-        if process is not None and process.held is not None:
-            process.held.append(self)
-        elif process is None or process.is_alive:
-            asyncio.Handle._run(self)
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.call = self.args = None
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
 
 
-class _TimerHandle(asyncio.TimerHandle):
-    _run = _Handle._run
+class _Timer(float):
+    """A call at a time, which is the number itself: a heap compares numbers without our code."""
+
+    __slots__ = ("_loop", "args", "call", "context", "is_cancelled", "is_scheduled")
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self._loop.num_cancelled += self.is_scheduled
+            self.call = self.args = None
+
+    cancelled = _Handle.cancelled
 
 
 class _Task(asyncio.Task):
     """A task whose place in a set depends on the order of creation, not on its address."""
 
-    def __init__(self, *args: Any, number: int, **named: Any) -> None:
-        self._number = number
-        super().__init__(*args, **named)
+    _number: int
 
     def __hash__(self) -> int:
         return self._number
 
 
 class _Future(asyncio.Future):
-    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._number = number
-        super().__init__(loop=loop)
+    _number: int
 
-    def __hash__(self) -> int:
-        return self._number
+    __hash__ = _Task.__hash__
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -140,40 +143,105 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.random = random.Random(f"loop/{seed}")
         # Longest time of a function in a thread, in seconds; a slow disk has more.
         self.thread_s = 0.004
-        self._selector = _Selector(self)
-        self._clock_resolution = 1e-9
+        # Timers in the heap that are cancelled.
+        self.num_cancelled = 0
+        self._timers: list[_Timer] = []
         self._numbers = 0
         self._generators: dict[int, Process | None] = {}
         self.unhandled: list[str] = []
-        self.set_task_factory(_make_task)
+        # Every future asks; this answers without our code.
+        self.get_debug = False.__bool__  # type: ignore[method-assign]
         self.set_exception_handler(self._note_unhandled)
 
     def time(self) -> float:
         return self.now_s
 
-    def number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
     def create_future(self) -> asyncio.Future:
-        return _Future(self.number(), self)
+        future = _Future(loop=self)
+        self._numbers = future._number = self._numbers + 1
+        return future
 
-    def call_soon(
-        self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+    def create_task(  # type: ignore[override]
+        self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None
+    ) -> asyncio.Task:
+        task = _Task(coro, loop=self, name=name, context=context)
+        self._numbers = task._number = self._numbers + 1
+        process = PROCESS.get()
+        if process is not None:
+            process.tasks.append(task)
+        return task
+
+    def call_soon(  # type: ignore[override]
+        self, call: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> _Handle:
+        handle = _Handle(call, args, contextvars.copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
-    def call_at(
-        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        timer = _TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
+    def call_at(  # type: ignore[override]
+        self, when: float, call: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> _Timer:
+        timer = _Timer(when)
+        timer.call, timer.args, timer._loop = call, args, self
+        timer.context = contextvars.copy_context() if context is None else context
+        timer.is_cancelled, timer.is_scheduled = False, True
+        heapq.heappush(self._timers, timer)
         return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, call: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> _Timer:
+        return self.call_at(self.now_s + delay, call, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Runs until `stop`, instead of once: most rounds make a single call."""
+        ready, call = self._ready, None
+        while not self._stopping:
+            self._drop_cancelled()
+            timers = self._timers
+            if not ready:
+                if not timers:
+                    raise RuntimeError("every simulated task waits and no timer is set")
+                self.now_s += max(timers[0] - self.now_s, 0.0)
+            end_s = self.now_s + CLOCK_RESOLUTION_S
+            while timers and timers[0] < end_s:
+                timer = heapq.heappop(timers)
+                timer.is_scheduled = False
+                ready.append(timer)
+            for _ in range(len(ready)):
+                call = ready.popleft()
+                if not call.is_cancelled:
+                    self._make(call)
+            call = None
+
+    def _make(self, due: _Handle | _Timer) -> None:
+        process = due.context.get(PROCESS)
+        if process is not None:
+            if process.held is not None:
+                process.held.append(due)
+                return
+            if not process.is_alive:
+                return
+        try:
+            due.context.run(due.call, *due.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - noted
+            text = f"Exception in callback {due.call!r}"
+            self.call_exception_handler({"message": text, "exception": error})
+
+    def _drop_cancelled(self) -> None:
+        timers = self._timers
+        if len(timers) > 100 and 2 * self.num_cancelled > len(timers):
+            self._timers = [timer for timer in timers if not timer.is_cancelled]
+            heapq.heapify(self._timers)
+            self.num_cancelled = 0
+            return
+        while timers and timers[0].is_cancelled:
+            self.num_cancelled -= 1
+            heapq.heappop(timers).is_scheduled = False
 
     def run_in_executor(self, executor: object, func: Any, *args: Any) -> asyncio.Future:
         done = self.create_future()
@@ -201,12 +269,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if process is not None and process.is_alive and not self.is_closed():
             process.start(agen.aclose())
 
-    def _process_events(self, event_list: object) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
-
     def _note_unhandled(self, loop: object, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, Killed):
@@ -223,14 +285,6 @@ def _settle(done: asyncio.Future, result: object, error: Exception | None) -> No
         done.set_exception(error)
 
 
-def _make_task(loop: VirtualLoop, coro: Any, **named: Any) -> asyncio.Task:
-    task = _Task(coro, loop=loop, number=loop.number(), **named)
-    process = PROCESS.get()
-    if process is not None:
-        process.tasks.append(task)
-    return task
-
-
 @contextlib.contextmanager
 def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
     """Lets the clocks and the secrets of the standard library be those of the simulation."""
@@ -242,6 +296,8 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         (secrets, "token_bytes", lambda n=32: source.randbytes(n)),
         (secrets, "token_hex", lambda n=32: source.randbytes(n).hex()),
         (secrets, "randbits", source.getrandbits),
+        # Nobody asks for all tasks.
+        (asyncio.tasks._all_tasks, "add", lambda task: None),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:

@@ -430,7 +430,7 @@ class World:
 
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        gc.disable()
+        _forget_earlier_runs()
         logging.disable(logging.NOTSET if self._verbose else logging.CRITICAL)
         if self._verbose:
             logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
@@ -448,7 +448,6 @@ class World:
                     self._bury(process)
         finally:
             logging.disable(logging.NOTSET)
-            gc.enable()
         self.fired.update(self.wire.fired)
         trained = judge(self)
         return Result(
@@ -636,6 +635,19 @@ class World:
             return False
         process.run(stop.set)
         return True
+
+
+@functools.cache
+def _keep_modules() -> None:
+    """Lets the collector never look again at what was there before the first run."""
+    gc.disable()
+    gc.freeze()
+
+
+def _forget_earlier_runs() -> None:
+    """Collects now: what is collected later ends generators at a moment that no seed chooses."""
+    _keep_modules()
+    gc.collect()
 
 
 def shared_memory() -> str | None:
