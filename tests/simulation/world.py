@@ -26,6 +26,7 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.learner.controller import application
+from slipstream.learner.controller.services import status_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
 from slipstream.protocol.access.security import Credentials
@@ -33,7 +34,7 @@ from slipstream.protocol.queue import redis
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import environments
 from slipstream.rollout_server.memory import ProcessMemory
-from slipstream.v1 import trajectory_pb2
+from slipstream.v1 import status_pb2, trajectory_pb2
 
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
 from simulation.disk import Disk, OwnedJournal, close_files
@@ -140,6 +141,8 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "bucket_deadline_s": 2.0,
         },
         "environments": [{"name": "e", "reference": "m:E"}],
+        # Each would be a thread on the real clock.
+        "tracking": {"trackers": []},
     }
     if shape.has_queue:
         table["queue"] = {"kind": "redis", "redis_url": "redis://127.0.0.1:6379"}
@@ -492,6 +495,7 @@ class World:
             (metadata, "version", _package_version),
             (ProcessMemory, "resident_bytes", lambda _: 0),
             (session, "host_id", lambda: "host"),
+            (status_service, "describe_setup", lambda *_, **named: status_pb2.Setup(**named)),
             (session, "is_cpu_build", lambda: True),
         ]
         with contextlib.ExitStack() as stack:

@@ -38,7 +38,12 @@ def log_path(folder: Path, name: str) -> Path:
 
 def journal_logs(folder: Path) -> list[Path]:
     """The logs of the journal in `folder`, oldest first: each start of a controller begins one."""
-    return sorted(folder.glob("journal*.log"), key=log_number)
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    logs = [name for name in names if name.startswith("journal") and name.endswith(".log")]
+    return sorted(map(folder.joinpath, logs), key=log_number)
 
 
 def log_number(path: Path) -> int:
