@@ -48,13 +48,13 @@ class Disk:
         self._sync(descriptor)
 
     def _sync(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if path.suffix == ".log":
-            self.synced[path] = path.stat().st_size
-        elif path.is_dir():
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith(".log"):
+            self.synced[Path(name)] = os.fstat(descriptor).st_size
+        elif name.endswith(".partial"):
+            self._renamed.append(Path(name).with_suffix(".pb"))
+        elif not name.endswith(".pb"):
             self._renamed.clear()
-        elif path.suffix == ".partial":
-            self._renamed.append(path.with_suffix(".pb"))
 
     def mark(self) -> tuple[int, int]:
         """The number of the newest log, and its synced bytes."""

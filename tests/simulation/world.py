@@ -113,7 +113,6 @@ def _package_version(name: str) -> str:
     return found
 
 
-@functools.lru_cache(maxsize=512)
 def config_of(shape: Shape, folder: Path) -> Config:
     table = {
         "run": {"name": "sim", "steps": shape.steps, "dir": str(folder)},

@@ -202,8 +202,7 @@ class Controller:
                         "scheduler": self._scheduler.lease_forever(),
                         "watch": self._watch.watch_forever(),
                         "checkpoints": self._checkpoints.watch_forever(),
-                        "storage": self._stored.run_forever(),
-                        "evaluator": self._evaluator.run_forever(),
+                        **self._optional_tasks(),
                         "ledger": self._results.watch_ledger(),
                         "advisor": self._results.advisor.advise_forever(),
                     }.items()
@@ -223,6 +222,14 @@ class Controller:
             self._environment_servicer.relay.close()
             self._trainer.place.close()
         return 1 if self._progress.has_failed else 0
+
+    def _optional_tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        tasks: dict[str, Coroutine[Any, Any, None]] = {}
+        if self._config.weights.storage_url is not None:
+            tasks["storage"] = self._stored.run_forever()
+        if self._config.evaluations:
+            tasks["evaluator"] = self._evaluator.run_forever()
+        return tasks
 
     def _open_traces(self, url: str) -> Callable[[], Coroutine[Any, Any, None]]:
         # OpenTelemetry takes a third of a second to import.

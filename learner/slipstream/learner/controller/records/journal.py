@@ -158,8 +158,8 @@ class Journal:
     @property
     def is_fenced(self) -> bool:
         """Whether a controller that was started later writes this journal."""
-        newest = max(map(log_number, journal_logs(self._folder)), default=0)
-        return newest > log_number(self._path)
+        logs = journal_logs(self._folder)
+        return bool(logs) and log_number(logs[-1]) > log_number(self._path)
 
     def _check_fence(self) -> None:
         if self.is_fenced:
@@ -170,7 +170,7 @@ class Journal:
         logs = ((self._path, self._file), (self._folder / JOURNAL_LOG, self._lock_file))
         for path, file in logs:
             try:
-                there = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+                there = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
             except OSError:
                 there = False
             if not there:
