@@ -40,7 +40,7 @@ class Network:
         self.on_arrival: Callable[[str, Process, Any], None] = lambda *_: None
         # Pairs of process names without a way, in this direction, and the messages held back.
         self.cut: set[tuple[str, str]] = set()
-        self._held: list[tuple[tuple[str, str], Callable[[], None]]] = []
+        self._held: list[Callable[[], None]] = []
         self._started: list[asyncio.Event] = []
 
     def link(self, client: Process, server: Process) -> Link:
@@ -53,11 +53,11 @@ class Network:
         """Ends all partitions; what was held back arrives."""
         self.cut.clear()
         held, self._held = self._held, []
-        for _, call in held:
+        for call in held:
             call()
 
-    def hold(self, way: tuple[str, str], call: Callable[[], None]) -> None:
-        self._held.append((way, call))
+    def hold(self, call: Callable[[], None]) -> None:
+        self._held.append(call)
 
     def reset(self, process: Process, *, half_open_s: float = 0.0) -> None:
         """Breaks all connections of a process; peers learn it up to `half_open_s` later."""
@@ -102,32 +102,35 @@ class Pipe:
     def __init__(self, link: Link, method: str, sender: Process, receiver: Process) -> None:
         self._link, self._method = link, method
         self._sender, self._receiver = sender, receiver
+        self._way = (sender.name, receiver.name)
+        self._name = f"{self._way} {method}"
         self._last_s = 0.0
 
     def send(self, arrive: Callable[[Any], None], message: Any) -> None:
         if not self._sender.is_alive or self._link.is_broken:
             return
         network = self._link.network
-        way = (self._sender.name, self._receiver.name)
-
-        def depart() -> None:
-            delay_s = network.random.uniform(0.0005, network.delay_s)
-            self._last_s = max(self._last_s + 1e-6, network.loop.now_s + delay_s)
-            network.loop.call_at(self._last_s, land, context=network.context)
-
-        def land() -> None:
-            if self._link.is_broken or not self._receiver.is_alive:
-                return
-            size = len(message) if isinstance(message, bytes) else 0
-            network.trace(f"{network.loop.now_s:.6f} {way} {self._method} {size}")
-            if isinstance(message, bytes):
-                network.on_arrival(self._method, self._receiver, message)
-            self._receiver.run(arrive, message)
-
-        if way in network.cut:
-            network.hold(way, depart)
+        if network.cut and self._way in network.cut:
+            network.hold(lambda: self._depart(network, arrive, message))
         else:
-            depart()
+            self._depart(network, arrive, message)
+
+    def _depart(self, network: Network, arrive: Callable[[Any], None], message: Any) -> None:
+        delay_s = network.random.uniform(0.0005, network.delay_s)
+        self._last_s = max(self._last_s + 1e-6, network.loop.now_s + delay_s)
+        network.loop.call_at(
+            self._last_s, self._land, network, arrive, message, context=network.context
+        )
+
+    def _land(self, network: Network, arrive: Callable[[Any], None], message: Any) -> None:
+        if self._link.is_broken or not self._receiver.is_alive:
+            return
+        is_data = isinstance(message, bytes)
+        size = len(message) if is_data else 0
+        network.trace(f"{network.loop.now_s:.6f} {self._name} {size}")
+        if is_data:
+            network.on_arrival(self._method, self._receiver, message)
+        self._receiver.run(arrive, message)
 
 
 class SimulatedCall:

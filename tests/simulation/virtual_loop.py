@@ -199,8 +199,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Runs until `stop`, instead of once: most rounds make a single call."""
         ready, call = self._ready, None
         while not self._stopping:
-            self._drop_cancelled()
             timers = self._timers
+            if len(timers) > 100 and 2 * self.num_cancelled > len(timers):
+                self._timers = timers = [timer for timer in timers if not timer.is_cancelled]
+                heapq.heapify(timers)
+                self.num_cancelled = 0
+            while timers and timers[0].is_cancelled:
+                self.num_cancelled -= 1
+                heapq.heappop(timers).is_scheduled = False
             if not ready:
                 if not timers:
                     raise RuntimeError("every simulated task waits and no timer is set")
@@ -231,17 +237,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         except BaseException as error:  # noqa: BLE001 - noted
             text = f"Exception in callback {due.call!r}"
             self.call_exception_handler({"message": text, "exception": error})
-
-    def _drop_cancelled(self) -> None:
-        timers = self._timers
-        if len(timers) > 100 and 2 * self.num_cancelled > len(timers):
-            self._timers = [timer for timer in timers if not timer.is_cancelled]
-            heapq.heapify(self._timers)
-            self.num_cancelled = 0
-            return
-        while timers and timers[0].is_cancelled:
-            self.num_cancelled -= 1
-            heapq.heappop(timers).is_scheduled = False
 
     def run_in_executor(self, executor: object, func: Any, *args: Any) -> asyncio.Future:
         done = self.create_future()

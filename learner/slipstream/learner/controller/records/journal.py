@@ -44,6 +44,8 @@ BLOCK_BYTES = 1 << 16
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
 # Field with the number of a record's line, from 1; journals of earlier versions lack it.
 LINE = "line"
+# `json.dumps` would make one for each record.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class Journal:
@@ -251,7 +253,7 @@ def tokens_by_server(
 
 def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
     """Returns the line of a record; lines are counted from 1."""
-    text = json.dumps({LINE: number, **record}, separators=(",", ":")).encode()
+    text = _ENCODER.encode({LINE: number, **record}).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
