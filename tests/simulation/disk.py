@@ -22,8 +22,9 @@ class Disk:
         self._folder, self._random = folder, random.Random(f"disk/{seed}")
         # Synced bytes of each log of the journal; every start of a controller begins one.
         self.synced: dict[Path, int] = {}
-        # Batch files whose names are not synced yet.
-        self._renamed: list[Path] = []
+        # Batch files whose contents are synced, and those whose names are.
+        self._filled: set[Path] = set()
+        self._named: set[Path] = set()
         self.is_full = False
         # Syncs until the controller is killed in the middle of one; None: it is not.
         self.kill_at: int | None = None
@@ -51,10 +52,10 @@ class Disk:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if name.endswith(".log"):
             self.synced[Path(name)] = os.fstat(descriptor).st_size
-        elif name.endswith(".partial"):
-            self._renamed.append(Path(name).with_suffix(".pb"))
-        elif not name.endswith(".pb"):
-            self._renamed.clear()
+        elif name.endswith(".pb"):
+            self._filled.add(Path(name))
+        else:
+            self._named.update(Path(name).glob("*.pb"))
 
     def mark(self) -> tuple[int, int]:
         """The number of the newest log, and its synced bytes."""
@@ -68,9 +69,10 @@ class Disk:
             for path in [path for path in found if path.suffix == ".log"]:
                 least, most = self.synced.get(path, 0), len(found[path])
                 found[path] = found[path][: self._random.randint(min(least, most), most)]
-            for path in self._renamed:
-                if self._random.random() < 0.5:
-                    found.pop(path, None)
+            safe = self._filled & self._named
+            for path in sorted(path for path in found if path.suffix == ".pb"):
+                if path not in safe and self._random.random() < 0.5:
+                    del found[path]
         return found
 
     def restore(self, image: dict[Path, bytes]) -> None:
@@ -81,7 +83,8 @@ class Disk:
             if not path.is_file() or path.read_bytes() != data:
                 path.write_bytes(data)
         self.synced = {path: len(data) for path, data in image.items()}
-        self._renamed.clear()
+        self._filled = {path for path in image if path.suffix == ".pb"}
+        self._named = set(self._filled)
 
     @contextlib.contextmanager
     def replaces_fsync(self) -> Iterator[None]:

@@ -63,6 +63,12 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             "pass",
         ),
     ),
+    "the name of a batch's file is not durable": (
+        Change(f"{CONTROLLER}.records.journal:_write_durably", "sync_folder(path.parent)", "pass"),
+    ),
+    "a batch's file is not durable": (
+        Change(f"{CONTROLLER}.records.journal:_write_durably", "os.fsync(file.fileno())", "pass"),
+    ),
     "no epoch fence for trainers": (
         Change(f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"),
     ),
@@ -210,8 +216,8 @@ def mutated(name: str) -> Iterator[None]:
 def _changed(change: Change) -> Iterator[None]:
     module_name, _, path = change.target.partition(":")
     module = importlib.import_module(module_name)
-    owner_name, _, attribute = path.partition(".")
-    owner = getattr(module, owner_name)
+    owner_name, _, attribute = path.rpartition(".")
+    owner = getattr(module, owner_name) if owner_name else module
     before = owner.__dict__[attribute]
     source = getattr(before, "mutated_source", None) or textwrap.dedent(inspect.getsource(before))
     if source.count(change.old) < 1:
