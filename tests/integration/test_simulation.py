@@ -11,7 +11,7 @@ from simulation.mutants import NAMED, catching_seed
 from simulation.world import World, shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 500
+SEEDS = 700
 # Continuous integration spreads the parts over its processes.
 PARTS = 5
 
