@@ -57,6 +57,7 @@ class FakeCommunicator:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank = meeting, rank
+        # Where each broadcast puts its bytes; a root's own memory is not written.
         self.targets: list[tuple[int, int]] = []
         self.copied = 0
         self.num_aborts = 0
@@ -73,7 +74,7 @@ class FakeCommunicator:
             raise WeightSyncError("unhandled system error")
         with self.meeting.lock:
             place = len(self.targets)
-            self.targets.append((pointer, num_bytes))
+            self.targets.append((pointer, 0 if root == self.rank else num_bytes))
             while len(self.meeting.rounds) <= place:
                 self.meeting.rounds.append((set(), []))
             came, data = self.meeting.rounds[place]

@@ -162,9 +162,8 @@ class Scene:
     def __init__(self, transport: str, num_senders: int, weights: WeightsSection = PATIENT) -> None:
         self.transport, self.num_senders, self._weights = transport, num_senders, weights
         random = torch.Generator().manual_seed(0)
-        # One bucket takes longer than others; two are of the second sender. These have no padding,
-        # which the fake library, without a stream's order, may overwrite late and so change.
-        sizes = [(3000, 0), (400_000, 0), (999, 0), (9000, 1), (8, 1), (5000, 1)]
+        # One bucket takes longer than others; two are of the second sender; two have padding.
+        sizes = [(3000, 0), (400_000, 0), (999, 0), (9000, 1), (7, 1), (5000, 1)]
         self.tensors = {
             TensorSpec(f"w{n}", "bfloat16", (size,), sender): torch.randn(
                 size, generator=random
