@@ -94,9 +94,19 @@ class RunTasks(asyncio.TaskGroup):
         name: str | None = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
-        """Makes a task whose error cancels those that await it."""
+        """Makes a task whose error cancels those that await it; RuntimeError after the end."""
         name = name or str(getattr(coro, "__qualname__", coro))
-        return super().create_task(self._told(coro, name), name=name, context=context)
+        told = self._told(coro, name)
+        try:
+            task = super().create_task(told, name=name, context=context)
+        except RuntimeError:
+            # A call of the last moment: the server ends behind the tasks.
+            told.close()
+            coro.close()
+            raise
+        # A task that is cancelled before it starts never awaits it.
+        task.add_done_callback(lambda _: coro.close())
+        return task
 
     @staticmethod
     async def lasting(coro: Coroutine[Any, Any, None]) -> None:
