@@ -279,7 +279,10 @@ class ControllerClient:
     ) -> Answer:
         until_s = time.monotonic() + self._retry_s
         while True:
-            epoch = self._epoch
+            with self._entering:
+                epoch = self._epoch
+                if self._fault is not None:
+                    raise self._fault
             try:
                 return call(request, timeout=timeout)
             except grpc.RpcError as error:
