@@ -20,6 +20,8 @@ FILES = (
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
+# The beginning of its event of a stop in order.
+STOPPING = "stopping: "
 # Least seconds between two lines of steps, but for the last: all steps lie in metrics.jsonl.
 STEP_EVERY_S = 2.0
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
@@ -46,6 +48,8 @@ class Display:
         self.failure = ""
         # The cause of a failure that was shown already, only on `err`.
         self.told_failure = ""
+        # Whether somebody has stopped the run, which ends now.
+        self.is_stopping = False
         # Whether the run was stopped; set by `summary`.
         self.is_stopped = False
 
@@ -60,7 +64,9 @@ class Display:
         if event.text.startswith(FAILED):
             self.told_failure = event.text.removeprefix(FAILED)
             self.fail(self.told_failure)
-        elif event.metrics:
+            return
+        self.is_stopping |= event.text.startswith(STOPPING)
+        if event.metrics:
             is_due = time.monotonic() >= self._step_at_s + STEP_EVERY_S
             if is_due or event.step == self._config.run.steps:
                 self._step_at_s = time.monotonic()

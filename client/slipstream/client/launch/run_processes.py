@@ -100,6 +100,10 @@ class RunCalls:
         """Whether a trainer has loaded and registered; False when the controller is silent."""
         return await self._state() not in (None, status_pb2.RUN_STATE_STARTING)
 
+    async def awaits_trainer(self) -> bool:
+        """Whether no trainer has registered yet; False when the controller does not answer."""
+        return await self._state() == status_pb2.RUN_STATE_STARTING
+
     async def is_stopping(self) -> bool:
         """Whether the trainer saves and exports now; False when the controller does not answer."""
         return await self._state() == status_pb2.RUN_STATE_STOPPING
@@ -379,7 +383,8 @@ class RunProcesses:
     async def _keep_controller(self) -> Child:
         """Shows the controller's events, and starts it again when it dies; returns the last one.
 
-        Servers and trainer find the new one by themselves, and keep all that they have.
+        Servers and trainer find the new one by themselves, and keep all that they have. It would
+        know nothing of a stop, at which the trainer has left or leaves.
         """
         policy = RestartPolicy(CONTROLLER.restarts, first_pause_s=CONTROLLER_PAUSE_S)
         while True:
@@ -388,7 +393,8 @@ class RunProcesses:
             await self._show_events(controller)
             code = controller.process.returncode
             is_ending = self._ended_controller or self._failure or self._signalled
-            if code == 0 or is_ending or self._display.is_over or self._display.told_failure:
+            is_told = self._display.is_over or self._display.told_failure
+            if code == 0 or is_ending or is_told or self._display.is_stopping:
                 return controller
             if not await self._may_restart(policy, controller, started_s):
                 return controller
@@ -428,10 +434,20 @@ class RunProcesses:
         return True
 
     async def _watch_trainers(self) -> None:
-        if self._trainers is None:
+        trainers = self._trainers
+        if trainers is None:
             return
-        failed = await self._trainers.keep()
-        if failed is not None and not self._over:
+        while (failed := await trainers.keep()) is None:
+            # They have left in order, perhaps for a controller that died before the run was over.
+            while not await self._calls.awaits_trainer():
+                await asyncio.sleep(LOOK_S)
+            text = "the trainer had left before its controller died"
+            if not trainers.has_all:
+                await self._stop_run(text, failed=True)
+                return
+            self._display.warn(f"{text}; it starts again")
+            await trainers.start()
+        if not self._over:
             if failed.was_killed:
                 self._killed = failed.describe_end()
             await self._stop_run(failed.describe_end(), failed=True)

@@ -71,6 +71,11 @@ class TrainerRanks:
         self._warn, self._milestones = warn, milestones
         self.children: list[Child] = []
 
+    @property
+    def has_all(self) -> bool:
+        """Whether no other node has any of the ranks."""
+        return len(self._ranks) == self._config.learner.world_size
+
     async def start(self) -> None:
         """Starts all ranks of the node, with the variables that torchrun would set."""
         self.children = []

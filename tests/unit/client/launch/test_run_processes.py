@@ -202,6 +202,68 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
     assert err == f"slipstream: {text.removeprefix('the run failed: ')}\n"
 
 
+@pytest.mark.process
+async def test_a_controller_that_dies_while_the_run_is_stopped_is_not_started_again(tmp_path):
+    """The next one would not know of the stop, and wait for the trainer that has left."""
+    config = deaf_config(tmp_path)
+    async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
+        processes._display.show(status_pb2.Event(number=1, text="stopping: enough"))
+        running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
+        log = tmp_path / "test" / "logs" / "controller.log"
+        await until(lambda: log.exists() and " listens" in log.read_text())
+        for child in processes._children:
+            child.signal(signal.SIGKILL)
+        with pytest.raises(RunFailed, match="controller was killed by SIGKILL"):
+            await running
+
+
+class LeavingRanks:
+    """Ranks of which all leave in order, once for each start."""
+
+    def __init__(self, *, has_all: bool) -> None:
+        self.has_all, self.starts = has_all, 1
+
+    async def keep(self) -> None:
+        if self.starts == 2:
+            await asyncio.Event().wait()
+
+    async def start(self) -> None:
+        self.starts += 1
+
+    async def stop(self, grace_s: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("has_all", [True, False])
+async def test_a_trainer_that_left_before_its_controller_died_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_all: bool
+) -> None:
+    monkeypatch.setattr(run_processes, "LOOK_S", 0.001)
+    ranks, stopped = LeavingRanks(has_all=has_all), []
+    states = [status_pb2.RUN_STATE_STOPPING, None, status_pb2.RUN_STATE_STARTING]
+
+    async def state() -> int | None:
+        assert ranks.starts == 1
+        return states.pop(0)
+
+    async def stop(reason: str, *, failed: bool) -> str:
+        stopped.append((reason, failed))
+        return ""
+
+    async with asyncio.timeout(20), RunProcesses(config_of(tmp_path), OPEN, Placement()) as run:
+        run._trainers = ranks
+        monkeypatch.setattr(run._calls, "_state", state)
+        monkeypatch.setattr(run._calls, "stop", stop)
+        watching = asyncio.ensure_future(run._watch_trainers())
+        await until(lambda: ranks.starts == 2 or watching.done())
+        watching.cancel()
+    # Ranks of other nodes have left too, and their commands are over.
+    assert stopped == (
+        [] if has_all else [("the trainer had left before its controller died", True)]
+    )
+    assert not states
+
+
 class Stopping(Listening):
     """A run that saves and exports until `is_over` is set."""
 
