@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.chaos.oracle import examine
-from slipstream.client.chaos.run_chaos import Proxy
+from slipstream.client.chaos.run_chaos import Proxy, run_chaos
 from slipstream.client.run_folder import write_config
+from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
@@ -200,6 +201,12 @@ async def test_a_proxy_delays_hangs_and_breaks_connections() -> None:
         assert await answer(*three) == b"x"
 
 
+async def test_a_cut_off_server_needs_a_queue_that_it_can_use(tmp_path, tiny_model) -> None:
+    path = write_run(tmp_path, tiny_model, queue__kind="redis")
+    with pytest.raises(ConfigError, match="--partitions with queue.kind = 'redis' needs queue.re"):
+        await run_chaos(path, [], kills=1, seed=0, every_s=1.0, roles="", partitions=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queue", ["grpc", "redis"])
@@ -208,8 +215,10 @@ def test_a_run_under_faults_loses_and_doubles_nothing(
 ) -> None:
     path = write_run(tmp_path, tiny_model, run__steps=100_000, evaluations=[], queue__kind=queue)
     command = [sys.executable, "-m", "support.fakes.quick_run", "chaos", str(path)]
+    # One more server cannot use the queue that the command starts.
+    partitions = ["--partitions"] if queue == "grpc" else []
     chaos = subprocess.run(
-        [*command, "--kills=12", "--seed=3", "--every-s=0.5", "--partitions"],
+        [*command, "--kills=12", "--seed=3", "--every-s=0.5", *partitions],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=subprocess.PIPE,
         check=False,

@@ -272,6 +272,11 @@ async def run_chaos(
             f"roles of {','.join(ROLES)}"
         )
     config = load_config(path, overrides)
+    if partitions and config.queue.kind == "redis" and config.queue.redis_url is None:
+        raise ConfigError(
+            "--partitions with queue.kind = 'redis' needs queue.redis_url: one more rollout server "
+            "cannot use the queue that the command starts"
+        )
     if journal_logs(config.run_dir / JOURNAL):
         raise ConfigError(f"{config.run_dir} holds a run already; choose another run.name")
     # What a killed command leaves falls to this process.
