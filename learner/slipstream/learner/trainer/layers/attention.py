@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.length_groups import (
     MOST_SCORES,
     LengthGroup,
@@ -233,11 +234,10 @@ def _whole_vectors(matrix: Megatron, tokens: Tensor) -> tuple[Tensor, None]:
 
 def new_scores(config: Megatron) -> torch.nn.Parameter:
     """Returns the sinks' scores of this rank's heads, to be loaded."""
-    device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
     own = config.num_attention_heads // config.tensor_model_parallel_size
     # NaN reveals scores that were not loaded.
     scores = torch.nn.Parameter(
-        torch.full((own,), torch.nan, dtype=config.params_dtype, device=device)
+        torch.full((own,), torch.nan, dtype=config.params_dtype, device=own_device(config))
     )
     # The gradient norm counts the scores of all ranks.
     scores.tensor_model_parallel = True  # type: ignore[attr-defined]

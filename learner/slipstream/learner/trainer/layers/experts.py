@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from slipstream.core.models.model_sizes import normalizes_experts
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.layers import own_device
 from torch import Tensor
 
 
@@ -100,7 +101,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         self.groups = groups
         # Low-rank adapters of the matrices; None if there are none.
         self.adapter: Megatron = None
-        device = torch.device("cpu") if config.use_cpu_initialization else None
+        device = own_device(config)
         for place in range(num_experts):
             # Every weight is loaded later; NaN reveals a weight that was not.
             weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)

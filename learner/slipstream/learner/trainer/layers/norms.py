@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.layers import own_device
 from torch import Tensor
 
 # Output of a part of a layer, and a bias that is not yet added to it.
@@ -29,8 +30,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        device = torch.device("cpu") if config.use_cpu_initialization else None
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=own_device(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._is_offset = config.layernorm_zero_centered_gamma
 
@@ -79,10 +79,9 @@ class _WholeNorm(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self._eps, self._width = eps, heads * hidden_size
         self._is_split = config.tensor_model_parallel_size > 1
-        device = torch.device("cpu") if config.use_cpu_initialization else None
         own = self._width // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
-            torch.ones(own, dtype=config.params_dtype, device=device or torch.cuda.current_device())
+            torch.ones(own, dtype=config.params_dtype, device=own_device(config))
         )
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.length_groups import mixed_in_rows
 from slipstream.learner.trainer.layers.norms import RMSNorm
 from torch import Tensor
@@ -98,7 +99,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
 
         Every weight is loaded later. The mark makes the gradient norm count all ranks' parts.
         """
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        device = own_device(self.config)
         own = (self.A_log, self.D, self.dt_bias, self.norm_weight, *self.conv1d.parameters())
         for parameter in own:
             parameter.data = torch.full_like(
