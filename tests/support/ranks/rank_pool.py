@@ -9,6 +9,7 @@ ranks are processes of their own, one for each GPU: a forked process cannot use 
 """
 
 import faulthandler
+import functools
 import gc
 import importlib.util
 import json
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +32,17 @@ from support.rigs.forked_programs import ForkedProgram
 from support.rigs.loopbacks import own_loopback
 
 TAIL_CHARACTERS = 4000
+# Not scatter: its parts are copied to the GPU first, which closes their gaps.
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
 
 
 class RankPool:
@@ -253,7 +265,28 @@ def _log(request: dict, rank: int) -> Path:
     return Path(request["folder"]) / f"world-{request['world_size']}-rank-{rank}.log"
 
 
+def _refuse_what_nccl_refuses() -> None:
+    """Makes gloo refuse tensors with gaps: these ranks stand for ranks with GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    def checked(collective: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(collective)
+        def call(*args: object, **named: object) -> object:
+            for value in (*args, *named.values()):
+                for each in value if isinstance(value, list) else [value]:
+                    if isinstance(each, torch.Tensor) and not each.is_contiguous():
+                        raise ValueError(f"{collective.__name__}: tensors must be contiguous")
+            return collective(*args, **named)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, checked(getattr(dist, name)))
+
+
 def _run_rank(request: dict) -> None:
+    _refuse_what_nccl_refuses()
     path = Path(request["program"])
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -184,10 +184,15 @@ def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
         first, second = adapter.factors(_place(task))
         group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
         if factor == "lora_B":
-            return second if by_rows else second.chunk(group.size(), dim=1)[group.rank()]
+            return second if by_rows else _own(second, 1, group)
         if not by_rows:
             return first
-        part = first.chunk(group.size(), dim=0)[group.rank()]
+        part = _own(first, 0, group)
         return torch.cat([part, part])
 
     return laid_out
+
+
+def _own(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's part in memory of its own: NCCL gathers no parts with gaps."""
+    return whole.chunk(group.size(), dim=dim)[group.rank()].contiguous()
