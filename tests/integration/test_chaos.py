@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.chaos.oracle import examine
-from slipstream.client.chaos.run_chaos import Proxy, run_chaos
+from slipstream.client.chaos.run_chaos import Chaos, Proxy, run_chaos
 from slipstream.client.run_folder import write_config
 from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import batch_path, encoded
@@ -199,6 +200,32 @@ async def test_a_proxy_delays_hangs_and_breaks_connections() -> None:
         assert await cutting
         three = await connect()
         assert await answer(*three) == b"x"
+
+
+STEPPING = """
+import json, signal, sys, time, zlib
+from pathlib import Path
+
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+journal = Path({folder!r})
+journal.mkdir(parents=True, exist_ok=True)
+while True:
+    with (journal / "journal.log").open("a") as log:
+        log.write(f'{{0:08x}} {{json.dumps({{"kind": "step"}})}}\\n')
+    time.sleep(0.02)
+"""
+
+
+async def test_each_step_has_its_own_time_also_while_no_fault_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.client.chaos.run_chaos.POINTS", ("any",))
+    config = make_config(tmp_path)
+    program = tmp_path / "stepping.py"
+    program.write_text(STEPPING.format(folder=str(config.run_dir / "journal")))
+    chaos = Chaos(config, [sys.executable, str(program)], [], random.Random(1))
+    async with asyncio.timeout(60):
+        assert await chaos.run(2, 1.0, ["command"], partitions=False) == 0
+    assert len(set(chaos.tally.steps_s)) > len(chaos.tally.steps_s) / 2
+    assert chaos.tally.effective_time > 0
 
 
 async def test_a_cut_off_server_needs_a_queue_that_it_can_use(tmp_path, tiny_model) -> None:

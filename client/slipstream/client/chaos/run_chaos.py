@@ -330,6 +330,8 @@ class Chaos:
         self._random = rng
         self._log = config.run_dir / LOGS / "chaos.log"
         self._logs = JournalTail(config.run_dir / JOURNAL)
+        # How many records of each kind have come.
+        self._records = Counter[str]()
         # The command's process, whether it had a fault, and whether it was told to stop.
         self._root, self._is_harmed, self._is_over = 0, False, False
         self.tally = Tally()
@@ -343,7 +345,8 @@ class Chaos:
             proxy = await stack.enter_async_context(Proxy(address)) if partitions else None
             running = asyncio.ensure_future(self._keep_run())
             harming = asyncio.ensure_future(self._harm(kills, every_s, roles, proxy))
-            tasks: list[asyncio.Task[Any]] = [running, harming]
+            following = asyncio.ensure_future(self._follow())
+            tasks: list[asyncio.Task[Any]] = [running, harming, following]
             if proxy is not None:
                 tasks.append(asyncio.ensure_future(self._keep_server(proxy)))
             try:
@@ -449,19 +452,21 @@ class Chaos:
 
     async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
         """Waits for a new record of this kind; RunFailed if it `must` come and does not."""
-        until_s = time.monotonic() + limit_s
-        self._note(self._logs.new_records())
+        until_s, before = time.monotonic() + limit_s, self._records[kind]
         while time.monotonic() < until_s:
-            kinds = self._logs.new_records()
-            self._note(kinds)
-            if kind in kinds:
+            if self._records[kind] > before:
                 return
             await asyncio.sleep(_LOOK_S)
         if must:
             raise RunFailed(f"no step within {limit_s:g} s; the log is {self._log}")
 
-    def _note(self, kinds: Sequence[str]) -> None:
-        self.tally.steps_s += [time.monotonic()] * kinds.count("step")
+    async def _follow(self) -> None:
+        """Notes the records as they come, also during a pause or a fault."""
+        while True:
+            kinds = self._logs.new_records()
+            self.tally.steps_s += [time.monotonic()] * kinds.count("step")
+            self._records.update(kinds)
+            await asyncio.sleep(_LOOK_S)
 
 
 class JournalTail:
