@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
@@ -792,6 +793,40 @@ async def test_the_death_of_the_engine_ends_the_server_with_its_cause(server) ->
     with pytest.raises(ExceptionGroup) as caught:
         await server.task
     assert caught.group_contains(EngineDied, match="told to die")
+
+
+async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) -> None:
+    """They give no trajectory, and heartbeats go on while the last of them ends."""
+    generate, dead, released = server.engine.generate, asyncio.Event(), asyncio.Event()
+
+    async def die(*args, **kwargs):
+        sampling = asyncio.ensure_future(generate(*args, **kwargs))
+        try:
+            await dead.wait()
+            sampling.cancel()
+            await asyncio.wait((sampling,))
+            raise EngineDied("it is gone")
+        finally:
+            if not args[0].startswith("g1.0."):
+                # Its group cancels it once.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await released.wait()
+                await released.wait()
+
+    server.engine.generate = die
+    server.engine.limit = 2
+    connection = await server.leased()
+    await server.engine.wait_tokens(8)
+    dead.set()
+    await until(lambda: server.engine.use().open_requests == 0)
+    before = len(connection.messages)
+    await until(lambda: len(connection.messages) > before + 3)
+    released.set()
+    for beat in (m.heartbeat for m in connection.messages[before:] if m.HasField("heartbeat")):
+        assert (beat.ended_episodes, beat.sent.trajectories) == (0, 0)
+        assert (beat.generated_tokens, beat.in_flight_tokens) == (8, 8)
+    with pytest.raises(ExceptionGroup):
+        await server.task
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -241,10 +241,13 @@ class Episode:
             status, failure = Status.FAILED, Failure(FailureKind.ENGINE, str(error))
         except ReferenceFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.INFRASTRUCTURE, str(error))
+        except BaseException:
+            ledger.broke_off()
+            raise
         finally:
             if session is not None:
                 session.close()
-            ledger.ended(self._recording.num_sampled)
+        ledger.ended(self._recording.num_sampled)
         services = self._services
         return trajectory_of(
             self._task,
