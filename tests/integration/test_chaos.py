@@ -212,7 +212,7 @@ journal.mkdir(parents=True, exist_ok=True)
 while True:
     with (journal / "journal.log").open("a") as log:
         log.write(f'{{0:08x}} {{json.dumps({{"kind": "step"}})}}\\n')
-    time.sleep(0.02)
+    time.sleep(0.1)
 """
 
 
