@@ -266,8 +266,10 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         commands: asyncio.Queue[environment_pb2.WorkerCommand] = asyncio.Queue(_MAX_QUEUED_COMMANDS)
 
         async def write() -> None:
-            while True:
-                await context.write(await commands.get())
+            # A worker that is gone takes no command: its requests end too, and with them this call.
+            with contextlib.suppress(grpc.aio.InternalError):
+                while True:
+                    await context.write(await commands.get())
 
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(write())

@@ -12,10 +12,11 @@ import grpc.aio
 import psutil
 import pytest
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage
 from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
 from slipstream.rollout_server.episodes.worker_process import (
     NO_LIMITS,
     WorkerLimits,
@@ -318,7 +319,7 @@ HOSTING = """
 import asyncio, sys
 from pathlib import Path
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
 from slipstream.v1 import environment_pb2, fleet_pb2
 
 class NoClients:
@@ -535,3 +536,31 @@ def test_a_worker_sees_no_secrets() -> None:
         "PYTHONHASHSEED": "0",
         "SLIPSTREAM_TOKEN": "own",
     }
+
+
+async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) -> None:
+    """gRPC would log such a failure with two tracebacks."""
+    gateway, stream, wrote = (
+        WorkerGateway(tmp_path, log_bytes=4096),
+        WorkerStream(),
+        asyncio.Event(),
+    )
+    gateway.expect(stream)
+
+    class Gone:
+        def invocation_metadata(self):
+            return ((TOKEN_KEY, f"Bearer {stream.token}"),)
+
+        async def write(self, command: env_pb.WorkerCommand) -> None:
+            wrote.set()
+            raise grpc.aio.InternalError("the operation failed")
+
+    async def requests():
+        yield env_pb.WorkerMessage(hello=env_pb.WorkerHello())
+        await wrote.wait()
+
+    attached = asyncio.ensure_future(gateway.Attach(requests(), Gone()))
+    async with asyncio.timeout(20):
+        (await stream.table).notify(env_pb.WorkerCommand())
+        await attached
+    assert stream.over.is_set()
