@@ -323,14 +323,16 @@ class Evaluator:
         )
 
     def _lease(self, round_: Round) -> None:
-        scheduler = self._scheduler
+        scheduler, granted = self._scheduler, []
         while round_.waiting and scheduler.room(round_.session) > 0 and scheduler.may_send(1):
             name, task_index = round_.waiting.pop()
             key, step = round_.session.key, round_.version.step
             # The seed is the task's number: every round, and every sample, sees the same task.
             group = self._book.lease_evaluation(name, task_index, task_index, key, step)
             round_.running[group.group_id] = group
-            self._scheduler.grant_evaluation(round_.session, group)
+            granted.append(group)
+        if granted:
+            scheduler.send_evaluation(round_.session, granted)
         self._scheduler.reserved[round_.session.key] = len(round_.waiting)
 
     def _collect(self, round_: Round) -> None:

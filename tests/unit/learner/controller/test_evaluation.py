@@ -34,6 +34,7 @@ class Rig:
 
     def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
+        self.journal = journal
         self.tasks, self.results = tasks, list[EvaluationResult]()
         self.run = run_of(
             run={"name": "r", "steps": 10, "dir": str(folder)},
@@ -63,7 +64,9 @@ class Rig:
     def load(self, session: ServerSession) -> None:
         self.environments.loaded("held", session.key, 5)
 
-    def leases(self, session: ServerSession) -> int:
+    async def leases(self, session: ServerSession) -> int:
+        """Number of leases that a server got since the last call, once all records are durable."""
+        await self.journal.durable()
         return sent(session).count("lease")
 
     def turn(self) -> None:
@@ -105,7 +108,7 @@ async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(tmp_pa
         rig.load(first)
         rig.load(second)
         rig.turn()
-        assert (rig.leases(first), rig.leases(second)) == (0, 2)
+        assert (await rig.leases(first), await rig.leases(second)) == (0, 2)
 
 
 async def test_a_server_that_waits_for_environments_is_measured_though_a_later_round_is_due(
@@ -121,7 +124,7 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         assert rig.publisher.due() == []
         rig.load(session)
         rig.turn()
-        assert rig.leases(session) == 2
+        assert await rig.leases(session) == 2
         assert not rig.evaluator.is_done()
 
 
@@ -135,7 +138,7 @@ async def test_a_server_that_never_has_the_environments_does_not_keep_others_fro
         rig.load(second)
         rig.turn()
         assert rig.publisher.pinned == {second.key}
-        assert (rig.leases(first), rig.leases(second)) == (0, 2)
+        assert (await rig.leases(first), await rig.leases(second)) == (0, 2)
 
 
 async def test_a_server_with_an_order_for_another_version_is_not_measured(tmp_path: Path) -> None:
@@ -150,7 +153,7 @@ async def test_a_server_with_an_order_for_another_version_is_not_measured(tmp_pa
         # The trainer has not begun to send: it still serves.
         rig.turn()
         assert rig.publisher.pinned == set()
-        assert rig.leases(session) == 0
+        assert await rig.leases(session) == 0
 
 
 async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(tmp_path):
@@ -166,19 +169,29 @@ async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(tm
         assert session.is_serving
 
 
+async def test_leases_of_a_round_leave_once_their_records_are_durable(tmp_path: Path) -> None:
+    async with measuring(tmp_path) as rig:
+        session = rig.joined("only")
+        rig.load(session)
+        rig.serve(session, 0)
+        rig.turn()
+        assert sent(session).count("lease") == 0
+        assert await rig.leases(session) == 2
+
+
 async def test_a_round_begins_again_when_its_server_serves_no_more(tmp_path: Path) -> None:
     async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.load(session)
         rig.serve(session, 0)
         rig.turn()
-        assert rig.leases(session) == 2
+        assert await rig.leases(session) == 2
         session.state = fleet_pb2.SERVER_STATE_STALE
         rig.turn()
         assert rig.publisher.due() == [session]
         rig.serve(session, 1)
         rig.turn()
-        assert rig.leases(session) == 2
+        assert await rig.leases(session) == 2
 
 
 def episode(task: int, reward: float, *reply_tokens: int, truncated: bool = False, **metrics):

@@ -7,7 +7,7 @@ back, a new version; the disk.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.core import reservation
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
@@ -170,18 +170,26 @@ class Scheduler:
             chat_template_kwargs_json=entry.spec.chat_template_kwargs_json,
         )
 
-    def grant_evaluation(self, session: ServerSession, group: Group) -> None:
-        """Sends the lease of an evaluation episode; after a restart its round begins again."""
-        self._journal.append(
-            "evaluation_lease",
-            group=group.group_id,
-            environment=group.environment,
-            task=group.task_index,
-            version=group.deadline_step,
-            server=session.name,
-            epoch=session.key.epoch,
-        )
-        session.send(fleet_pb2.ControllerMessage(lease=self.lease_message(group)))
+    def send_evaluation(self, session: ServerSession, groups: Sequence[Group]) -> None:
+        """Sends leases of evaluation episodes, once their records are durable.
+
+        After a restart their round begins again. A controller that lacks the records would not
+        know the server whose trajectories come, and quarantine them.
+        """
+        for group in groups:
+            self._journal.append(
+                "evaluation_lease",
+                group=group.group_id,
+                environment=group.environment,
+                task=group.task_index,
+                version=group.deadline_step,
+                server=session.name,
+                epoch=session.key.epoch,
+            )
+        durable = self._journal.durable()
+        for group in groups:
+            message = fleet_pb2.ControllerMessage(lease=self.lease_message(group))
+            session.send(message, after=durable)
 
     def _sampling(self, group: Group) -> fleet_pb2.SamplingSettings:
         settings = self._config.sampling.to_pb()
