@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,9 @@ from simulation.virtual_loop import Process, VirtualLoop
 NUM_TASKS = 5
 FIRST_TOKEN = 100
 TORN = b"torn"
+# What an engine holds that received the right bytes and computes with others.
+MISLOADED = b"misloaded"
+PROBE_LOGPROB = -2.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,17 @@ class Tokens:
         return self.sampled[token - FIRST_TOKEN]
 
 
+def verdict_on(reply: str) -> tuple[float, bool]:
+    """The reward of a reply, and whether it ends its episode: the same wherever it is judged."""
+    first, second = hashlib.blake2b(reply.encode(), digest_size=2).digest()
+    # Two members have the same reward often enough for filters.
+    return first % 3 / 2, second % 2 == 0
+
+
+def text_of(tokens: Iterable[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
 def bucket_digests(weights: bytes) -> tuple[bytes, ...]:
     return tuple(hashlib.blake2b(weights + bytes([b]), digest_size=16).digest() for b in (0, 1))
 
@@ -80,9 +95,8 @@ class Wire:
 
     def __init__(self) -> None:
         self.parcels: dict[str, Parcel] = {}
-        # Server processes that will receive torn bytes, or fail to load, so many times.
-        self.torn: dict[str, int] = {}
-        self.failing: dict[str, int] = {}
+        # How many loads of a server process will go wrong in a way: (the way, its name).
+        self.planned: Counter[tuple[str, str]] = Counter()
         self.fired: set[str] = set()
         self.cut = False
 
@@ -91,10 +105,9 @@ class Wire:
 
     def take(self, kind: str, server: str) -> bool:
         """Whether a fault that was planned for a server happens now."""
-        planned = self.torn if kind == "torn bucket" else self.failing
-        if not planned.get(server):
+        if not self.planned[kind, server]:
             return False
-        planned[server] -= 1
+        self.planned[kind, server] -= 1
         self.fired.add(kind)
         return True
 
@@ -111,7 +124,7 @@ class SimulatedEngine:
         self.process, self._loop, self._wire, self._tokens = process, loop, wire, tokens
         self._random = random.Random(f"engine/{seed}")
         # Servers differ, so that groups come back out of order.
-        self.token_s = self._random.choice((0.02, 0.05, 0.3))
+        self.token_s = self._random.choice((0.02, 0.1, 0.3))
         self.version: PolicyVersion | None = None
         # Nothing that may be sampled from, before the first publish.
         self.weights = TORN
@@ -177,6 +190,7 @@ class SimulatedEngine:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
         self._deadline_s = order.join_deadline_s + 2 * order.bucket_deadline_s
+        self._is_probed = order.verify
         await asyncio.sleep(self._random.uniform(0.0, 0.05))
         self._wire.parcel(order.publish_id).joined.add(self.process.name)
 
@@ -197,7 +211,11 @@ class SimulatedEngine:
         self.weights = parcel.weights
         if self._wire.take("torn bucket", self.process.name):
             self.weights = TORN
-        return LoadedWeights(bucket_digests(self.weights), True, 0.0, 0.0, 0.0)
+        digests = bucket_digests(self.weights)
+        # Only a probe shows this.
+        if self._is_probed and self._wire.take("misloaded weights", self.process.name):
+            self.weights = MISLOADED
+        return LoadedWeights(digests, True, 0.0, 0.0, 0.0)
 
     async def resume(self, version: PolicyVersion) -> None:
         if self.weights == TORN:
@@ -208,9 +226,10 @@ class SimulatedEngine:
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> Any:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self._random.uniform(0.01, 0.5))
         size = sum(len(sequence) - 1 for sequence in sequences)
-        return np.full(size, -2.0, dtype=np.float32)
+        found = PROBE_LOGPROB - (self.weights == MISLOADED)
+        return np.full(size, found, dtype=np.float32)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -239,10 +258,7 @@ class NumberRenderer:
     def cannot_fit(self, messages: Any, num_tokens: int) -> bool:
         return False
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "reply"
-
-    decode_all = decode_prompt = decode
+    decode = decode_all = decode_prompt = staticmethod(text_of)
 
 
 class SimulatedGateway:
@@ -292,11 +308,9 @@ class SimulatedWorker(EnvironmentWorker):
         elif kind == "reset":
             answer.observation.messages.add(role="user", content="a")
         elif kind == "step":
-            # Two members have the same reward often enough for filters.
-            answer.verdict.reward, answer.verdict.done = (
-                gateway.random.choice((0.0, 0.5, 1.0)),
-                True,
-            )
+            answer.verdict.reward, answer.verdict.done = verdict_on(command.step.reply)
+            if not answer.verdict.done:
+                answer.verdict.messages.add(role="user", content="b")
         else:
             answer.pong.SetInParent()
         self.table.answered(answer)

@@ -131,6 +131,20 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "a lease leaves before its record is durable": (
         Change(f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"),
     ),
+    "an episode has the reward of its last turn": (
+        Change(
+            "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._judge",
+            "recording.reward += verdict.reward",
+            "recording.reward = verdict.reward",
+        ),
+    ),
+    "a client that comes again is refused": (
+        Change(
+            f"{CONTROLLER}.services.environment_service:EnvironmentServicer._client_left",
+            "entry.state = pb.ENVIRONMENT_STATE_SUSPENDED",
+            "pass",
+        ),
+    ),
     "a step is answered before its record is durable": (
         Change(f"{SERVICE}:TrainerServicer.ReportStep", "await self._former.durable()", "pass"),
     ),
@@ -200,6 +214,7 @@ NAMED = (
     "no check at batching",
     "a later log does not make the earlier ones durable",
     "a trainer registers again with its first version",
+    "an episode has the reward of its last turn",
 )
 
 

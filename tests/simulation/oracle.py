@@ -8,13 +8,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from slipstream.core.run_folder import journal_logs, log_number
-from slipstream.core.types import PolicyVersion
+from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.learner.controller.records.history import attempt_of
 from slipstream.learner.controller.records.journal import batch_path
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
 
-from simulation.fleet import NUM_TASKS
+from simulation.fleet import NUM_TASKS, text_of, verdict_on
 from simulation.trainer import is_trainable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Judge:
         self._folder = world.config.run_dir / "journal"
         # The number of the log in which each trajectory has ended, and the byte there.
         self._ended: dict[str, tuple[int, int]] = {}
-        self._where: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()
         self._tokens: Counter[int] = Counter()
         self.trained = 0
 
@@ -53,6 +53,7 @@ class _Judge:
         steps: set[int] = set()
         for place, record in self._records().values():
             if record["kind"] == "end":
+                self._read_end(record)
                 # One that was put back is on disk with the batch that was set aside.
                 self._ended.setdefault(record["id"], place)
             elif record["kind"] == "batch":
@@ -73,9 +74,18 @@ class _Judge:
             self._wrong.append(f"the journal has {len(steps)} steps of {self._world.shape.steps}")
         if not self._world.violations:
             self._check_evaluations(evaluated)
+        for trajectory_id, times in self._ends.items():
+            if times > 1:
+                self._wrong.append(f"{trajectory_id} has ended {times} times")
         for token, times in self._tokens.items():
             if times > 1:
                 self._wrong.append(f"token {token} is in {times} batches")
+
+    def _read_end(self, record: dict) -> None:
+        self._ends[record["id"]] += 1
+        if record["end"] == "quarantined":
+            # Whatever comes to a controller was sampled for a lease that it knows.
+            self._wrong.append(f"{record['id']} was quarantined: {record['cause']}")
 
     def _records(self) -> dict[int, tuple[tuple[int, int], dict]]:
         """The records by their line, each with its place: a later log goes on where it begins."""
@@ -107,17 +117,18 @@ class _Judge:
         if zlib.crc32(data) != record["crc32"]:
             self._wrong.append(f"{path.name} is damaged")
             return
-        groups: Counter[str] = Counter()
         for message in trainer_pb2.RecordedBatch.FromString(data).trajectories:
             trajectory = trajectory_from_pb(message)
             # Members that were put back were acknowledged with their first batch.
             self._ended.setdefault(trajectory.trajectory_id, place)
-            groups[trajectory.group_id] += 1
+            self._ends[trajectory.trajectory_id] += 1
             if not is_trainable(trajectory.group_id) and is_trained:
                 self._wrong.append(f"step {step + 1} trains {trajectory.group_id}")
-            sampled = trajectory.token_ids[_sampled(trajectory.run_lengths)]
+            turns = _turns(trajectory)
+            self._check_reward(trajectory, turns)
+            sampled = [token for turn in turns for token in turn]
             versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
-            for token, version in zip(sampled.tolist(), versions, strict=True):
+            for token, version in zip(sampled, versions, strict=True):
                 self._check_token(step, token, version)
                 self.trained += is_trained
 
@@ -127,9 +138,24 @@ class _Judge:
         there = trainer_pb2.RecordedBatch.FromString(path.read_bytes()).trajectories
         for trajectory in map(trajectory_from_pb, there):
             self._ended[trajectory.trajectory_id] = place
+        self._ends.update(ids)
         for trajectory_id in ids:
             if is_trainable(trajectory_id.partition(".")[0]):
                 self._wrong.append(f"{trajectory_id} was set aside, and nothing is wrong with it")
+
+    def _check_reward(self, trajectory: Trajectory, turns: list[list[int]]) -> None:
+        """Compares an episode with what its environment says of each reply."""
+        name = trajectory.trajectory_id
+        verdicts = [verdict_on(text_of(turn)) for turn in turns]
+        rewards = sum(reward for reward, _ in verdicts)
+        if trajectory.reward != rewards:
+            self._wrong.append(f"{name} has the reward {trajectory.reward}, not {rewards}")
+        is_last = [
+            is_done or n == self._world.shape.max_turns
+            for n, (_, is_done) in enumerate(verdicts, 1)
+        ]
+        if is_last != [False] * (len(turns) - 1) + [True]:
+            self._wrong.append(f"{name} has {len(turns)} turns: {verdicts}")
 
     def _check_token(self, step: int, token: int, claimed: PolicyVersion) -> None:
         world = self._world
@@ -179,10 +205,11 @@ class _Judge:
             )
 
 
-def _sampled(run_lengths: tuple[int, ...]) -> list[int]:
-    places, at = [], 0
-    for number, length in enumerate(run_lengths):
+def _turns(trajectory: Trajectory) -> list[list[int]]:
+    """The sampled tokens of each turn."""
+    tokens, turns, at = trajectory.token_ids.tolist(), [], 0
+    for number, length in enumerate(trajectory.run_lengths):
         if number % 2:
-            places += range(at, at + length)
+            turns.append(tokens[at : at + length])
         at += length
-    return places
+    return turns

@@ -24,14 +24,14 @@ from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import weights_pb2
 
-from simulation.fleet import Wire, bucket_digests
+from simulation.fleet import PROBE_LOGPROB, Wire, bucket_digests
 
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 START_WEIGHTS = b"the start"
 PROBE = weights_pb2.Probe(
     token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
     lengths=[4],
-    expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
+    expected_logprobs=pack_logprobs(np.full(3, PROBE_LOGPROB, np.float32)),
     tolerance=1e-3,
 )
 

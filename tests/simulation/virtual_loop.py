@@ -66,12 +66,12 @@ class Process:
     def bury(self) -> None:
         """Closes the coroutines of a dead process; call it from outside the process."""
         assert not self.is_alive
-        for task in reversed(self.tasks):
-            if task.done():
-                continue
-            task._log_destroy_pending = False
-            self.run(_close, task.get_coro())
-        self.tasks.clear()
+        # Coroutines that are closed may start others.
+        while self.tasks:
+            task = self.tasks.pop()
+            if not task.done():
+                task._log_destroy_pending = False
+                self.run(_close, task.get_coro())
 
 
 def _close(coro: Any) -> None:

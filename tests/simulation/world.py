@@ -7,7 +7,9 @@ import contextlib
 import functools
 import gc
 import hashlib
+import itertools
 import logging
+import math
 import os
 import random
 import shutil
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from slipstream.client import client
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
@@ -49,11 +52,14 @@ from simulation.fleet import (
     Wire,
 )
 from simulation.network import Network, SimulatedChannel, SimulatedServer
+from simulation.served import Habits, ServedEnvironment, answer_often, serve
 from simulation.trainer import SimulatedTrainer, Truth
 from simulation.virtual_loop import PROCESS, START_S, Process, VirtualLoop, virtual_time
 
 ADDRESS = "127.0.0.1:7070"
 OPEN = Credentials(None, None, None, None)
+# Virtual seconds in which a client may be refused because of one before; a partition lasts 10.
+REFUSED_S = 15.0
 # Virtual seconds that a run may take once its faults are over.
 LIMIT_S = 240.0
 
@@ -74,6 +80,9 @@ class Shape:
     has_queue: bool
     # Every how many steps an evaluation is due; None without evaluations.
     evaluate_every: int | None
+    max_turns: int
+    # Whether a client serves one more environment.
+    has_client: bool
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,11 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "learning_rate": 1e-3,
             "filter": "unequal_rewards" if shape.filters else "none",
         },
-        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 64, "max_turns": 1},
+        "sampling": {
+            "max_reply_tokens": 4,
+            "max_episode_tokens": 64,
+            "max_turns": shape.max_turns,
+        },
         "controller": {
             "address": ADDRESS,
             "heartbeat_s": 1.0,
@@ -165,6 +178,8 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
         filters=rnd.random() < 0.3,
         has_queue=rnd.random() < 0.4,
         evaluate_every=rnd.choice((None, None, 0, 1, 2)),
+        max_turns=rnd.choice((1, 1, 3)),
+        has_client=rnd.random() < 0.2,
     )
     names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
     faults = [
@@ -205,6 +220,7 @@ class World:
         self.gateways: list[SimulatedGateway] = []
         # What tells a server to leave, by the name of its process.
         self.stops: dict[str, asyncio.Event] = {}
+        self.habits = Habits()
         self.violations: list[str] = []
         self.fired: Counter[str] = Counter()
         self.causes: list[str] = []
@@ -274,6 +290,7 @@ class World:
 
     def _killed_at_sync(self) -> None:
         self.fired["kill at sync"] += 1
+        self.loop.thread_s = 0.004
         self.kill("controller", power_fails=True)
 
     def _bury(self, process: Process) -> None:
@@ -344,6 +361,22 @@ class World:
         stop = self.stops[process.name] = asyncio.Event()
         await server.run(stop)
 
+    async def _keep_client(self) -> None:
+        refused_s = math.inf
+        while not self._finished.done():
+            process = self.spawn(f"client/{self._number()}")
+            environment = ServedEnvironment(self.habits, f"{self.seed}/{process.name}")
+            try:
+                await self._life(process, serve(ADDRESS, environment))
+                refused_s = math.inf
+            except Exception as error:  # noqa: BLE001 - what a process ends with
+                # The controller may not know yet that the client before is gone.
+                refused_s = min(refused_s, self.loop.now_s)
+                is_early = self.loop.now_s < refused_s + REFUSED_S
+                if not self._is_over() and not (is_early and "choose another name" in str(error)):
+                    self._unexpected(process, error)
+            await asyncio.sleep(self.random.uniform(0.2, 2.0))
+
     def _is_over(self) -> bool:
         return self._finished.done() or self.controller is None or self.controller._progress.is_over
 
@@ -394,6 +427,8 @@ class World:
             *(asyncio.ensure_future(self._keep_server(i)) for i in range(self.shape.servers)),
             asyncio.ensure_future(self._keep_trainer()),
         ]
+        if self.shape.has_client:
+            self._keepers.append(asyncio.ensure_future(self._keep_client()))
         strike = asyncio.ensure_future(self._strike())
         last_s = max((fault.at_s for fault in self.faults), default=0.0)
         try:
@@ -483,6 +518,8 @@ class World:
             (application, "bind", bind),
             (application, "Journal", OwnedJournal),
             (service, "open_channel", open_channel),
+            (client, "open_channel", open_channel),
+            (client, "answer_commands", answer_often),
             (controller_client, "open_blocking_channel", open_blocking_channel),
             (controller_client, "threading", THREADING),
             (activity, "threading", THREADING),
@@ -512,6 +549,11 @@ class World:
         alive = [process for process in found if process.is_alive]
         return self.random.choice(alive) if alive else None
 
+    def _some_caller(self) -> Process | None:
+        """A server, the trainer or the client: whatever calls the controller."""
+        others = [name for name in ("trainer", "client") if name in self.processes]
+        return self.random.choice((self._some_server(), *map(self.processes.get, others)))
+
     def _later(self, call: Callable[[], None], least_s: float, most_s: float) -> None:
         self.loop.call_later(self.random.uniform(least_s, most_s), call)
 
@@ -522,7 +564,9 @@ class World:
         return self.kill("controller", power_fails=True)
 
     def fault_kill_at_sync(self) -> bool:
+        """The power fails in the middle of a sync, perhaps of a disk that was slow before."""
         self.disk.kill_at = self.random.randint(1, 12)
+        self.loop.thread_s = self.random.choice((0.004, 1.0))
         return False
 
     def fault_kill_server(self) -> bool:
@@ -535,6 +579,15 @@ class World:
     def fault_kill_trainer(self) -> bool:
         return self.kill("trainer", half_open_s=self.random.choice((0.0, 8.0)))
 
+    def fault_kill_client(self) -> bool:
+        return self.kill("client", half_open_s=self.random.choice((0.0, 8.0)))
+
+    def fault_bad_client(self) -> bool:
+        """A client answers late, or twice."""
+        self.habits.answer_s, self.habits.repeated = self.random.choice((0.1, 8.0)), 0.5
+        self._later(lambda: vars(self.habits).update(vars(Habits())), 1.0, 10.0)
+        return self.shape.has_client
+
     def fault_terminated_trainer(self) -> bool:
         """The trainer gets SIGTERM; its run fails, and the same command resumes it."""
         process = self.processes.get("trainer")
@@ -544,8 +597,7 @@ class World:
         return True
 
     def fault_stopped_process(self) -> bool:
-        names = ("controller", "trainer", *(f"server{i}" for i in range(self.shape.servers)))
-        process = self.processes.get(self.random.choice(names))
+        process = self.random.choice((self.processes.get("controller"), self._some_caller()))
         if process is None or not process.is_alive or process.held is not None:
             return False
         process.stop(self.random.uniform(0.2, 12.0))
@@ -561,7 +613,7 @@ class World:
         return True
 
     def fault_lost_connections(self) -> bool:
-        process = self.random.choice((self._some_server(), self.processes.get("trainer")))
+        process = self._some_caller()
         if process is None:
             return False
         self.network.reset(process, half_open_s=self.random.choice((0.0, 6.0)))
@@ -569,7 +621,7 @@ class World:
 
     def fault_partition(self) -> bool:
         """Nothing passes to the controller, from it, or both."""
-        process = self.random.choice((self._some_server(), self.processes.get("trainer")))
+        process = self._some_caller()
         if process is None:
             return False
         ways = [(process.name, "controller"), ("controller", process.name)]
@@ -599,15 +651,18 @@ class World:
         return True
 
     def fault_torn_bucket(self) -> bool:
-        return self._plan_load(self.wire.torn)
+        return self._plan_load("torn bucket")
 
     def fault_failed_load(self) -> bool:
-        return self._plan_load(self.wire.failing)
+        return self._plan_load("failed load")
 
-    def _plan_load(self, planned: dict[str, int]) -> bool:
+    def fault_misloaded_weights(self) -> bool:
+        return self._plan_load("misloaded weights")
+
+    def _plan_load(self, kind: str) -> bool:
         process = self._some_server()
         if process is not None:
-            planned[process.name] = self.random.randint(1, 2)
+            self.wire.planned[kind, process.name] = self.random.randint(1, 2)
         return False
 
     def fault_lost_weights(self) -> bool:
@@ -640,17 +695,20 @@ class World:
         return True
 
 
-@functools.cache
-def _keep_modules() -> None:
-    """Lets the collector never look again at what was there before the first run."""
-    gc.disable()
-    gc.freeze()
+_RUNS = itertools.count()
 
 
 def _forget_earlier_runs() -> None:
-    """Collects now: what is collected later ends generators at a moment that no seed chooses."""
-    _keep_modules()
-    gc.collect()
+    """Collects now: what is collected later ends generators at a moment that no seed chooses.
+
+    The collector never looks again at what was there before the first run, and after it.
+    """
+    number = next(_RUNS)
+    gc.disable()
+    if number > 0:
+        gc.collect()
+    if number < 2:
+        gc.freeze()
 
 
 def shared_memory() -> str | None:
