@@ -131,6 +131,11 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "a lease leaves before its record is durable": (
         Change(f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"),
     ),
+    "a lease of an evaluation leaves before its record is durable": (
+        Change(
+            f"{CONTROLLER}.leasing.scheduler:Scheduler.send_evaluation", ", after=durable)", ")"
+        ),
+    ),
     "an episode has the reward of its last turn": (
         Change(
             "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._judge",

@@ -32,6 +32,8 @@ class _Judge:
         self._folder = world.config.run_dir / "journal"
         # The number of the log in which each trajectory has ended, and the byte there.
         self._ended: dict[str, tuple[int, int]] = {}
+        # The same of the first lease of each group to each server.
+        self._leased: dict[tuple[str, str], tuple[int, int]] = {}
         self._ends: Counter[str] = Counter()
         self._tokens: Counter[int] = Counter()
         self.trained = 0
@@ -39,6 +41,7 @@ class _Judge:
     def run(self) -> int:
         self._read_journal()
         self._check_acknowledged()
+        self._check_leased()
         for version, weights in self._world.truth.weights.items():
             if len(weights) > 1:
                 self._wrong.append(f"{len(weights)} different weights are called {version}")
@@ -56,6 +59,8 @@ class _Judge:
                 self._read_end(record)
                 # One that was put back is on disk with the batch that was set aside.
                 self._ended.setdefault(record["id"], place)
+            elif record["kind"] in ("lease", "evaluation_lease"):
+                self._leased.setdefault((record["group"], record["server"]), place)
             elif record["kind"] == "batch":
                 batches[record["step"]] = record, place
                 written[record["batch_id"]] = record, place
@@ -188,6 +193,12 @@ class _Judge:
                 self._wrong.append(f"{trajectory_id} was acknowledged and is nowhere")
             elif place > synced:
                 self._wrong.append(f"{trajectory_id} was acknowledged before it was on disk")
+
+    def _check_leased(self) -> None:
+        for (group_id, server), synced in self._world.leased.items():
+            place = self._leased.get((group_id, server))
+            if place is None or place > synced:
+                self._wrong.append(f"{server} got a lease of {group_id} before it was on disk")
 
     def _check_summary(self) -> None:
         path = self._world.config.run_dir / "summary.json"

@@ -37,7 +37,7 @@ from slipstream.protocol.queue import redis
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import environments
 from slipstream.rollout_server.memory import ProcessMemory
-from slipstream.v1 import status_pb2, trajectory_pb2
+from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2
 
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
 from simulation.disk import Disk, OwnedJournal, close_files
@@ -227,6 +227,8 @@ class World:
         self._numbers = 0
         # How much of the journal was synced when a server got an acknowledgement, by id.
         self.acknowledged: dict[str, tuple[int, int]] = {}
+        # The same when a server got a lease of a group, by both.
+        self.leased: dict[tuple[str, str], tuple[int, int]] = {}
         self._images: dict[Process, dict[Path, bytes]] = {}
         self._finished = self.loop.create_future()
         self.controller: application.Controller | None = None
@@ -460,6 +462,11 @@ class World:
             message = trajectory_pb2.DeliverResponse.FromString(data)
             for trajectory_id in message.acknowledged_ids:
                 self.acknowledged.setdefault(trajectory_id, self.disk.mark())
+        elif method.endswith("/Join") and receiver.name.startswith("server"):
+            lease = fleet_pb2.ControllerMessage.FromString(data).lease
+            if lease.group_id:
+                server = receiver.name.partition("/")[0]
+                self.leased.setdefault((lease.group_id, server), self.disk.mark())
 
     def run(self) -> Result:
         """Plays the schedule to its end; the folder has the run's files afterwards."""
