@@ -180,7 +180,10 @@ class Intake:
         """Closes a group of an earlier controller whose environment is not in the run any more."""
         group = self._book.remove(group_id)
         if group is not None:
-            self._close(group, "withdrawn", f"environment {group.environment} is not in the run")
+            cause = f"environment {group.environment} is not in the run"
+            self._close(group, "withdrawn", cause)
+            # A batch that was set aside may have put its trajectories back.
+            self._cancel_members(group, cause)
 
     def suspend(self, environment: str, cause: str) -> None:
         """Withdraws all groups of an environment; the watch fails the run if none is left."""
