@@ -168,6 +168,14 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             "return False",
         ),
     ),
+    # Rare: seed 746 is the first.
+    "a group withdrawn at a restart loses what a batch put back": (
+        Change(
+            f"{CONTROLLER}.trajectories.intake:Intake.withdraw_restored",
+            "self._cancel_members(group, cause)",
+            "pass",
+        ),
+    ),
     "the ledger forgets earlier starts": (
         Change(
             f"{CONTROLLER}.records.ledger:TokenLedger.restore",
