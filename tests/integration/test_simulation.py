@@ -1,5 +1,6 @@
 """Seeded runs on a virtual clock with faults; `tests/simulation/run.py` plays more of them."""
 
+import gc
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 700
 # Continuous integration spreads the parts over its processes.
 PARTS = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collects_again() -> Iterator[None]:
+    """Simulated runs choose themselves when to collect; tests behind them do not."""
+    yield
+    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture
