@@ -1,6 +1,6 @@
-"""Turns what an environment returns into messages, and a reply into what its `step` gets.
+"""Converts between the values that an environment takes or returns and protocol messages.
 
-An error names a value that cannot travel. The bounds of the messages are in environment.proto.
+An error names the value that cannot be sent. environment.proto states the bounds of messages.
 """
 
 import json

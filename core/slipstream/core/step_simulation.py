@@ -333,7 +333,7 @@ class Simulation:
         engine.at_s = self._now_s
 
     def _schedule(self, place: int) -> None:
-        """Plans the next end of a reply of an engine, in place of the one planned before."""
+        """Schedules the end of an engine's next reply, and cancels the one scheduled before."""
         engine = self._engines[place]
         engine.state += 1
         if engine.ends and not self._is_paused:

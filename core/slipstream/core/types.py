@@ -132,11 +132,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Branch:
-    """One conversation of an episode: an even number of runs, the first of them context.
+    """One conversation of an episode: an even number of runs, context and sampled tokens in turn.
 
     The tokens that were sampled in it get the episode's advantage times `share`. `name` is the name
     under which the agent asked for it, or empty. All branches of one name have the same `reward`;
-    None: they have the episode's.
+    None means the reward of the episode.
     """
 
     num_runs: int

@@ -1,1 +1,1 @@
-"""The wire between parts: forms of messages and their bounds, queues, access, weights."""
+"""The protocol between the parts of a run: messages, their bounds, queues, access, weights."""

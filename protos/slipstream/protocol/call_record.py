@@ -31,9 +31,9 @@ class CallRecord:
 
     @classmethod
     def read(cls, descriptor: int) -> CallRecord:
-        """Reads the record; it is empty before the first write.
+        """Reads the record; it is empty before the first write, and if the file holds no record.
 
-        Code of the environment could write there, too: what is no record is empty as well.
+        Code of the environment can write to the file too.
         """
         line = os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0]
         try:

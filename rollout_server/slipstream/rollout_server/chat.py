@@ -11,7 +11,7 @@ PLACEHOLDER = "slipstreamreplyplaceholder"
 
 
 class ParsedToolCall(NamedTuple):
-    """A call of a tool that a parser has read in a reply; `arguments` is JSON if the model's is."""
+    """A tool call parsed from a reply; `arguments` is valid JSON only if the model wrote it so."""
 
     id: str
     name: str

@@ -75,7 +75,7 @@ def engine_folder() -> Iterator[Path]:
 
 
 def check_companions() -> None:
-    """Raises ConfigError where vLLM would fail at a package that it imports if it is installed."""
+    """Raises ConfigError if an installed torchvision or torchaudio is broken: vLLM would fail."""
     for name in ("torchvision", "torchaudio"):
         try:
             importlib.import_module(name)

@@ -71,7 +71,11 @@ class _Connection(H11Protocol):
         resting: dict[_Connection, None],
         **options: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
-        """`resting` has the connections that wait for a request, the longest wait first."""
+        """`resting` holds the idle connections, the longest idle first.
+
+        `limit_s`: time for a request to arrive. Beyond `most` open connections the first of
+        `resting` is closed.
+        """
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting
         self._deadline: asyncio.TimerHandle | None = None

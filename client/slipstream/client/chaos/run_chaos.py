@@ -123,7 +123,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 async def kill(process: Process) -> bool:
-    """Kills a process; returns whether this ended it."""
+    """Kills a process; returns False if it was already gone, or does not die in time."""
     return send(process, signal.SIGKILL) and await _shown(process, is_dead)
 
 

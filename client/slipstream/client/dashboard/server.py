@@ -364,7 +364,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _parsed(data: bytes) -> object:
-    """Returns the value of a JSON text, or None if it is none; infinite numbers are None."""
+    """Returns the parsed JSON, or None if it is invalid; NaN and infinities become None."""
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):

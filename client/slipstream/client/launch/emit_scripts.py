@@ -67,7 +67,10 @@ def _job(roles: Roles, role: Role) -> str:
 
 
 def ray_program(roles: Roles, file: str, *, controller_port: int, master_port: int) -> str:
-    """Returns the program, which will lie at `file`, for runs in this folder."""
+    """Returns the text of the Ray program that runs the roles in the current folder.
+
+    It will be saved as `file`.
+    """
     learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]
     return filled_template(
         RAY_PROGRAM,

@@ -64,7 +64,7 @@ def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator
 
 
 def check_limits(*, has_gpu: bool) -> list[Finding]:
-    """Checks the limits within which this machine, a container or a shell lets programs work."""
+    """Checks the limits of this machine or container: shared memory and open files."""
     return [_shared_memory(SHARED_MEMORY, has_gpu=has_gpu), _open_files()]
 
 

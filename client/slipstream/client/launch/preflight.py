@@ -325,7 +325,7 @@ async def _check_environment(
     play: bool,
     places: asyncio.Semaphore,
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Returns the name, the cause why it cannot be used or "", and the lines that it printed."""
+    """Returns the environment's name, why it cannot be used or "", and the lines it printed."""
     name, reference, timeout_s = section.name, section.reference, section.timeout_s
     if section.python is not None and shutil.which(section.python) is None:
         return name, f"python must be an interpreter, got {section.python}", ()
@@ -406,7 +406,7 @@ async def run_program(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `command` with `given` on its stdin."""
+    """Runs `command` with `given` on its stdin; after `limit_s`, ends it and its children."""
     # Files rather than pipes: a pipe stays open as long as anything that the program has started.
     file = tempfile.TemporaryFile
     with file() as stdin, file() as stdout, file() as stderr:

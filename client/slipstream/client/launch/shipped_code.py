@@ -27,7 +27,7 @@ class ShippedCode:
 
     @property
     def copies(self) -> dict[str, str]:
-        """The files that have to be written."""
+        """The files to copy, by name; empty if they are already in place."""
         return {} if self.in_place else self.files
 
 

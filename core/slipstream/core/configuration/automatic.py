@@ -166,7 +166,7 @@ def chosen_settings(
 
 
 def _choose_weights(choice: _Choice, parameters: int, model_bytes: float) -> None:
-    """Chooses sizes and limits of a publish, and the silence that a rank may keep."""
+    """Chooses the bucket size, the deadlines of a publish, and `learner.timeout_s`."""
     power = round(math.log2(max(1.0, model_bytes / 32 / MIB)))
     bucket = choice("weights.bucket_mib", 1 << min(9, max(6, power)))
     bucket_s = min(60.0, min(bucket, model_bytes / MIB) * 10 / 64)

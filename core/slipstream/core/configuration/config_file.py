@@ -318,7 +318,10 @@ def _apply_override(table: Table, override: str) -> None:
 
 
 def _worst(error: ValidationError) -> str:
-    """Returns the line of the first problem: all missing keys are one, behind an unknown key."""
+    """Returns a line on the first problem.
+
+    If that is a missing key, the line names an unknown key instead, or else all missing keys.
+    """
     errors = error.errors()
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     if errors[0]["type"] != "missing" or unknown:

@@ -50,7 +50,7 @@ def _digest(module: str) -> str:
 
 
 def _file(module: str, folder: Path) -> Path | None:
-    """Returns the source of a module of a folder of Python's path."""
+    """Returns the source file of a module in a folder of `sys.path`, or None."""
     place = folder.joinpath(*module.split("."))
     for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
         if file.is_file():

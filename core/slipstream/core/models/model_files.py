@@ -107,9 +107,9 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def held_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Returns file and shape of each tensor that a loader finds in complete files.
+    """Returns the file and shape of each tensor of a model whose files are complete.
 
-    With an index these are the tensors that it names; other files do not count.
+    If the folder has an index, only the tensors that it names are returned.
     """
     index = folder / INDEX
     if not index.is_file():

@@ -45,9 +45,10 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Returns the family of a config.json, or of its decoder's part, which may name no class.
+    """Returns the family of a model by its config.json, or by the decoder's table within one.
 
-    A model of an unknown class has the record of a plain decoder without a name.
+    A table that names no class is looked up by its `model_type`. An unknown model gets the record
+    of a plain decoder without a name.
     """
     architecture = architecture_of(values)
     if architecture:

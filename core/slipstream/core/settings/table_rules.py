@@ -120,7 +120,7 @@ def length_problems(config: Tables) -> Iterator[str]:
 
 
 def profile_problems(config: Tables) -> Iterator[str]:
-    """Checks that the profile lies within the run and its ranks."""
+    """Yields a problem if profiling starts after the last step or names a rank out of range."""
     profile, learner, run = config.debug.profile, config.learner, config.run
     if profile.start_step is not None and profile.start_step > run.steps:
         yield (

@@ -373,9 +373,9 @@ def _filled(rule: Cell, reply: str) -> Cell:
 
 
 class ServerProcess:
-    """One server, started by the first episode, and again by the next one after it has ended.
+    """One server process, which an episode starts if it is not running.
 
-    It prints where its worker prints.
+    Its output goes where its worker's output goes.
     """
 
     def __init__(self, command: Sequence[str], *, is_container: bool = False) -> None:

@@ -1,10 +1,13 @@
-"""The system calls that no program of a sandbox may make, as a filter of Linux's seccomp.
+"""The system calls that a sandboxed program may not make, as a seccomp filter of Linux.
 
-Landlock, and so sandlock, leaves some things open to a program of the same user: to change modes,
-owners and times of files that it can only read, to read marks of files and hear of names in folders
-that it cannot read, to hold up whoever opens a file, to limit processes outside, to fill memory
-that belongs to no process, and the kernel's interfaces for whole machines. The filter closes them.
-It holds for bubblewrap too.
+Landlock, and so sandlock, still lets a program of the same user
+- change the mode, owner and times of files that it can only read;
+- read extended attributes of files, and watch names, in folders that it cannot read;
+- block whoever opens a file;
+- change the limits of processes outside the sandbox;
+- fill memory that belongs to no process;
+- use kernel interfaces that affect the whole machine.
+The filter refuses all of these, under bubblewrap too.
 """
 
 import ctypes

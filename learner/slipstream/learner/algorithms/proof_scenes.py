@@ -68,7 +68,7 @@ class Scene:
 
     @functools.cached_property
     def fields(self) -> dict[str, Tensor]:
-        """The fields of all tokens; those of masked ones are as small as the others."""
+        """The fields of all tokens; masked tokens have values of the same range as trained ones."""
         chance = np.random.default_rng([self.seed, len(self.mask)])
         size = len(self.mask)
         logprobs = -0.2 - chance.exponential(1.0, size)

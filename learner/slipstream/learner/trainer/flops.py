@@ -92,8 +92,8 @@ def training_flops(
     Each parameter and token takes 6. The causal attention of a sequence of L tokens takes 6 L^2
     times `attention_width`: scores and values take 2 L^2 each, the mask removes half of it, and the
     backward pass costs twice the forward pass. Recomputation is not counted, as in the definition
-    of model FLOPs in PaLM (arXiv:2204.02311, appendix B). Nor are `saved` tokens and squares, which
-    common beginnings leave out.
+    of model FLOPs in PaLM (arXiv:2204.02311, appendix B). `saved`, the tokens and the sum of L^2
+    that shared prefixes avoid, is subtracted.
     """
     tokens, squares = -saved[0], -saved[1]
     for length in lengths:

@@ -50,7 +50,7 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 
 def check_functions(config: Config, journal: Path) -> None:
-    """Raises ConfigError unless all starts of the run had the functions that are here now."""
+    """Raises ConfigError unless every start of the run used the functions that exist now."""
     here = source_digests(config.algorithms)
     used = used_functions(config.model_copy(update={"sources": here}))
     for record in read_records(journal):

@@ -314,9 +314,9 @@ class TrainingStep:
         total: float,
         fault: str,
     ) -> RunFailed:
-        """Returns the error that names what made the loss of a mini-batch infinite; collective.
+        """Returns the error that names the cause of a mini-batch loss that is not finite.
 
-        `fault` is that of one's own function, "" without one.
+        All ranks must call it. `fault` is what the user's own function did wrong, or "".
         """
         cause = f"the loss is {total}; the weights were not changed"
         chosen = [sequences[index] for index in members]

@@ -45,7 +45,7 @@ NOTHING = Amount()
 
 
 class EpochAmounts(dict[str, Amount]):
-    """Amounts by server epoch, which a trajectory's id has at its end, in hexadecimal."""
+    """Amounts by server epoch, the hexadecimal last part of a trajectory's id."""
 
     def add(self, trajectory_id: TrajectoryId, tokens: int) -> Amount:
         """Counts a trajectory; returns the amount of its epoch."""

@@ -136,7 +136,10 @@ class CudaChanges:
     def mark(
         self, data: int, base: int, *, num_bytes: int, masks: int, counts: int, stream: int
     ) -> None:
-        """Enqueues the comparison of two buckets: a bit an element, and each block's number."""
+        """Enqueues the comparison of the buckets at the addresses `data` and `base`.
+
+        `masks` gets a bit for each element, `counts` the number of changed elements of each block.
+        """
         num_blocks = -(-num_bytes // (BLOCK_ELEMENTS * ELEMENT_BYTES))
         arguments = (*_pointers(data, base), np.int64(num_bytes), *_pointers(masks, counts))
         self._launch("mark", num_blocks * _WARP, arguments, stream)

@@ -45,7 +45,7 @@ class Until:
         return cls(time.monotonic() + limit_s, limit_s, abandoned or threading.Event())
 
     def check(self, what: str) -> None:
-        """Raises WeightSyncError when the time is over; `what` was to be done."""
+        """Raises WeightSyncError after the deadline or when abandoned; `what` names the work."""
         if self.abandoned.is_set():
             raise WeightSyncError(f"{what}: abandoned")
         if time.monotonic() >= self.deadline_s:

@@ -22,7 +22,7 @@ def on_thread(
     *,
     name: str,
 ) -> Answer:
-    """Returns what `call` returns, or raises what it raises, on a thread of this name.
+    """Runs `call` on a thread of this name; returns its result or raises its exception.
 
     Raises Unanswered after `limit_s`, or soon after `abandoned` is set: the thread is left behind.
     """

@@ -12,8 +12,8 @@ from slipstream.v1 import fleet_pb2
 class EpochCounters:
     """The counters of one server epoch.
 
-    Whenever no token is on its way, the tokens that the engine counted and those of given replies
-    equal those of ended and open episodes and of judges together.
+    While no token is on its way, two sums are equal: the tokens that the engine sampled plus those
+    of replies that environments gave, and the tokens of ended episodes, open episodes and judges.
     """
 
     def __init__(self, use: EngineUse) -> None:
@@ -47,7 +47,7 @@ class EpochCounters:
         self.sampled(num_tokens)
 
     def ended(self, num_tokens: int) -> None:
-        """Notes that an episode ended, however it did, with `num_tokens` sampled."""
+        """Notes that an episode with `num_tokens` sampled tokens ended, normally or not."""
         self.open_episodes -= 1
         self.recorded_tokens -= num_tokens
         self.all_ended = self.all_ended.plus(num_tokens)

@@ -79,7 +79,7 @@ class Recording:
 
     @property
     def conversation(self) -> list[int]:
-        """The tokens of the conversation that goes on."""
+        """The tokens of the current conversation."""
         return self.token_ids[self.start :] if self.start else self.token_ids
 
     @property

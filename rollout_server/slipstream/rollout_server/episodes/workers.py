@@ -34,7 +34,7 @@ MAX_LOST_WORKERS = 2
 class EnvironmentWorker:
     """One worker process, from its start to its exit; it is not started again.
 
-    started -> attached -> loaded -> open episodes -> ended: all of them are lost
+    States: started -> attached -> loaded -> ended. Its open episodes are lost when it ends.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class DraftTable:
     def __init__(
         self, draft_tokens: int, *, slots: int = SLOTS, device: torch.device | str = "cpu"
     ) -> None:
-        """Sets the length of drafts; `slots`, a power of two: entries that are kept."""
+        """Sets the length of drafts; the table keeps `slots` entries, a power of two."""
         self._mask = slots - 1
         # One slot more, which is never read: entries that do not count are written there.
         self._hashes = torch.zeros(slots + 1, dtype=torch.int64, device=device)

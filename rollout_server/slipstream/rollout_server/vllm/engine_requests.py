@@ -67,7 +67,7 @@ class EngineRequests:
 
     @property
     def num_open(self) -> int:
-        """Number of admitted requests, and of those that wait to be admitted."""
+        """Number of open requests, admitted or waiting to be admitted."""
         return len(self._open)
 
     def use(self) -> EngineUse:

@@ -116,7 +116,7 @@ class NoDigests:
 def open_digests(
     buckets: tuple[Bucket, ...], device: torch.device, *, digested: bool = True
 ) -> BucketDigests:
-    """Returns digests that are computed where the buckets lie; of no bucket unless `digested`."""
+    """Returns digests computed on the buckets' device; they are empty unless `digested`."""
     if not digested:
         return NoDigests(device)
     if device.type != "cuda":

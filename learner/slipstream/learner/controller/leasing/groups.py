@@ -142,7 +142,7 @@ class GroupIds:
 
 
 def fewest_members(size: int, share: float) -> int:
-    """Returns the number of members of a group of `size` that must finish: `share`, at least 2.
+    """Returns how many members of a group of `size` must finish: `share` of them, at least 2.
 
     An advantage that compares the members of a group needs two of them.
     """

@@ -39,12 +39,12 @@ class _Question:
 
 
 class Readiness:
-    """One question at a time to each server; its answer counts until the next publish to it.
+    """Asks servers whether they are ready for a publish; each has one open question at most.
 
-    Life of a question: `ask` sends it, `answers` collects it for a publish and forgets it. If the
-    server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late` is
-    true. A late answer makes the server due again. Without an answer within `join_deadline_s` its
-    stream is ended.
+    `ask` sends the question. `answers` collects the answer for the next publish and forgets it. If
+    the server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late`
+    is true. A late answer makes the server due again. Without an answer within `join_deadline_s`
+    the controller ends the server's stream.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class StoredPublisher:
         return trainer_pb2.StoreOrder(version=trainer.version, folder=self._ordered)
 
     def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
-        """Takes the end of a store order; returns the manifests from which servers still fetch."""
+        """Notes the result of a store order; returns the keys of manifests still needed."""
         if report.folder and report.folder == self._ordered:
             self._ordered = ""
             if report.error:

@@ -137,7 +137,10 @@ class ServerEpochs:
             count.dead = count.is_earlier = True
 
     def take_over(self, earlier: ServerEpochs) -> None:
-        """Becomes `earlier`, whose servers are all dead; called before any server connects."""
+        """Takes over the counts of the controller's previous start; its servers count as dead.
+
+        It is called before any server connects.
+        """
         earlier.all_died()
         self._departed, self._names = earlier._departed, earlier._names
         self._folded, self._earlier = earlier._folded, earlier._earlier

@@ -100,10 +100,10 @@ class Outbox(Generic[Message]):
 
 @dataclass(frozen=True)
 class JoinedOrder:
-    """An order to one server, and an encoded part that it shares with the orders to others.
+    """An order to one server: its own part, and an encoded part shared with other servers.
 
-    Protobuf reads two encodings in a row as one message. A layout has thousands of tensors: it is
-    encoded once, and waits once for all servers.
+    Protobuf parses two concatenated encodings as one message. A layout has thousands of tensors, so
+    it is encoded once, and the queues of all servers hold the same bytes.
     """
 
     own: fleet_pb2.ControllerMessage

@@ -161,9 +161,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def _check_name_is_free(
         self, hello: fleet_pb2.ServerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Turns a second process away while another one of its name lives; it tries again.
+        """Rejects a server, which will retry, while another process of the same name is connected.
 
-        The same process may come back before the end of its stream is known.
+        The same process is let in: it may reconnect before the end of its old stream is known.
         """
         older = self._fleet.sessions.get(ServerId(hello.server_id))
         if older is None or older.hello.process == hello.process:

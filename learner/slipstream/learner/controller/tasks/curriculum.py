@@ -22,7 +22,7 @@ class Standing(Enum):
 
 
 class Curriculum:
-    """The results of one environment's tasks, and the draw that reads them.
+    """The results of one environment's tasks, and the draw of tasks that depends on them.
 
     curriculum.note(group_id, 7, 1.0)  # a group of task 7 had the mean reward 1
     curriculum.draw(100, number)       # one of 100 tasks

@@ -108,7 +108,7 @@ class BatchFormer:
         self._covered_step = history.checkpoint.step
 
     def _restore_put_back(self, history: RunHistory) -> None:
-        """Reads the trajectories of groups that a set-aside batch held from its file."""
+        """Restores the trajectories of open groups from the files of set-aside batches."""
         files = {
             (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
         }

@@ -278,9 +278,9 @@ class Intake:
         )
 
     def _give_up(self, group: Group, members: Sequence[int], failure: Failure) -> None:
-        """Goes on without members that had their last attempt; sets a group of too few aside.
+        """Goes on without members whose last attempt failed; sets aside a group with too few left.
 
-        A prompt that is too long is that of all members.
+        All members have the same prompt, so one that is too long sets the whole group aside.
         """
         is_too_long = failure.kind is FailureKind.PROMPT_TOO_LONG
         if is_too_long or not self._book.give_up(group, members):

@@ -54,7 +54,7 @@ class SavedWork(NamedTuple):
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
 ) -> SavedWork:
-    """Returns what bundles of all `members` save."""
+    """Returns the tokens and squared lengths that the bundles `made` of all `members` save."""
     lengths = [len(sequences[index]) for index in members]
     return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),

@@ -199,7 +199,7 @@ class Qwen2MoeBridge(FamilyBridge):
 
 @recipe_for(Ernie4_5ForCausalLM, "ernie4_5")
 class ErnieBridge(DenseBridge):
-    """ERNIE 4.5: a Llama whose positions turn neighbouring dimensions of a head.
+    """ERNIE 4.5: a Llama with interleaved rotary embeddings (neighbouring dimensions pair up).
 
     Source: transformers 5.17, `apply_rotary_pos_emb` of its class.
     """

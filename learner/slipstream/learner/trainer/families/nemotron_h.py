@@ -29,9 +29,10 @@ _FORMS = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "ml
 
 @recipe_for(NemotronHForCausalLM, "nemotron_h")
 class NemotronHBridge(FamilyBridge):
-    """Nemotron-H: one norm and one part a layer; no positions; MLPs with squared ReLU, no gate.
+    """Nemotron-H: each layer is one norm and one block: Mamba, attention or MLP.
 
-    Bridge's own recipe is for Megatron's Mamba layers. Source: arXiv:2504.03624, section 2.
+    There are no position embeddings; MLPs use squared ReLU without a gate. Megatron Bridge's own
+    recipe is for Megatron's Mamba layers. Source: arXiv:2504.03624, section 2.
     """
 
     # transformers' settings have numbers of experts for every model.

@@ -243,14 +243,14 @@ class _Layers(FamilyBridge):
 
 
 class _MixtureLayers(_Layers):
-    """The layers of a Qwen3.5 with experts, one of which every token goes to."""
+    """The layers of a Qwen3.5 with experts, one of them shared by all tokens."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
         set_shared_expert(provider, settings)
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the matrices behind attention."""
+        """Returns the mappings of the feed-forward weights."""
         return [*experts(), *shared_expert()]
 
 

@@ -154,7 +154,7 @@ class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
     tower = Qwen3VLMoeVisionModel
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the matrices behind attention."""
+        """Returns the mappings of the feed-forward weights."""
         return fused_experts()
 
 
@@ -282,7 +282,7 @@ class _NestedBridge(FamilyBridge):
         return MegatronMappingRegistry(*decoder, *self._others())
 
     def _others(self) -> list[Megatron]:
-        """Returns the mappings of what is no decoder."""
+        """Returns the mappings of weights outside the decoder, such as the vision tower."""
         return []
 
 

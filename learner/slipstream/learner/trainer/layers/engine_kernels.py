@@ -28,7 +28,7 @@ class EngineKernels(Protocol):
         """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """Returns the RMS norm of `x`; `is_sum` tells whether the engine has just added it up."""
+        """Returns the RMS norm of `x`; `is_sum`: `x` is the result of a residual addition."""
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
         """Returns `x` [tokens, heads, dim] turned by the `table` of cosines and sines."""

@@ -53,7 +53,7 @@ class SumNorm(RMSNorm):
 
 
 class PlainInputNorm(SumNorm):
-    """The norm of what has not been added up: embeddings, queries and keys."""
+    """The norm of inputs that are not residual sums: embeddings, queries and keys."""
 
     is_sum = False
 
@@ -71,7 +71,7 @@ class EqualAttention(CoreAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Megatron = None,
     ) -> Tensor:
-        """See `CoreAttention`, whose gradients it has on CPUs."""
+        """Computes attention with the engine's kernel; CPU gradients are `CoreAttention`'s."""
         assert packed_seq_params is not None, "the engine's kernel takes packed sequences"
         whole = super().forward
 

@@ -84,7 +84,7 @@ class ParallelModel:
         return getattr(self.chunks[0].config, "agreement", "close") == "bits"
 
     def count_not_finite(self) -> int:
-        """Number of this rank's parameters that are infinite or no number."""
+        """Number of this rank's parameters that are infinite or NaN."""
         with self.memory.resident(Part.PARAMETERS):
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)

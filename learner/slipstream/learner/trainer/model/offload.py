@@ -77,7 +77,7 @@ class HostMemory:
         self._leave(parts)
 
     def settle(self) -> None:
-        """Sends the parts that `settings` offloads to the host before their first use."""
+        """Moves the offloaded parts to host memory before their first use."""
         with self.resident(*Part):
             pass
 

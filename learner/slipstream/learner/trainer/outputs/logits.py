@@ -74,11 +74,12 @@ def gradient(
     slopes: Tensor,
     bends: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Returns the gradient [rows, width] of a sum over rows; overwrites prepared `logits`.
+    """Returns the gradient [rows, width] of a sum over rows with respect to the logits.
 
-    The sum is `slopes` * log-probability of each target, if the target is on this rank; both have
-    the shape of `places`. `bends`, a pair of factors and entropies, adds factor * entropy. Slopes
-    and factors are already divided by the temperature.
+    The sum is of `slopes` * log-probability of each target; `slopes` has the shape of `places`,
+    which are -1 for targets on other ranks. `bends`, a pair of factors and entropies, adds
+    factor * entropy. Slopes and factors are already divided by the temperature. `logits` come from
+    `prepared` and are overwritten.
     """
     logprobs = logits.sub_(log_totals[:, None])
     total = _rows(slopes).sum(-1, keepdim=True)

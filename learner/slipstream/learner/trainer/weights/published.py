@@ -86,7 +86,8 @@ class Published:
         """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
 
         `delta`: the last `offer`, of which only the changed elements are sent. `is_publish`: see
-        `WeightStream`; adapters apart are always published.
+        `WeightStream`. Where adapters are published separately, both are ignored: buckets are
+        filled whole, for a publish.
         """
         if not self._adapters:
             return self.weights.run(send, delta=delta, is_publish=is_publish)

@@ -45,9 +45,10 @@ class AdapterRequests:
         return len(self._requests)
 
     def request(self, name: str, *, by_start: bool = False) -> LoRARequest | None:
-        """Returns vLLM's name of an adapter; None for the model as the run started.
+        """Returns vLLM's request for an adapter, or None for the model without one.
 
-        Raises GenerationFailed when the run has no such adapter.
+        `by_start` asks for the model as the run started. Raises GenerationFailed when the run has
+        no such adapter.
         """
         if by_start:
             return None
