@@ -31,7 +31,7 @@ class DescriptorLog(logging.Handler):
 
 
 def write_line(descriptor: int, text: str) -> None:
-    """Writes a line without a buffer, which would fail at exit and change the exit code."""
+    """Writes a line unbuffered: a buffer could fail to flush at exit and change the exit code."""
     data = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
         while data:

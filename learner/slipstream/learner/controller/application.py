@@ -94,7 +94,10 @@ class RunTasks(asyncio.TaskGroup):
         name: str | None = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
-        """Makes a task whose error cancels those that await it; RuntimeError after the end."""
+        """Creates a task; if it fails, the run fails, and those that await it get CancelledError.
+
+        Raises RuntimeError once the group has ended.
+        """
         name = name or str(getattr(coro, "__qualname__", coro))
         told = self._told(coro, name)
         try:
@@ -143,7 +146,11 @@ class Controller:
         publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
         former: Callable[..., BatchFormer] = BatchFormer,
     ) -> None:
-        """`publisher` and `former` make parts that measure or hold what goes through them."""
+        """`publisher` and `former` construct these parts; a caller may replace them.
+
+        `goodbye_limit_s`: at the end the trainer may make no call for this long beyond
+        `learner.timeout_s`.
+        """
         self._make_publisher, self._make_former = publisher, former
         self._config = config
         self._silence_s = config.learner.timeout_s + goodbye_limit_s

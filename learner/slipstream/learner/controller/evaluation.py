@@ -265,9 +265,10 @@ class Evaluator:
             self._scheduler.reserved[session.key] = len(self._round.waiting)
 
     def _chosen(self) -> ServerSession | None:
-        """Chooses a server: one with the environments first, then one that is pinned, then any.
+        """Chooses a server: one that has loaded the environments, else a pinned one, else any.
 
-        All other servers are unpinned, because nothing else would unpin them.
+        All other servers are unpinned, because nothing else would unpin them. Returns None if no
+        evaluation is due or no server serves a suitable version.
         """
         if self._wanted_step is None:
             return None

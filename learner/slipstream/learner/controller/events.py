@@ -54,8 +54,8 @@ class Signal:
     async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
         """Returns `gather_s` after the next `notify`, or after `timeout_s`.
 
-        It is one return for all changes until then. Each trajectory is a change; to wake a task for
-        each costs more than to check it.
+        All changes until then cause one return. Each trajectory is a change; to wake a task for
+        each costs more than its check.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()

@@ -1,6 +1,6 @@
-"""Receipts: the folder of a run that has ended as one file, from which anybody can train it again.
+"""Receipts: an ended run packed into one file, from which anybody can train it again.
 
-A receipt is a .tar.gz with `receipt.json` first, which has size and digest of each other file. It
+A receipt is a .tar.gz. Its first file, `receipt.json`, lists size and digest of each other file. It
 holds what `CONTENTS` matches: settings, journal, trained batches, metrics and summary. It holds no
 model: the folders that are needed are named with the digests of their files. It holds no secret.
 """
@@ -63,7 +63,7 @@ class _Record(BaseModel):
 
 
 class ModelFolder(_Record):
-    """A folder that a receipt does not hold."""
+    """The name and the file digests of a model's folder, which a receipt does not hold."""
 
     # The setting that names it.
     setting: str
@@ -73,12 +73,12 @@ class ModelFolder(_Record):
 
     @property
     def digest(self) -> str:
-        """One digest for all of its files."""
+        """One digest for all files of the folder."""
         return _digest(json.dumps([entry.model_dump() for entry in self.files]).encode())
 
 
 class Receipt(_Record):
-    """The first file of a receipt."""
+    """The content of `receipt.json`, the first file of a receipt."""
 
     format: Literal[1] = 1
     run: str
@@ -87,11 +87,11 @@ class Receipt(_Record):
 
     @property
     def digest(self) -> str:
-        """The digest by which a receipt is cited: that of everything in it."""
+        """The digest of `receipt.json`, which covers all files; a receipt is cited by it."""
         return _digest(self.encoded())
 
     def encoded(self) -> bytes:
-        """The bytes of the file."""
+        """The bytes of `receipt.json`."""
         return self.model_dump_json(indent=1).encode()
 
 
@@ -150,7 +150,7 @@ def describe_model(setting: str, path: Path) -> ModelFolder:
 
 
 def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
-    """Returns the files by their names in a receipt; those without a secret lie in `changed`."""
+    """Returns the files by their names in a receipt; writes copies without secrets to `changed`."""
     records = list(read_records(run / JOURNAL))
     history = read_history(records)
     for name, spec in history.submitted.items():
@@ -178,7 +178,7 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
 
 
 def _without_password(config: Config) -> Config:
-    """Returns the settings without what logs in to Redis; raises ConfigError for other secrets."""
+    """Returns the settings without the Redis login in a URL; ConfigError for other secrets."""
     if config.queue.redis_url is not None:
         url = re.sub(r"//[^/?#]*@", "//", config.queue.redis_url.partition("?")[0])
         queue = config.queue.model_copy(update={"redis_url": url})
@@ -217,7 +217,7 @@ def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
 
 
 def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
-    """Yields what names a secret, and its bytes: files of the settings, and the environment."""
+    """Yields name and bytes of each secret, from files and URLs of the settings and environment."""
     security, queue = config.security, config.queue
     files = {
         "security.token_file": security.token_file,
@@ -241,7 +241,7 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
 
 
 def write_receipt(path: Path, receipt: Receipt, files: Mapping[str, Path]) -> None:
-    """Writes the archive; `files` has the place of each listed file."""
+    """Writes the archive; `files` maps the name of each listed file to its path."""
     with (
         path.open("wb") as file,
         # Neither the time nor the file's name is in it.

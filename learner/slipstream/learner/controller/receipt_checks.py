@@ -73,7 +73,10 @@ class Story:
 
 
 def main() -> int:
-    """Returns 0 when a receipt is packed, or in order; 1 when it is not, 2 when nothing is done."""
+    """Packs the run if `--out` is given, then checks the receipt.
+
+    Returns 0 if the receipt is right, 1 if a check fails, 2 if packing fails.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path, help="the folder of a run, or a receipt")
     parser.add_argument("--out", type=Path, help="the receipt of the folder")
@@ -113,7 +116,7 @@ def _journal(story: Story) -> Iterator[str]:
 
 
 def _versions(story: Story) -> Iterator[str]:
-    """Follows the versions from batch to batch."""
+    """Checks that the journal has each version, with the batch from which it was made."""
     history, newest = story.history, story.summary.get("weight_digest")
     incarnation = 0
     recorded = {record["step"]: record for record in story.records if record["kind"] == "step"}
@@ -220,7 +223,10 @@ def _table(name: str, text: str) -> dict[str, Any]:
 
 
 def _here(story: Story, kind: str, now: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-    """Compares what the newest start of the run told of its machine with this one."""
+    """Compares the `kind` facts recorded by the run's newest start with those of this machine.
+
+    `now` returns the facts of this machine.
+    """
     told = [record.get(kind) for record in story.records if record["kind"] == "start"][-1]
     if not isinstance(told, dict):
         yield "not recorded: the run is of an earlier version"

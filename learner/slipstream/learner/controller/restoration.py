@@ -102,10 +102,10 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the generated tokens, those of judges and the gaps of the `lost` server.
+    """Journals a server's counts of generated and of judges' tokens, and its gaps.
 
-    With None those of all servers for which they changed since the record before.
-    After a crash a controller cannot ask the engines for these counts.
+    Without `lost`, journals those of all connected servers whose counts changed since the last
+    record. After a crash a controller cannot ask the engines for these counts.
     """
     counted = ledger.to_journal(lost)
     if not counted:

@@ -1,4 +1,4 @@
-"""Writes down what each step, each evaluation and the whole run came to."""
+"""Writes the results of each step, of each evaluation and of the whole run."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ class Results:
         write_result(self._folder / name, text.encode(), self._run.events.warn)
 
     def server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
-        """Notes what a server did since its report before."""
+        """Notes the work of a server since its previous report."""
         self._recorder.server_report(report)
         self.advisor.note_report(self._times.report(session.key, report))
 
@@ -71,9 +71,9 @@ class Results:
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
     ) -> bool:
-        """Writes the row of a step; returns False for a step that is trained again.
+        """Writes the row of a step; returns False if a step trained again has its row already.
 
-        `orders`: those that the trainer was given since the step before.
+        `orders`: the times of the orders that the trainer got since the previous step.
         """
         books = self._books
         journal_servers(books.journal, books.ledger)
@@ -153,7 +153,7 @@ class Results:
         )
 
     async def watch_ledger(self) -> None:
-        """Tells each gap of the ledger once, until it is cancelled."""
+        """Adds an error event for each new gap of the ledger, until it is cancelled."""
         while True:
             await asyncio.sleep(LEDGER_S)
             self._tell_gaps()

@@ -22,7 +22,7 @@ MAX_GROUPS = 65_536
 
 
 class RunTraces:
-    """The way of each group from its lease to its step, and each publish, as spans.
+    """Sends tracing spans of each group, from its lease to its step, and of each publish.
 
     A rollout server adds its own to the same traces: episodes, calls, deliveries, loads of weights.
     Without `traces`, which an application sets before the first lease, all methods do nothing.
@@ -35,12 +35,12 @@ class RunTraces:
         self._complete: dict[GroupId, float] = {}
 
     def leased(self, group_id: GroupId) -> None:
-        """Notes a lease."""
+        """Notes the time at which a group was leased first."""
         if self.traces is not None:
             _keep(self._leased, group_id)
 
     def arrived(self, trajectory: Trajectory) -> None:
-        """Sends the moment in which a trajectory was filed."""
+        """Sends a span of no duration for the arrival of a training trajectory."""
         if self.traces is None or trajectory.purpose is not Purpose.TRAINING:
             return
         attempt = f"{trajectory.member}.{trajectory.attempt}"
@@ -55,7 +55,7 @@ class RunTraces:
         )
 
     def completed(self, group_id: GroupId) -> None:
-        """Notes that a group waits for its batch from now on."""
+        """Notes the time from which a complete group waits for its batch."""
         if self.traces is not None:
             _keep(self._complete, group_id)
 
@@ -67,7 +67,7 @@ class RunTraces:
         begin_s: float,
         end_s: float,
     ) -> None:
-        """Sends the spans of a step and of its groups (id, environment, number of the task)."""
+        """Sends the spans of a step and of its `groups`: id, environment and task index of each."""
         traces = self.traces
         if traces is None:
             return
@@ -107,7 +107,7 @@ class RunTraces:
     def published(
         self, publish_id: str, version: int, *, begin_s: float, num_bytes: int, error: str = ""
     ) -> None:
-        """Sends the span of a publish, from its order to the last server in time."""
+        """Sends the span of a publish that began at `begin_s` and ends now."""
         if self.traces is not None:
             self.traces.span(
                 f"publish/{publish_id}",
@@ -223,7 +223,11 @@ class RunProgress:
         self._idle.reset(self._clock.now_s())
 
     def trainer_failed(self, suspect: str) -> None:
-        """Notes the batch at which the trainer failed and the way past it. Empty for no batch."""
+        """Notes the batch at which the trainer failed.
+
+        `suspect`: names the batch and the way past it, for the cause of a failed run; "" for no
+        batch.
+        """
         self._suspect = suspect
 
     def note_serving(self, is_any: bool) -> None:
@@ -231,7 +235,7 @@ class RunProgress:
         self._idle.note(self._clock.now_s(), running=is_any)
 
     def waits_for(self, what: str) -> None:
-        """Notes what the run waits for, for people."""
+        """Notes what the run waits for, as text for people."""
         self.waiting_for = what
 
     def publish_ordered(self, publish_id: str, limit_s: float) -> None:
@@ -240,7 +244,7 @@ class RunProgress:
         self.pending_publish = OverduePublish(publish_id, until_s, limit_s)
 
     def publish_ended(self) -> None:
-        """Notes that the trainer owes no end of a publish."""
+        """Notes that the trainer has no publish to end any more."""
         self.pending_publish = None
 
     def reached(self, version: PolicyVersion) -> None:

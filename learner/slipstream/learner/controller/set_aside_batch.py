@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAside:
-    """Journals that `groups` of the batch of `step`, from 1, or all, will not be trained.
+    """Journals that the batch of `step`, counted from 1, or only its `groups`, is not trained.
 
     Raises ConfigError if a controller runs, or if no batch of `step` waits to be trained.
     """

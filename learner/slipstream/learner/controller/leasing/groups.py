@@ -56,13 +56,13 @@ class Group:
 
     @property
     def missing(self) -> list[int]:
-        """The members that are to come back."""
+        """The members that have neither finished nor had their last attempt."""
         over = self.finished.keys() | self.failed if self.failed else self.finished
         return [member for member in range(self.size) if member not in over]
 
     @property
     def num_missing(self) -> int:
-        """Number of members that are to come back."""
+        """Number of members that have neither finished nor had their last attempt."""
         return self.size - len(self.finished) - len(self.failed)
 
     @property
@@ -126,7 +126,10 @@ class Group:
 
 
 class GroupIds:
-    """Ids of new groups. Evaluations are not restored: their ids hold the number of the start."""
+    """Makes the ids of new groups; those of evaluations hold the number of the controller's start.
+
+    Evaluations are not restored after a restart, which numbers them from 0 again.
+    """
 
     def __init__(self, next_number: int = 0, starts: int = 1) -> None:
         self._next_number, self._starts = next_number, starts

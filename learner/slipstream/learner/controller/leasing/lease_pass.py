@@ -18,7 +18,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 
 
 class LeaseWait(IntEnum):
-    """The thing that the next lease lacks; of several things the one with the largest number."""
+    """What the next lease waits for; of several things the one with the largest number."""
 
     NOTHING = 0
     SERVER = 1
@@ -39,7 +39,7 @@ WORDS = {
 
 
 def batch_wait(book: LeaseBook) -> str:
-    """Says in words for what the next batch waits."""
+    """Returns what the next batch waits for, as text for people."""
     due = book.due()
     if due:
         members = sum(len(group.missing) for group in due)
@@ -86,7 +86,10 @@ class ServerRoom:
 def rooms(
     sessions: Sequence[ServerSession], book: LeaseBook, reserved: Mapping[ServerKey, int]
 ) -> list[ServerRoom]:
-    """The rooms of serving servers, largest first, without the slots of `reserved` episodes."""
+    """Returns the free episode slots of each of `sessions`, most slots first.
+
+    The episodes in `reserved` take up slots of their servers.
+    """
     taken = book.episodes_by_holder()
     found = [
         ServerRoom(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0))

@@ -32,10 +32,10 @@ class ClosingLease:
 
 
 class ClosingLeases:
-    """Leases that are left over, by group.
+    """Leases whose members still run on servers although no group waits for them, by group.
 
-    A lease leaves when `end_member` has named its last member, when the server has closed it
-    (`close`), or with its server (`server_lost`).
+    A lease is removed when `end_member` was called for its last member, when the server has closed
+    it (`close`), or with its server (`server_lost`).
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ClosingLeases:
             self.leases.setdefault(group.group_id, lease).members |= members
 
     def end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
-        """Notes that the server of `epoch` runs a member no more."""
+        """Notes that the server of `epoch` no longer runs a member."""
         lease = self.leases.get(group_id)
         if lease is not None and lease.holder.epoch == epoch:
             lease.members.discard(member)
@@ -69,9 +69,9 @@ class ClosingLeases:
 class Awaited:
     """Episodes that an earlier controller leased and that may still come, finished or not.
 
-    A server is awaited until it has joined again; then the trajectories that it holds are, and
-    those in the queue from the start, until they have come. Nobody else gets their groups
-    meanwhile: they would be sampled twice.
+    A server is awaited until it has joined again. The trajectories that it then holds, and those
+    in the queue at the start, are awaited until they arrive. Until then no other server gets their
+    groups: they would be sampled twice.
     """
 
     def __init__(self) -> None:
@@ -118,9 +118,10 @@ class Awaited:
             self._arrived.add(trajectory_id)
 
     def look(self, now_s: float, limit_s: float) -> None:
-        """Gives up servers `limit_s` after the first look, and what is held when none came so long.
+        """Gives up servers, and trajectories if none came in the last `limit_s` seconds.
 
-        A long queue takes its time; groups of a server that is gone do not wait for it.
+        Servers are given up `limit_s` after the first call. A long queue may take longer, but
+        groups of a lost server do not wait for it.
         """
         self._began_s = now_s if self._began_s is None else self._began_s
         self._since_s = now_s if self._since_s is None else self._since_s
@@ -302,9 +303,9 @@ class LeaseBook:
         return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
 
     def give_up(self, group: Group, members: Collection[int]) -> bool:
-        """Lets a group go on without `members`; False, and no change, if it is over.
+        """Lets a group go on without `members`; returns False, unchanged, if the group must end.
 
-        It is over when too few would be left, and when a quarter, at least two, had their last
+        It must end if too few members would be left, or if a quarter, at least two, had their last
         attempt and no member has finished: such a task may end one worker after another.
         """
         num_failed = len(group.failed.union(members))
@@ -318,7 +319,7 @@ class LeaseBook:
         return True
 
     def oldest_open(self, environment: str) -> float:
-        """The smallest number of an environment's groups that are not complete; inf: all are."""
+        """The smallest number of the environment's incomplete groups; inf if all are complete."""
         return min(
             (
                 group_number(group.group_id) or 0

@@ -173,8 +173,8 @@ class Scheduler:
     def send_evaluation(self, session: ServerSession, groups: Sequence[Group]) -> None:
         """Sends leases of evaluation episodes, once their records are durable.
 
-        After a restart their round begins again. A controller that lacks the records would not
-        know the server whose trajectories come, and quarantine them.
+        After a restart their round begins again. Without the records, the controller would not know
+        the server of trajectories that still arrive, and would quarantine them.
         """
         for group in groups:
             self._journal.append(

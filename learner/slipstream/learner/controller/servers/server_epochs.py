@@ -65,7 +65,7 @@ class EpochCount:
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """The differences at each hand-over from the engine to the controller."""
+        """The difference between the two counts of each hand-over, from engine to controller."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,
@@ -161,7 +161,7 @@ class ServerEpochs:
         yield self._folded
 
     def gaps(self) -> Iterator[tuple[str, ServerKey, Amount]]:
-        """The hand-overs of each server whose two sides count differently."""
+        """Yields hand-over, server and difference, for each hand-over whose two counts differ."""
         for counts in (self.connected, self._departed):
             for key, count in counts.items():
                 for name, gap in count.gaps.items():
@@ -174,7 +174,7 @@ class ServerEpochs:
         return sum(count.generated for count in self.counts())
 
     def __contains__(self, key: object) -> bool:
-        """Whether the server joined with that epoch; names of folded epochs are not kept."""
+        """Whether the server joined with that epoch; for a folded epoch any name will do."""
         if key in self.connected or key in self._departed:
             return True
         return (

@@ -68,7 +68,7 @@ class Outbox(Generic[Message]):
         return True
 
     def close(self) -> None:
-        """Ends the reader's loop behind the messages that are already in the outbox."""
+        """Ends the reader's loop after the messages that are already in the outbox."""
         self._closed = True
         self._changed.set()
 

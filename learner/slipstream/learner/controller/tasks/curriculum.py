@@ -13,7 +13,7 @@ from slipstream.learner.controller.records.history import TaskResults
 
 
 class Standing(Enum):
-    """The verdict of a task's newest groups on the task."""
+    """The state of a task by the rewards of its newest groups."""
 
     UNSEEN = "unseen"
     LEARNING = "learning"
@@ -48,10 +48,10 @@ class Curriculum:
         self._standings[self._standing(task_index)] += 1
 
     def draw(self, num_tasks: int, number: int) -> int:
-        """Draws one of `num_tasks` tasks: any is drawn, and kept with its own probability.
+        """Draws one of `num_tasks` tasks by rejection: each is accepted with its own probability.
 
-        A draw is kept at least with the probability `floor`, so it ends soon for any number of
-        tasks, and no sum over all of them is needed.
+        That probability is at least `floor`, so the draw ends soon for any number of tasks, and no
+        sum over all of them is needed. `number`: the number of the choice.
         """
         source = random.Random(f"{self._seed}/draw/{number}")
         while True:

@@ -93,7 +93,7 @@ class EnvironmentEntry:
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
-        """Whether an event should tell `text`: the first few texts of a kind, each once."""
+        """Whether an event should tell `text`: true for the first few texts of a kind, once each."""
         told = self.told.setdefault(kind, set())
         if text in told or len(told) >= MAX_TOLD:
             return False
@@ -297,10 +297,11 @@ class EnvironmentBook:
             entry.groups_filtered += is_filtered
 
     def group_failed(self, name: str, number: int, cause: str, *, oldest_open: float) -> bool:
-        """Counts a set-aside group; True when that suspends its environment.
+        """Counts a set-aside group; returns True if that suspends its environment.
 
-        `number` is its place among all leases, `oldest_open` that of the environment's first group
-        that has not ended. What failed after that one says nothing yet: failures come first.
+        `number`: the group's number in the order of leases; `oldest_open`: that of the oldest
+        incomplete group of the environment. Only failures of older groups count, because failures
+        end before successes.
         """
         self.group_withdrawn(name)
         entry = self.entries.get(name)

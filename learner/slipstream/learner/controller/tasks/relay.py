@@ -36,9 +36,9 @@ class ClientSession:
 
 @dataclass(frozen=True)
 class RelayedCall:
-    """A call on its way: the answers of the server that called, its call id, and the client.
+    """An open call: the outbox of the server that called, its call id, and the client.
 
-    `followed` is the key of the episode whose agent the call follows, "" if it follows none.
+    `followed`: the key of the episode whose agent the call follows, "" if it follows none.
     """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
@@ -149,7 +149,7 @@ class Relay:
     def _unfollow(
         self, episode: str, answers: Outbox[fleet_pb2.EnvironmentAnswer], cause: str
     ) -> None:
-        """Fails the call that follows the agent of an episode, which lacks a part of a reply."""
+        """Fails the call that follows the agent of `episode`, since a part of a reply was lost."""
         for number, call in list(self._calls.items()):
             if episode and call.followed == episode and call.answers is answers:
                 del self._calls[number]
