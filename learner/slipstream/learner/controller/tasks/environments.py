@@ -93,7 +93,7 @@ class EnvironmentEntry:
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
-        """Whether an event should tell `text`: true for the first few texts of a kind, once each."""
+        """Whether an event should tell `text`: the first few texts of a kind, each once."""
         told = self.told.setdefault(kind, set())
         if text in told or len(told) >= MAX_TOLD:
             return False
