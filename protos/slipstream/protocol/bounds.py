@@ -39,7 +39,7 @@ _REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
 class _OutOfBounds(Exception):
-    """A value breaks a rule; the path to it grows on the way up, and costs nothing before."""
+    """A value breaks `rule`; each caller prepends its part of `path` while the error propagates."""
 
     def __init__(self, rule: str) -> None:
         super().__init__(rule)
@@ -50,7 +50,7 @@ class _OutOfBounds(Exception):
 def check_bounds(message: Message) -> None:
     """Raises ProtocolError, with the field, its value and the rule, for a field out of its bound.
 
-    Counts are compared before anything that they count is looked at.
+    The number of elements of a list or map is checked before the elements.
     """
     try:
         _check_message(message)
@@ -59,9 +59,9 @@ def check_bounds(message: Message) -> None:
 
 
 def decode(kind: type[M], data: bytes) -> M:
-    """The message of type `kind` in `data`.
+    """Returns the message of type `kind` that `data` encodes.
 
-    Raises ProtocolError when it is none, or out of its bounds.
+    Raises ProtocolError when `data` is too long, encodes no such message, or breaks a bound.
     """
     largest = max_message_bytes(kind)
     if len(data) > largest:
@@ -77,7 +77,7 @@ def decode(kind: type[M], data: bytes) -> M:
 
 
 def max_message_bytes(kind: type[Message]) -> int:
-    """The largest size of an encoded message that is read from outside; it must state one."""
+    """Returns the `max_message_bytes` of a message type, which must state one."""
     return _stated_size(kind.DESCRIPTOR)
 
 
@@ -101,7 +101,7 @@ def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
 
 
 def largest(kind: type[Message], name: str) -> float:
-    """The largest value that the bound of a number's field allows."""
+    """Returns the largest value that the bound of the numeric field `name` allows."""
     # The stubs know two types of descriptors for one.
     descriptor: Any = kind.DESCRIPTOR
     bound = bound_of(descriptor.fields_by_name[name])
@@ -123,7 +123,7 @@ def _check_message(message: Message) -> None:
 
 @functools.cache
 def _checks(descriptor: Descriptor) -> dict[FieldDescriptor, _Check]:
-    """The check of each field; fields that cannot be wrong have none."""
+    """Returns the check of each field, without fields whose values are always valid."""
     made = {field: _field_check(field) for field in descriptor.fields}
     return {field: check for field, check in made.items() if check is not None}
 
@@ -158,7 +158,10 @@ def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
 def _whole_list_check(
     field: FieldDescriptor, bound: bounds_pb2.Bound
 ) -> Callable[[Sequence[Any]], bool]:
-    """Whether all elements are within the bound, without a look at each; True is never wrong."""
+    """Returns a fast test of a whole list: True only if all elements are within the bound.
+
+    After False the elements must be checked one by one.
+    """
     longest = bound.max_bytes
     if field.type == FieldDescriptor.TYPE_BYTES:
         return lambda values: max(map(len, values)) <= longest
@@ -174,7 +177,11 @@ def _whole_list_check(
 
 
 def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
-    """Path and largest value of each number of a message that holds only counts; else empty."""
+    """Returns the largest value of each number in a message type, by its dotted path.
+
+    The result is empty unless the message and those nested in it hold unsigned numbers only,
+    without lower bounds.
+    """
     found: dict[str, int] = {}
     for field in kind.fields:
         bound, path = bound_of(field), f"{prefix}{field.name}"
@@ -216,7 +223,7 @@ def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
 
 
 def _nothing(value: object) -> None:
-    """Every value passes."""
+    """Accepts every value."""
 
 
 def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Check | None:

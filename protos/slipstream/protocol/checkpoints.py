@@ -96,7 +96,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def passed_over(folder: Path) -> list[Path]:
-    """Returns folders named as newer checkpoints than the newest whole one, ascending."""
+    """Returns the incomplete checkpoints that are newer than the newest complete one, ascending."""
     newest = max(complete_steps(folder), default=-1)
     return [path for step, path in sorted(_candidates(folder)) if step > newest]
 
@@ -116,7 +116,10 @@ def _has_manifest(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint folder. Raises CheckpointError if it cannot be read."""
+    """Returns the manifest of a checkpoint folder.
+
+    Raises CheckpointError if it is unreadable, damaged, or of another version than the folder.
+    """
     name = _NAME_FORM.fullmatch(path.name)
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
@@ -139,7 +142,7 @@ def read_manifest(path: Path) -> Manifest:
 def check_newest(folder: Path) -> None:
     """Raises CheckpointError when the newest checkpoint has a manifest that cannot be read.
 
-    Also raises it if `folder` is something else than a folder.
+    Also raises it if `folder` exists and is not a folder.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise CheckpointError(
@@ -150,7 +153,7 @@ def check_newest(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the last file of a checkpoint, durably."""
+    """Writes and fsyncs the manifest, which must be the last file of a checkpoint."""
     with (folder / MANIFEST_NAME).open("w") as file:
         file.write(manifest.model_dump_json(indent=1))
         file.flush()
@@ -160,7 +163,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def describe_file(
     folder: Path, path: str, moved: Callable[[int], None] = lambda num_bytes: None
 ) -> FileEntry:
-    """Makes a file below `folder` durable, and returns its size and digest.
+    """Fsyncs the file at `path` below `folder`, and returns its size and digest.
 
     `moved` is called with the number of bytes of each read, which may be short.
     """
@@ -178,7 +181,7 @@ def describe_file(
 def check_files(
     folder: Path, files: Iterable[FileEntry], moved: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Raises CheckpointError for the first file that does not fit the manifest.
+    """Raises CheckpointError for the first file whose size or digest differs from its entry.
 
     `moved` is called with the number of bytes of each read.
     """
@@ -201,7 +204,11 @@ def check_files(
 
 
 def publish_folder(partial: Path) -> Path:
-    """Gives a complete folder its final name; makes this name and those of its files durable."""
+    """Renames a complete `.partial` folder to its final name, and returns the new path.
+
+    The folders are fsynced, so that all names survive a crash. A folder that has the final name
+    already is renamed aside.
+    """
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         sync_folder(folder)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
@@ -224,7 +231,7 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
 
 
 def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
-    """Publishes a folder, then removes the checkpoints that are no longer kept.
+    """Publishes a folder, removes checkpoints that are no longer kept, and returns the new path.
 
     After a crash at any moment the newest published checkpoint is complete.
     """
@@ -236,7 +243,7 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
-    """Removes a checkpoint; after a crash in between no rest looks complete."""
+    """Removes a checkpoint; a rename to `.partial` comes first, so a crash leaves nothing valid."""
     path = checkpoint_path(folder, step)
     doomed = path.with_name(path.name + PARTIAL_SUFFIX)
     if doomed.exists():
@@ -259,7 +266,7 @@ def remove_partial(folder: Path) -> list[str]:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Fsyncs a folder, so that the names in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -184,7 +184,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     """Returns the trajectory of a wire form.
 
-    Raises ProtocolError, which names parts that do not match.
+    Raises ProtocolError for a wrong checksum, unknown enum values, or parts that do not match.
     """
     arrays = (
         message.token_ids,
@@ -251,7 +251,10 @@ def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
 
 
 def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
-    """Returns the experts of a wire form, None without any; errors of `unpack_experts`."""
+    """Returns the experts of a wire form, or None without any.
+
+    Raises ProtocolError, as `unpack_experts` does.
+    """
     if not message.HasField("routed_experts"):
         return None
     routed = message.routed_experts
@@ -277,9 +280,9 @@ def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs
 
 
 def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
-    """Returns the reference's log-probabilities of a wire form, None without any.
+    """Returns the reference model's log-probabilities of a wire form, or None without any.
 
-    Raises ProtocolError if they do not match.
+    Raises ProtocolError if the arrays' sizes do not fit the sampled tokens and `top_k`.
     """
     if not message.HasField("reference"):
         return None

@@ -1,6 +1,6 @@
-"""Errors on the wire as google.rpc.Status: code, text, and a reason that programs can read.
+"""Errors on the wire as google.rpc.Status: code, text, and a machine-readable reason.
 
-Source: google.rpc.ErrorInfo in the trailing metadata, like gRPC's richer error model.
+The reason is a google.rpc.ErrorInfo in the trailing metadata, as in gRPC's richer error model.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ async def abort(
     reason: Reason,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Ends the call with `code`, one line of text, the reason, and `metadata` on its subject.
+    """Aborts the call with `code`, `text` (one line), `reason`, and its ErrorInfo's `metadata`.
 
-    Raises CancelledError when the caller has gone: no one is left to be told.
+    Raises AbortError, or CancelledError when the caller is gone.
     """
     info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
     detail = any_pb2.Any()
@@ -66,7 +66,7 @@ async def abort(
 def error_info(
     trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
 ) -> error_details_pb2.ErrorInfo | None:
-    """Returns the reason in a failed call's trailing metadata; None without one of Slipstream's."""
+    """Returns Slipstream's ErrorInfo in a failed call's trailing metadata, or None without one."""
     for key, value in trailing_metadata or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue

@@ -1,6 +1,6 @@
-"""The facts that instances of a run compare before one of them loads anything.
+"""The setup (versions, settings, model, clock) that instances of a run compare before loading.
 
-The controller tells its own; rollout servers and further nodes of the learner compare theirs.
+The controller sends its setup; rollout servers and the learner's further nodes compare their own.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Answer:
 
     @property
     def skew_s(self) -> float:
-        """Seconds by which this host's clock is ahead at least, or behind if negative."""
+        """Least skew of this host's clock in seconds: positive if ahead of the controller's."""
         ahead, behind = self.asked_s - self.setup.unix_time_s, self.answered_s
         behind -= self.setup.unix_time_s
         return ahead if ahead > 0 else min(behind, 0.0)
 
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
-    """Returns this host's facts without its clock; a file `mark` below run.dir has the run id."""
+    """Returns this host's setup without its clock; file `mark` below `run.dir` has the run id."""
     values = flatten(config.model_dump(mode="json", exclude_none=True))
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
@@ -73,7 +73,7 @@ def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setu
 
 
 def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[str]:
-    """Yields one line for each fact of this host that does not fit the controller's."""
+    """Yields one line for each part of this host's setup that does not fit the controller's."""
     theirs = answer.setup
     ours = describe_setup(config, run_id="", mark="")
     yield from _version_problems(ours, theirs, of_ranks=of_ranks)
@@ -127,7 +127,7 @@ def _version_problems(
 
 
 def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:
-    """Whether the run's folder of this host is the controller's."""
+    """Whether `run.dir` on this host is the controller's: its file `theirs.mark` has the run id."""
     try:
         with (config.run.dir / theirs.mark).open("rb") as file:
             return theirs.run_id.encode() in file.read(1 << 16)
@@ -158,7 +158,10 @@ def model_digest(folder: Path) -> bytes:
 
 
 def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Returns the values as JSON by their dotted names, without those that belong to a host."""
+    """Returns the values as JSON by their dotted names, without those that belong to a host.
+
+    Long values and the arguments of environments are replaced by their digests.
+    """
     found: dict[str, str] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"

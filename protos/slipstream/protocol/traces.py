@@ -1,10 +1,10 @@
-"""Spans for OpenTelemetry: the way of each group, and each publish.
+"""OpenTelemetry spans of each group, step and publish.
 
-The ids of traces and spans follow from names that controller and rollout servers share anyway: a
-group, a member and its attempt, a publish. So no context travels between them.
+The ids of traces and spans are hashes of names that controller and rollout servers both know: a
+group, a member and its attempt, a publish. So they exchange no trace context.
 
-Consumes: spans that are over. Produces: OTLP over HTTP, from a thread of the SDK. Waits for:
-nothing until the end, and then `CLOSE_LIMIT_S` at most; where the collector is slow or away, spans
+Consumes: finished spans. Produces: OTLP over HTTP, from a thread of the SDK. Waits for: nothing
+until the end, and then `CLOSE_LIMIT_S` at most. When the collector is slow or unreachable, spans
 are dropped, and the log says so.
 """
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class NamedIds(IdGenerator):
-    """Gives a span the ids that were chosen for it."""
+    """Generates the ids that were last set as `trace` and `span`."""
 
     trace = span = 1
 
@@ -65,7 +65,7 @@ class Traces:
     """Sends the spans of one process of a run; belongs to one thread, and never blocks it."""
 
     def __init__(self, url: str, run_id: str, service: str, server: str = "") -> None:
-        """`url`: where a collector takes OTLP; `service`: the role, `server`: which one of it."""
+        """`url`: the collector's OTLP endpoint; `service`: the role; `server`: a server's name."""
         self._run_id, self._ids = run_id, NamedIds()
         names = {"service.name": f"slipstream_{service}", "slipstream.run": run_id}
         if server:
@@ -94,10 +94,11 @@ class Traces:
         error: str = "",
         links: Sequence[str] = (),
     ) -> None:
-        """Sends a span that is over, from `begin_s` to `end_s` (now) in Unix seconds.
+        """Sends a finished span from `begin_s` to `end_s` (default: now), in Unix seconds.
 
-        `trace`: "group/ID", "step/N" or "publish/ID". `key` names the span in it, "" its root, and
-        `parent` likewise. `links` are the roots of other traces.
+        `trace` is "group/ID", "step/N" or "publish/ID". `key` names the span within the trace, ""
+        its root span; `parent` is the parent's key. `links` names the traces to whose root spans
+        the span links. A nonempty `error` sets its status to ERROR.
         """
         self._ids.trace, self._ids.span = self._trace_id(trace), self._span_id(trace, key)
         context = None
@@ -116,7 +117,7 @@ class Traces:
         span.end(_ns(time.time() if end_s is None else end_s))
 
     async def aclose(self) -> None:
-        """Sends what is left, for `CLOSE_LIMIT_S` at most; later spans are lost, as a line says."""
+        """Sends the remaining spans; logs a warning if `CLOSE_LIMIT_S` is not enough for them."""
         # The SDK's own limit is half a minute. Its end must not wait for this thread.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
