@@ -1,6 +1,6 @@
-"""Where the time of a run's newest step went, and what another setting would gain, in lines.
+"""Lines of text on where the time of a run's newest step went, and what other settings would gain.
 
-`profile_lines` says the same of a run before its start, from the profile of an earlier one.
+`profile_lines` predicts the speed of a run before its start, from the profile of an earlier run.
 """
 
 import json
@@ -26,7 +26,7 @@ from slipstream.core.step_simulation import Profile, Setting
 
 
 def time_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Returns where the time of the newest step went; no lines before the first step."""
+    """Returns lines on where the time of the newest step went; [] before the first step."""
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:
         return []
@@ -57,7 +57,7 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def advice_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Returns what other settings would gain; no lines before the first prediction."""
+    """Returns lines on what other settings would gain; [] before the first prediction."""
     gains = {name: metrics[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in metrics}
     if not gains:
         return []
@@ -71,7 +71,7 @@ def advice_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def profile_lines(config: Config, run: Path) -> list[str]:
-    """Returns what `config` would do on the machines of `run`, an earlier run's folder.
+    """Returns lines that predict the speed of `config` on the machines of an earlier run's folder.
 
     Raises ConfigError if the folder has no profile.
     """

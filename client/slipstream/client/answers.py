@@ -49,7 +49,7 @@ def _reply_limit(limit: object) -> int:
 def observation(opening: object, reply_limit: object) -> pb.Observation:
     """Converts what `reset` returned, with the environment's `max_reply_tokens`.
 
-    Raises EnvironmentFailed, which names a value that cannot travel.
+    Raises EnvironmentFailed, which names the value, if one cannot be sent.
     """
     opened = opening if isinstance(opening, ResetResult) else None
     made = pb.Observation(
@@ -81,7 +81,7 @@ def _arguments(text: str) -> Mapping[str, object] | str:
 
 
 def verdict(result: object) -> pb.Verdict:
-    """Converts the result of `step`; raises EnvironmentFailed if it is none or out of bounds."""
+    """Converts the result of `step`; raises EnvironmentFailed if it is invalid or out of bounds."""
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
     if result.done not in (True, False):
@@ -111,7 +111,7 @@ def agent_observation(reply_limit: object) -> pb.Observation:
 
 
 def agent_result(result: object) -> pb.AgentResult:
-    """Converts the result of `run`; raises EnvironmentFailed if it is none or out of bounds."""
+    """Converts the result of `run`; raises EnvironmentFailed if it is invalid or out of bounds."""
     if not isinstance(result, AgentOutcome):
         if not isinstance(result, SupportsFloat):
             what = "run() must return a number or an AgentOutcome"
@@ -211,9 +211,9 @@ def _given(reply: object, source: str) -> str:
 
 
 def content_parts(content: object) -> list[pb.ContentPart]:
-    """Returns the parts of a content that is no text; raises ValueError for a part of another form.
+    """Converts `content`, a list of parts; raises ValueError if it or a part has another form.
 
-    A file is read here: what travels is its bytes.
+    An image file is read here: the message holds its bytes.
     """
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"content must be a text or a list of parts, got {_show(content)}")

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code.
 
     0: done. 1: the run failed; after `--dry-run` the settings are right, but nothing could start on
-    this machine. 2: the command or its configuration cannot work, or 0 with `--final`. 128 and the
+    this machine. 2 (0 with `--final`): the command or its configuration cannot work. 128 plus the
     signal's number: a signal ended a run before its last step.
     """
     arguments = parse(argv)
@@ -388,14 +388,14 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
 def _set_program(
     parser: argparse.ArgumentParser, reference: str, *names: str, named: Sequence[str] = ()
 ) -> None:
-    """Lets a command call "module:function", with its arguments by position and by name."""
+    """Has a command call "module:function": `names` by position, `named` by keyword."""
     parser.set_defaults(execute=partial(_call, reference, names, named))
 
 
 def _call(
     reference: str, names: Sequence[str], named: Sequence[str], arguments: argparse.Namespace
 ) -> Any:  # noqa: ANN401 - an exit code, or what gives it when it is awaited
-    """Imports a function and calls it; without names it takes all arguments as they are."""
+    """Imports a function and calls it; without `names` it gets the whole `arguments`."""
     module, _, name = reference.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not names:

@@ -1,7 +1,7 @@
 """The client of a running controller: submits and serves environments, asks for status, stops.
 
 Waits for: answers of the controller, each with a deadline. `serve` and `watch` wait as long as the
-run lasts, also for a controller that restarts; one that is lost has `reconnect_timeout_s`.
+run lasts; a lost controller has `reconnect_timeout_s` to come back.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Client:
         """Runs the episodes of `environment` in this process until the run ends.
 
         At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
-        controller that does not listen yet, and up to `reconnect_timeout_s` for a lost one. Open
-        episodes begin again then. Cancel the call to leave earlier.
+        controller that does not listen yet, and up to `reconnect_timeout_s` for a lost one, after
+        which open episodes begin again. Cancel the call to leave earlier.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -278,7 +278,7 @@ class Client:
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit
     ) -> tuple[grpc.StatusCode, str] | None:
-        """Serves one stream; returns how it was lost, or None when the controller ended it."""
+        """Serves one stream; returns code and details if lost, None if the controller ended it."""
         open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
         try:
             call = await open_stream(open_call, hello)

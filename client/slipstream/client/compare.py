@@ -52,7 +52,7 @@ for (const [title, both] of curves) {
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What the files of a run say: settings by flat names, and points (step, value) by metric."""
+    """The settings of a run by dotted names, and its curves: points (step, value) by metric."""
 
     name: str
     settings: dict[str, JsonValue]
@@ -60,7 +60,10 @@ class ComparedRun:
 
 
 def compare(folders: Sequence[Path], out: Path | None) -> int:
-    """Prints the tables of two runs, and writes the page to `out`; raises ConfigError."""
+    """Prints the tables of two runs, and writes the page to `out` if given; returns exit code 0.
+
+    Raises ConfigError if a run cannot be read, or `out` exists.
+    """
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already: remove it, or name another file by --out")
     runs = [read_run(folder) for folder in folders]
@@ -75,7 +78,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> int:
 
 
 def read_run(folder: Path) -> ComparedRun:
-    """Reads settings and metrics of a run that goes on or has ended; raises ConfigError."""
+    """Reads the settings and metrics of a running or ended run; raises ConfigError without them."""
     folder = folder.resolve()
     config = load_config(settings_of(folder))
     curves: dict[str, dict[float, float]] = {}
@@ -95,7 +98,7 @@ def read_run(folder: Path) -> ComparedRun:
 
 
 def _flat(settings: dict[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """Yields settings by flat names; the tables of a list are named by their places, from 1."""
+    """Yields settings by dotted names; tables in a list count from 1: `environments[1].name`."""
     for name, value in settings.items():
         tables = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
         if isinstance(value, dict) and value:
@@ -120,7 +123,7 @@ def _text(value: JsonValue) -> str:
 
 
 def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields means of the newest steps up to the last one that both runs have trained."""
+    """Yields means of the last `LAST` steps up to the newest one that both runs have."""
     for name in CURVES:
         both = [run.curves.get(name, []) for run in (one, other)]
         if any(both):

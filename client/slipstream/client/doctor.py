@@ -53,7 +53,7 @@ REDIS_REMEDY = "install redis and hiredis"
 async def run_doctor(arguments: argparse.Namespace) -> int:
     """Prints all findings; returns 1 if one of them is a problem.
 
-    Raises ConfigError for a wrong file.
+    Raises ConfigError for an invalid configuration file.
     """
     raise_open_files()
     path, overrides, role = arguments.config, arguments.overrides, arguments.role
@@ -76,7 +76,7 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 async def examine(config: Config | None) -> list[Finding]:
-    """Returns the findings about this machine, and about a configuration on it."""
+    """Returns the findings about this machine, and about `config` on it unless that is None."""
     gpus = list_gpus()
     findings = [*check_machine(has_gpu=bool(gpus)), *check_packages()]
     if config is None:
@@ -155,7 +155,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
-    """Tells the other nodes this one's setup, as its controller will, and notes who compared it."""
+    """Serves this node's setup to the other nodes, and records which of them compared theirs."""
 
     def __init__(self, setup: status_pb2.Setup, others: int) -> None:
         """`others`: the number of nodes that are to ask."""
@@ -177,7 +177,7 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
-    """Answers the other nodes for `limit_s` at most; a problem if one of them does not ask."""
+    """Answers the other nodes for at most `limit_s`; returns a problem unless all have compared."""
     area = "nodes"
     try:
         credentials = Credentials.load(config.security)
@@ -208,7 +208,7 @@ async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
 
 @contextlib.contextmanager
 def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Puts a file into run.dir for the block; yields the run id in it, and its name."""
+    """Keeps a file in run.dir during the block; yields the run id that it holds, and its name."""
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     path = config.run.dir / f".{run_id}"
     made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]

@@ -146,12 +146,12 @@ class Environment(Generic[Task]):
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
         """Returns a sequence, or an iterator that gives the same tasks at every call.
 
-        Seed its random numbers.
+        If it draws random numbers, seed them.
         """
         raise NotImplementedError(f"{type(self).__name__} must define tasks()")
 
     def reset(self, task: Task) -> Opening | Awaitable[Opening]:
-        """Begins an episode; returns what the model reads first, with tools as a ResetResult."""
+        """Begins an episode; returns what the model reads first, or a ResetResult to add tools."""
         raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
     def step(self, reply: Reply) -> StepResult | Awaitable[StepResult]:
@@ -170,7 +170,7 @@ class TaskSource(Generic[Task]):
     """The tasks of an environment by number, for any result of `tasks()`."""
 
     def __init__(self, environment: Environment[Task]) -> None:
-        """Calls `tasks()`; raises ValueError if it gives none or something else."""
+        """Calls `tasks()`; raises ValueError if the result is empty or no iterable."""
         self._environment = environment
         self._cache: OrderedDict[int, Task] = OrderedDict()
         self._next_index = 0
@@ -190,7 +190,7 @@ class TaskSource(Generic[Task]):
             raise ValueError(f"{type(environment).__name__}.tasks() gives no task")
 
     def __getitem__(self, index: int) -> Task:
-        """Returns task number `index`; after the last task they begin again."""
+        """Returns task number `index`; the numbers wrap around after the last task."""
         if self._sequence is not None:
             return self._sequence[index % self.num_tasks]
         if self._end is not None:
@@ -256,7 +256,7 @@ class Endpoint:
         return Endpoint(f"{self._root}/b/{name}", self.api_key)
 
     def judge(self) -> Endpoint:
-        """Returns the endpoint at which the model as the run started replies, with temperature 0.
+        """Returns the endpoint of the model that the run started with, at temperature 0.
 
         It needs `lora.publish = "adapters"`, and `asks_start` in the agent's class. None of its
         tokens are trained.
@@ -268,7 +268,7 @@ class Endpoint:
         return self.anthropic_url.partition("/b/")[0].removesuffix("/judge")
 
     def variables(self) -> dict[str, str]:
-        """Returns the variables with which most programs find the endpoint."""
+        """Returns the environment variables by which most programs find the endpoint."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,

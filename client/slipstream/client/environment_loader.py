@@ -1,4 +1,4 @@
-"""Turns "package.module:Class" into an environment, and tells where its code is or failed.
+"""Loads an environment from "package.module:Class"; names the place where its code is or failed.
 
 `CallTracker` records which calls a worker answers. Consumes: the begin and end of each call.
 Produces: a `CallRecord`, which the server reads when the worker has ended or no longer answers.
@@ -153,7 +153,7 @@ class CallTracker:
 
 
 def running_place(thread: int) -> str:
-    """Returns where the code of a thread is."""
+    """Returns file, line and function that the thread with the id `thread` runs."""
     frames = []
     frame: types.FrameType | None = sys._current_frames()[thread]
     while frame is not None:
@@ -163,7 +163,7 @@ def running_place(thread: int) -> str:
 
 
 def awaited_place(task: asyncio.Task[object]) -> str:
-    """Returns where `task` waits, or "" if Python cannot look into its coroutine."""
+    """Returns file, line and function where `task` waits, or "" if its frames cannot be read."""
     frames: list[tuple[types.CodeType, int]] = []
     coroutine: object = task.get_coro()
     while isinstance(coroutine, types.CoroutineType) and coroutine.cr_frame is not None:
@@ -173,9 +173,9 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
-    """Returns file, line and function of the innermost frame, of an environment's if there is one.
+    """Returns file, line and function of the innermost frame, of an environment's code if possible.
 
-    `frames` begins with the innermost one.
+    `frames` begins with the innermost one. Returns "" without frames.
     """
     own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
     for code, line in (own or frames)[:1]:

@@ -73,12 +73,12 @@ class EpisodeHost:
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks; 0 when they have no end or no environment is loaded yet."""
+        """Number of tasks; 0 if they are no sequence, or while no environment is loaded."""
         return self._tasks.num_tasks if self._tasks is not None else 0
 
     @property
     def asks_start(self) -> bool:
-        """Whether the environment is an agent that asks the model as the run started."""
+        """Whether the environment is an agent that calls the model that the run started with."""
         return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
 
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
@@ -139,12 +139,12 @@ class EpisodeHost:
             print(f"closing an episode: {error}", file=sys.stderr)
 
     def agent_place(self, key: str) -> str:
-        """Returns where the code of an agent is, or "" if that is not known, or it is no agent."""
+        """Returns where the agent of episode `key` is in its code, or "" if not known."""
         episode = self._episodes.get(key)
         return "" if episode is None or episode.agent is None else episode.agent.place()
 
     def _place(self, key: str) -> str:
-        """Returns where an episode waits now, or "" if it does not."""
+        """Returns where episode `key` is in its code, or "" if none of it runs here now."""
         episode = self._episodes.get(key)
         if episode is None:
             return ""
@@ -192,7 +192,7 @@ class EpisodeHost:
         return episode
 
     def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
-        """Notes that the code of an agent begins or ends to work."""
+        """Tells the tracker that an agent's code starts (`is_busy`) or stops running."""
         if self._tracker is None:
             return
         if is_busy:
@@ -248,10 +248,10 @@ async def answer_commands(
     commands: AsyncIterator[pb.WorkerCommand],
     send: Callable[[pb.WorkerMessage], Awaitable[None]],
 ) -> None:
-    """Answers `commands` side by side until they end, then closes all episodes.
+    """Answers `commands` concurrently until they end, then closes all episodes.
 
-    An agent is followed to its result. The last part of a reply is not answered. The gRPC error
-    that ends `commands`, if any, is raised again.
+    FollowAgent gets one answer for each call of the agent, and a last one with its result. The last
+    part of a reply is not answered. Raises the gRPC error that ended `commands`, if any.
     """
     one_at_a_time = asyncio.Lock()
 

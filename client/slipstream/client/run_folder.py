@@ -210,7 +210,7 @@ def version_to_export(folder: Path, step: int | None) -> int:
 
 
 def node_folder(config: Config, node_rank: int) -> Path:
-    """Returns the folder for the settings of the command on this node: on node 0 the run's."""
+    """Returns this node's folder for its settings file and lock: on node 0 the run's folder."""
     return config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
 
 
@@ -333,7 +333,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
-    """Returns for each setting whether it makes checkpoints hold a model."""
+    """Returns whether checkpoints hold a critic, and a refreshed reference model, by setting."""
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}

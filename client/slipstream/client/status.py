@@ -185,8 +185,8 @@ def event_from_pb(message: status_pb2.Event) -> Event:
 def _from_pb(kind: type[Mirror], *messages: Message, **values: object) -> Mirror:
     """Returns a `kind` whose fields are `values`, or else those of the same name in `messages`.
 
-    The first message that has a field gives it. An enum becomes its name in lower case without the
-    enum's own, or its number if only a newer controller knows it; a map becomes a dict.
+    A field is read from the first message that has it. An enum is read as its name in lower case,
+    without the enum's prefix, or as its number if this version does not know it; a map as a dict.
     """
     for field in fields(kind):
         if field.name not in values:

@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def complain(cause: str, err: TextIO) -> None:
-    """Writes the cause of a failure to `err`; that it cannot be written is no second failure."""
+    """Writes the cause of a failure to `err`; ignores an OSError of that write."""
     try:
         print(plain(f"slipstream: {cause}"), file=err, flush=True)
     except OSError:
@@ -43,7 +43,7 @@ def complain(cause: str, err: TextIO) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Drops what `stream` holds and will be given: the interpreter flushes again at its end."""
+    """Redirects `stream` to /dev/null, so that the interpreter's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

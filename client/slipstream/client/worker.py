@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _become_other(python: str, arguments: list[str]) -> NoReturn:
-    """Goes on with `arguments` and the interpreter `python`; exits with 2 without one."""
+    """Replaces this process by a worker on the interpreter `python`; exits with 2 if it cannot."""
     from slipstream.core.machine.other_python import worker_program
 
     try:
@@ -161,7 +161,7 @@ class _Check:
         self._main_thread = threading.get_ident()
 
     async def run(self) -> str:
-        """Returns what an environment that works has shown."""
+        """Returns a line that tells the environment's tasks and its first step."""
         from slipstream.client.terminal import counted
 
         options, key = self._options, {"episode_key": CHECK}
