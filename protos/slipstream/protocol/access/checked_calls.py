@@ -1,10 +1,10 @@
 """Checks of incoming calls: each message is checked before its handler gets it.
 
-A handler may answer with bytes, which are a message that it has encoded itself.
-A small message is decoded where it is received, a large one in a thread, beside the loop. A message
-out of its bounds ends its call with INVALID_ARGUMENT and one line. A handler that fails ends its
-own call with INTERNAL and one line, and its traceback is logged. `CallRates` limits the calls of
-each host under each role, so that no holder of a token stops a run.
+A handler may return bytes: a message that it has encoded itself.
+A small message is decoded on the event loop, a large one in a thread. A message out of its bounds
+ends its call with INVALID_ARGUMENT and one line. A handler that fails ends its own call with
+INTERNAL and one line, and its traceback is logged. `CallRates` limits the calls of each host under
+each role, so that no holder of a token stops a run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Refused:
 
 @dataclass(frozen=True)
 class _Large:
-    """Stands for a request that is to be decoded in a thread."""
+    """A stand-in for a request that is to be decoded in a thread."""
 
     kind: type[Message]
     data: bytes
@@ -84,7 +84,7 @@ class _Accepted:
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
-    """Leaves out what gRPC logs, with a traceback, of an answer to a caller that has gone."""
+    """Drops gRPC's log records, with tracebacks, of answers to callers that are gone."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
@@ -143,7 +143,10 @@ def shape_of(handler: Handler) -> str:
 def handler_like(
     handler: Handler, behavior: Callable[..., Any], *converters: Callable[[Any], Any] | None
 ) -> Handler:
-    """Returns a handler of this shape, with its own deserializer and serializer as `converters`."""
+    """Returns a handler of the shape of `handler`, with another behavior and other converters.
+
+    `converters` are the deserializer of requests and the serializer of responses.
+    """
     make = getattr(grpc, f"{shape_of(handler)}_rpc_method_handler")
     made: Handler = make(behavior, *converters)
     return made
@@ -191,7 +194,10 @@ def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 @asynccontextmanager
 async def _closing(requests: AsyncIterator[_Request]) -> AsyncIterator[_Accepted]:
-    """Ends gRPC's generator of requests, which would keep itself and a call that is not read."""
+    """Yields the checked requests; at the end closes gRPC's generator of requests.
+
+    Otherwise the generator would keep itself and an unread call alive.
+    """
     source: Any = aiter(requests)
     try:
         yield _Accepted(source)
@@ -204,9 +210,9 @@ async def _closing(requests: AsyncIterator[_Request]) -> AsyncIterator[_Accepted
 def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     """Returns a behavior whose failure ends its own call only.
 
-    gRPC keeps the exception that ends a call, and its frames keep the call: a circle, of which a
-    refused call would leave a hundred objects to the garbage collector. So it is raised anew here,
-    by a frame that holds nothing.
+    gRPC keeps the exception that ends a call, and the exception's frames keep the call: a reference
+    cycle, which would leave a hundred objects of a refused call to the garbage collector. So the
+    exception is raised again here, from a frame that holds nothing.
     """
     if inspect.isasyncgenfunction(inner):
 
@@ -252,7 +258,7 @@ async def _ending(context: Context, method: str, error: Exception) -> BaseExcept
 
 
 def _strip(error: BaseException) -> None:
-    """Takes the frames and causes of an error away, which would keep its call."""
+    """Removes traceback, context and causes from an error: they would keep its call alive."""
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     others = (error.__context__, error.__cause__, *inner)
     error.__traceback__ = error.__context__ = error.__cause__ = None
@@ -287,7 +293,11 @@ async def _accepted(request: _Request) -> Message:
 
 
 class CallRates:
-    """Carries calls out at a steady rate after the first ones; refuses them when too many wait."""
+    """Limits the calls of each host under each role.
+
+    After a burst of `most_at_once`, calls run at `calls_per_s`; `most_waiting` may wait for their
+    turn, and further ones are refused.
+    """
 
     def __init__(
         self,

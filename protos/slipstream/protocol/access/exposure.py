@@ -1,7 +1,7 @@
 """Limits for the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
 
-They listen on one interface only: that of the address by which the other processes are reached. An
-address that is not private is refused unless a setting allows it.
+The sockets listen only on the interface by which the other processes are reached. Public addresses
+are refused unless `security.allow_public_addresses` is set.
 """
 
 import hashlib
@@ -53,11 +53,11 @@ def describe_exposure(config: Config) -> str:
 
 
 def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequence[str]) -> None:
-    """Tells gloo and NCCL the interface by which this process reaches the other processes.
+    """Sets, in `environ`, the interfaces by which gloo and NCCL reach the other processes.
 
-    `gloo` is a host that is reached by gloo, `nccl` has hosts that are reached by NCCL; the first
-    one that is not loopback counts. Call it before they open their first socket. Variables that the
-    user has set stay. Without a known interface gloo and NCCL choose.
+    `gloo` is a host that gloo connects to, `nccl` has hosts that NCCL connects to, of which the
+    first that is not loopback counts. Call this before they open their first socket. Variables that
+    are already set stay. If no interface is found, gloo and NCCL choose one.
     """
     far = next((host for host in nccl if not _is_loopback(host)), nccl[0])
     for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", far, "=")):
@@ -87,9 +87,9 @@ def interface_to(host: str) -> str | None:
 
 
 def rendezvous_secret(token: str | None, run_name: str) -> str:
-    """Returns the value of `RENDEZVOUS_VARIABLE` on all nodes; with a token it is a secret.
+    """Returns the value of `RENDEZVOUS_VARIABLE`, equal on all nodes; with a token it is a secret.
 
-    Nodes with the run's token and with that of trainers get the same.
+    Nodes that have the run's token and nodes that have the trainer's token get the same value.
     """
     key = "" if token is None else role_token(token, "trainer")
     return hmac.new(key.encode(), run_name.encode(), hashlib.sha256).hexdigest()
@@ -101,7 +101,7 @@ def _unprotected(config: Config) -> dict[str, str]:
 
 
 def _resolved(host: str) -> IpAddress | None:
-    """Returns the first address of a name, on which its owner listens, or None if it is unknown."""
+    """Returns the first address to which `host` resolves, or None if it does not resolve."""
     try:
         (*_, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class LabelledRegistry:
-    """The metrics of collectors, each sample with the same labels besides its own."""
+    """The metrics of collectors, with common labels added to each sample."""
 
     def __init__(self, collectors: Sequence[Collector], labels: Mapping[str, str]) -> None:
-        """Adds the metrics of the process itself: processor time, memory, open files."""
+        """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files)."""
         self._registry, self._labels = CollectorRegistry(), dict(labels)
         ProcessCollector(registry=self._registry)
         for collector in collectors:
@@ -65,7 +65,7 @@ class LabelledRegistry:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The metrics of one moment, for the library's writers."""
+    """Metrics collected at one moment, in the form that prometheus_client's encoders take."""
 
     metrics: list[Metric]
 
@@ -80,14 +80,14 @@ class MetricsEndpoint:
     def __init__(
         self, registry: LabelledRegistry, *, token: str | None, security: SecuritySection
     ) -> None:
-        """`token`: what a caller must send as a bearer; `security` has the files of TLS."""
+        """`token`: a caller's bearer token (None: loopback only); `security` names TLS files."""
         self._registry, self._security = registry, security
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._open: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serves in the block, in the loop that enters it; closes the socket behind it."""
+        """Serves inside the block, on the event loop that enters it; closes `listening` after it."""
         listening.setblocking(False)
         accepting = asyncio.create_task(self._accept(listening))
         try:
@@ -134,7 +134,7 @@ class MetricsEndpoint:
     async def _opened(
         self, connected: socket.socket
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Raises OSError if TLS cannot begin."""
+        """Returns reader and writer of a connection. Raises OSError if TLS cannot begin."""
         context = None
         if self._security.tls_certificate is not None:
             # Files that were replaced hold from the next connection on. A thread reads them: a
@@ -175,7 +175,7 @@ class MetricsEndpoint:
         await writer.wait_closed()
 
     async def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
-        """Returns status, type and body."""
+        """Returns HTTP status, content type and body."""
         plain = "text/plain; charset=utf-8"
         headers = dict(request.headers)
         if self._expected is not None:
@@ -204,7 +204,7 @@ def _server_context(security: SecuritySection) -> ssl.SSLContext:
 
 
 def _is_local(host: bytes) -> bool:
-    """Whether the Host of a request names loopback; a port may stand behind it."""
+    """Whether the Host header of a request, with or without a port, names loopback."""
     name = host.decode("latin-1")
     has_port = name.rpartition(":")[2].isdigit() and not name.endswith("]")
     try:
@@ -217,10 +217,10 @@ def _is_local(host: bytes) -> bool:
 async def metrics_endpoint(
     config: Config, role: Role, collectors: Sequence[Collector], *, server: str = ""
 ) -> AsyncIterator[None]:
-    """Answers Prometheus in the block, at `tracking.prometheus`, which is set.
+    """Serves /metrics inside the block at `tracking.prometheus`, which must be set.
 
-    `server`: the name of a rollout server. A file in `TARGETS` tells the address. Raises
-    ConfigError when no port is free, or the address needs TLS and a token that are missing.
+    `server`: the name of a rollout server. A file in `TARGETS` has the address for Prometheus.
+    Raises ConfigError when no port is free, or the address needs TLS and a token that are missing.
     """
     address = config.tracking.prometheus
     assert address is not None
@@ -245,7 +245,7 @@ async def metrics_endpoint(
 
 @contextmanager
 def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) -> Iterator[None]:
-    """Is `metrics_endpoint` for a process without an event loop; its collectors run in a thread."""
+    """Runs `metrics_endpoint`, and so the collectors, in a thread, for processes without a loop."""
     begun, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
     failed: list[Exception] = []
@@ -277,7 +277,7 @@ def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) 
 
 
 def _listen(address: str, role: Role) -> socket.socket:
-    """Returns a socket at the first free port of the role."""
+    """Returns a socket on the role's first free port. Raises ConfigError if none is free."""
     host, port = address_parts(address)
     for distance in METRICS_PORTS[role]:
         try:
@@ -293,7 +293,7 @@ def _listen(address: str, role: Role) -> socket.socket:
 
 @contextmanager
 def _told(path: Path, target: str, role: Role) -> Iterator[None]:
-    """Keeps a file for Prometheus's `file_sd_configs` in the block."""
+    """Writes a file for Prometheus's `file_sd_configs`, and removes it when the block ends."""
     path.parent.mkdir(exist_ok=True)
     text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
     written = path.with_suffix(f".{os.getpid()}")

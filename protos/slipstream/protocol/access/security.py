@@ -101,7 +101,7 @@ class Credentials:
         )
 
     def same_tls(self, other: Credentials) -> bool:
-        """Whether the other ones have the same certificate, key and authorities."""
+        """Whether `other` equals these credentials in everything but `token`."""
         ours, theirs = (replace(each, token=None) for each in (self, other))
         return ours == theirs
 
@@ -152,11 +152,11 @@ def check_metrics_address(address: str, credentials: Credentials) -> None:
 def create_server(
     credentials: Credentials, *, unix_token: str | None = None, rates: CallRates | None = None
 ) -> grpc.aio.Server:
-    """Creates a gRPC server that refuses callers without a token of the run, if there is one.
+    """Creates a gRPC server that checks callers' tokens and call rates, and messages' bounds.
 
-    With tokens it limits the calls of each host by `rates`, the product's by default. It refuses
-    messages out of their bounds; a handler that fails ends its own call only.
-    Raises ConfigError if a token is that of a role: from these no other can be made.
+    The run's token is `unix_token` if given, else those of `credentials`; without a token neither
+    callers nor `rates` (default: `CallRates()`) are checked. A handler that fails ends its own call
+    only. Raises ConfigError if a token is a role's: the others cannot be derived from it.
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
@@ -177,10 +177,10 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
 
 
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """Opens a channel to `address`, without TLS on loopback only.
+    """Opens a channel to `address`. Raises ConfigError if `check_address` refuses it.
 
-    The channel uses TLS if the credentials have an authority or a certificate. It shows the
-    certificate to a controller that asks for one.
+    The channel uses TLS if the credentials have a CA or a certificate, except on a unix socket. It
+    presents the certificate to a controller that asks for one.
     """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
@@ -201,10 +201,10 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
 
 
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
-    """Returns `redis_url` with user and password of one end of the queue.
+    """Returns `redis_url` with the user and password of `end`.
 
-    Raises ConfigError if only the other end has a table, and for a missing or empty password file.
-    Raises it too for an address other than loopback without TLS.
+    Raises ConfigError if the URL is not set, only the other end has a user, or a password file is
+    missing or empty. Raises it too unless the address is loopback or has TLS with all checks.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
@@ -294,7 +294,7 @@ class TokenInterceptor(_Interceptor):
         return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, text, Reason.NOT_OF_THE_ROLE)
 
     def _roles_of(self, shown: bytes) -> list[str | None]:
-        """Returns whose token it is, None for the run's own; compares in constant time."""
+        """Returns the roles of this token, [None] for the run's own; compares in constant time."""
         if (lines := self._tokens.lines) != self._of:
             self._of = lines
             self._expected = [
@@ -330,7 +330,7 @@ def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:
 
 
 def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
-    """Returns TLS with the certificate as its file is at each handshake."""
+    """Returns TLS credentials that read a changed certificate again at the next handshake."""
     shown = credentials
 
     def configuration() -> grpc.ServerCertificateConfiguration:

@@ -1,12 +1,12 @@
-"""Tokens of callers: the run's own opens every method, that of a role what the role needs.
+"""Tokens of callers: the run's token opens every method, a role's token the methods it needs.
 
-A role's token is made from the run's: `ROLE.` and the HMAC-SHA256 of `slipstream ROLE` under it, in
-hexadecimal. So the controller keeps one secret, and a host gets the token of its role alone;
+A role's token is `ROLE.` and, in hexadecimal, the HMAC-SHA256 of `slipstream ROLE` with the run's
+token as the key. So the controller keeps one secret, and a host gets the token of its role alone;
 deploy/make_certificates.sh writes all of them.
 
-A token file has the token that its owner shows in its first line. On the controller further lines
-are tokens that count as well. A file is read again when it changes: a new first line, and the old
-one below it until all hosts have the new token, change the token of a run that goes on.
+The first line of a token file is the token that its owner sends. The controller also accepts the
+tokens in further lines. A file is read again when it changes. To replace the token during a run,
+write the new one into the first line, and keep the old one below it until all hosts have the new.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 def role_token(token: str, role: str) -> str:
-    """Returns the token of a role; `token` is the run's, or that of the role already."""
+    """Returns the token of `role`; `token` is the run's token or already that of the role."""
     if role_of(token) == role:
         return token
     return f"{role}.{hmac.digest(token.encode(), f'slipstream {role}'.encode(), 'sha256').hex()}"
 
 
 def role_of(token: str) -> str | None:
-    """Returns the role whose token this is; None of a run's own token."""
+    """Returns the role of a role's token, or None for the run's own token."""
     role, dot, _ = token.partition(".")
     return role if dot and role in RIGHTS else None
 
@@ -52,7 +52,7 @@ def role_of(token: str) -> str | None:
 def may_call(role: str | None, method: str) -> bool:
     """Whether the holder of a token may call `method`, such as /slipstream.v1.FleetService/Join.
 
-    `role` is None for the run's own token. Methods of others, such as those of gRPC's health check,
+    `role` is None for the run's own token. Methods of other packages, such as gRPC's health check,
     are open to all.
     """
     if role is None or not method.startswith(_PREFIX):
@@ -61,7 +61,10 @@ def may_call(role: str | None, method: str) -> bool:
 
 
 def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...]:
-    """Returns the lines of a file of tokens; raises ConfigError, with the setting `what`."""
+    """Returns the tokens of a file, one per line.
+
+    Raises ConfigError, which names the setting `what`, for an unreadable or unfit file.
+    """
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -97,7 +100,7 @@ class Tokens:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The tokens as they are now. While the file cannot be used, they stay as they were."""
+        """The current tokens; a file that was changed and cannot be used leaves them unchanged."""
         if self._path is not None and (seen := self._look()) != self._seen:
             self._seen = seen
             try:
@@ -115,7 +118,7 @@ class Tokens:
 
 
 class CallMetadata(Sequence[tuple[str, str]]):
-    """The metadata of calls with the token as it is when a call starts; empty without tokens."""
+    """The metadata of calls, with the token that is current when read; empty without tokens."""
 
     def __init__(self, tokens: Tokens | None) -> None:
         self._tokens = tokens
