@@ -84,9 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_settings(path: Path, max_episodes: int | None) -> Config:
-    """Returns the settings in `path`, with `max_episodes` if given.
+    """Returns the settings in `path`; `max_episodes` overrides the file's unless it is None.
 
-    Raises ConfigError like `path`'s.
+    Raises ConfigError if they are invalid.
     """
     overrides = [] if max_episodes is None else [f"rollout_server.max_episodes={max_episodes}"]
     return load_config(path, overrides)

@@ -45,7 +45,7 @@ class ChatMessage(NamedTuple):
 
     @property
     def num_characters(self) -> int:
-        """The characters of its text."""
+        """The number of characters in the message's text."""
         return len(self.content) + sum(len(part) for part in self.parts if isinstance(part, str))
 
     def for_template(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ NO_INPUTS = TemplateInputs()
 
 
 def _object(arguments: str) -> Any:  # noqa: ANN401 - JSON
-    """Templates want arguments as an object, as vLLM hands them over."""
+    """Returns a tool call's arguments parsed from JSON, or the text itself if it is invalid."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Checks that vLLM takes a run's settings: `python -m slipstream.rollout_server.check < FILE`.
 
-The types of its arguments decide, and its lists of parsers. With a parser of tool calls the chat
-template is tried too. No weights are read, no engine started.
+Values are checked against the types of vLLM's arguments, parsers against its lists of parsers. With
+a parser of tool calls the chat template is tried too. No weights are read, no engine is started.
 """
 
 import os
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _tool_warnings(config: Config) -> Iterator[str]:
-    """Tries the chat template, if it is there: a dry run needs no tokenizer."""
+    """Yields a warning if tools are parsed but the chat template, where present, writes none."""
     server, folder = config.rollout_server, config.model.path
     if server.tool_parser is None or missing_tokenizer(folder, server.chat_template):
         return

@@ -48,7 +48,7 @@ class Sampling:
     reply does not end at the end-of-text token. `max_prompt_tokens` limits the context before the
     first reply; with 0 it need only leave room for one token of that reply. A reply also ends with
     the first of `stop_token_ids`, and with the token that completes the first of the texts in
-    `stop`. `adapter` samples them; "": the only one, or none.
+    `stop`. `adapter` names the adapter that samples; "": the run's only one, or none.
     """
 
     temperature: float
@@ -94,9 +94,10 @@ class Generation:
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
     each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of
-    the prompt were not computed. `expert_ids` is [tokens, layers, experts per token]; None: the
-    engine does not record experts. It holds the experts of each token from `experts_from` on, as
-    the token was first computed. The last sampled token was never computed and is left out.
+    the prompt came from the prefix cache. `expert_ids` is [tokens, layers, experts per token];
+    None: the engine does not record experts. It holds the experts of each token from
+    `experts_from` on, as the token was first computed. The last sampled token was never computed
+    and is left out.
     """
 
     token_ids: TokenArray
@@ -124,12 +125,12 @@ PartSize: TypeAlias = Literal["chunks", "large", "tokens"]
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How the text of a reply is read, and what a single request may choose.
+    """How the text of a reply is decoded, and the options of a single request.
 
-    `stop` holds besides the texts of `Sampling`. `num_logprobs` most probable tokens are returned
-    for each position, with the sampled one; None: none. `is_streamed`: parts come while the reply
-    is sampled, as large as `parts` says. `by_start`: the model as the run started samples it, see
-    `Engine.keeps_start`. `with_stop`: the text ends with the stop text.
+    `stop`: stop texts besides those of `Sampling`. `num_logprobs`: how many most probable tokens
+    are returned for each position, besides the sampled one; None: none. `is_streamed`: parts are
+    yielded while the reply is sampled, in the size `parts`. `by_start`: the initial model samples,
+    see `Engine.keeps_start`. `with_stop`: the text includes the stop text.
     """
 
     is_streamed: bool = False
@@ -162,11 +163,10 @@ class TextPart:
 class EngineUse:
     """The counters of an engine since its start.
 
-    `generated_tokens` is counted where the engine hands out tokens, without those of probes. Of
-    them `returned_tokens` belong to generations that ended; of those the model as the run started
-    sampled `judged_tokens`. `drafted_tokens` were
-    proposed before they were sampled, `accepted_tokens` of them were sampled. `steps` are those
-    that sampled tokens.
+    `generated_tokens` counts all tokens that the engine handed out, without those of probes;
+    `returned_tokens` those of generations that ended, `judged_tokens` those of judges' replies.
+    `drafted_tokens` were proposed by speculative decoding, `accepted_tokens` of them were kept.
+    `steps` counts the steps that sampled tokens.
     """
 
     generated_tokens: int
@@ -181,16 +181,16 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """How an engine loaded new weights, and the seconds that it took.
+    """How an engine loaded new weights, and how many seconds each stage took.
 
-    `by_plan`: the weights were copied as they arrived, not through vLLM's loader. They then arrived
-    while the engine finished its steps under way, which took `pause_s`. A worker spent `receive_s`
-    waiting for buckets, as far as it loaded nothing meanwhile, and `load_s` on the rest. `wire_s`
-    runs from the first broadcast's start on the worker that joined last to the end of the last
-    broadcast; 0 where it cannot be timed. `already_resumed`: nothing ran, and the engine has
-    taken the new version already; `resume` takes no time. `takes_deltas`: the next update may
-    carry only what changed. `began_s`: when, on the monotonic clock, the last step under way had
-    ended and the copies began; 0 where it is not known. `staged`: the weights had arrived before.
+    `by_plan`: a copy plan loaded the weights, not vLLM's loader; buckets then arrived while the
+    engine finished its steps under way, which took `pause_s`. A worker waited for buckets, idle,
+    for `receive_s`, and spent `load_s` on the rest. `wire_s`: from the first broadcast's start on
+    the worker that joined last to the end of the last broadcast; 0 if it cannot be timed.
+    `already_resumed`: the engine was idle and has the new version already, so `resume` takes no
+    time. `takes_deltas`: the next update may be a delta. `began_s`: the monotonic time at which the
+    last step under way had ended and the copies began; 0 if unknown. `staged`: all buckets had
+    arrived before the copies began.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -239,14 +239,14 @@ class Engine(Protocol):
 
     @property
     def keeps_start(self) -> bool:
-        """Whether the model as the run started can sample too: the weights without the adapter."""
+        """Whether the initial model can sample too: it is the weights without the adapter."""
 
     @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
         """The parts that vLLM's HTTP application needs besides the engine."""
 
     def use(self) -> EngineUse:
-        """Returns the counters and starts a new list of busy intervals."""
+        """Returns the counters since the engine's start."""
 
     @property
     def num_experts(self) -> int:
@@ -264,7 +264,7 @@ class Engine(Protocol):
     ) -> Generation:
         """Samples at most `max_tokens` tokens; waits while the engine is paused.
 
-        `images` are those of the prompt, whose tokens are there already.
+        `images` are those of the prompt, which holds their tokens already.
         An engine that records experts returns those of the tokens from `experts_from` on.
         Raises GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
@@ -289,10 +289,10 @@ class Engine(Protocol):
         """Pauses all requests between two tokens and forgets every cached prefix."""
 
     async def rest(self, *, give_back: bool) -> None:
-        """Pauses all requests for a while, until `resume`; cached prefixes stay.
+        """Pauses all requests until `resume`; cached prefixes stay.
 
-        With `give_back` the engine gives its memory back too, forgets cached prefixes, and takes
-        the memory again for `prepare_weights` and `resume`.
+        With `give_back` the engine also frees its GPU memory, and cached prefixes with it;
+        `prepare_weights` and `resume` allocate that memory again.
         """
 
     async def prepare_weights(

@@ -34,7 +34,7 @@ def available_bytes() -> int:
 
 
 def free_bytes() -> tuple[int, int]:
-    """Returns the main memory that is free, and all that there is, here or in the container."""
+    """Returns the free and the total bytes of main memory, of the machine or its container."""
     machine, total = psutil.virtual_memory(), available_bytes()
     found = [int(machine.available)]
     # The cache of files is given back when memory is short.
@@ -76,9 +76,10 @@ MOST_OF_SHARE = 1 / 6
 
 
 def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
-    """Returns the part of a GPU for vLLM: the engine's share, less what arriving weights take.
+    """Returns the fraction of a GPU's memory for vLLM: the engine's, less room for staged weights.
 
-    `wire_bytes` arrive in an update; each worker of an engine receives all of them.
+    `wire_bytes`: size of an update, all of which each worker of an engine receives. Raises
+    ConfigError if `weights.stage_on_server` is true and leaves vLLM nothing.
     """
     share = config.rollout_server.gpu_memory_utilization
     stage, part = config.staging, wire_bytes / gpu_bytes

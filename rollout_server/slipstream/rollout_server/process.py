@@ -64,9 +64,9 @@ def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
 
 @contextlib.contextmanager
 def engine_folder() -> Iterator[Path]:
-    """Keeps a folder for the files of the engine that starts in the block; vLLM leaves them.
+    """Yields a folder for files that vLLM never deletes, and deletes it after the block.
 
-    Where temporary folders have too long a path for sockets these lie beside it, and are left.
+    An engine started in the block has its sockets there, unless the folder's path is too long.
     """
     with contextlib.closing(OwnedFolder("sockets")) as folder:
         if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
@@ -115,7 +115,7 @@ def limited_start(limit_s: float) -> Iterator[None]:
 
 
 def describe_engine_death(said: str, *, oom_kills: int) -> str:
-    """Returns why the engine died, by `said`, its error, and what the kernel has counted.
+    """Returns why the engine died, from its error `said` and the kernel's count of OOM kills.
 
     `oom_kills`: `kernel_oom_kills` at the engine's start.
     """

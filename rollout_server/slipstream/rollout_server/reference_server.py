@@ -41,7 +41,7 @@ class ReferenceFailed(Exception):
 
 
 class ScoredSequence(NamedTuple):
-    """The tokens of one sequence, and a flag for each of them: it was sampled."""
+    """The tokens of one sequence, and for each of them whether it was sampled."""
 
     token_ids: Sequence[int]
     is_sampled: npt.NDArray[np.bool_]
@@ -70,9 +70,10 @@ class ReferenceServer:
     def __init__(
         self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int, max_tokens: int
     ) -> None:
-        """Asks for `top_k` likely tokens, whose ids are below `vocab_size`; 0: it is not known.
+        """`top_k`: number of most probable tokens to ask for at each position of a sequence.
 
-        Sequences have at most `max_tokens`. Raises ConfigError for a key that has no file.
+        Their ids must be below `vocab_size`, unless that is 0 (unknown). Sequences have at most
+        `max_tokens`. Raises ConfigError if the API key's file cannot be read.
         """
         self.client = openai_client(
             settings.base_url,
@@ -122,7 +123,7 @@ class ReferenceServer:
         return found
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
-        """Returns what an answer says of the sampled tokens, or the reason why it cannot serve."""
+        """Returns the log-probabilities of the sampled tokens, or why the answer is not usable."""
         tokens, top_k = sequence.token_ids, self._top_k
         try:
             choices = msgspec.json.decode(data, type=_Answer).choices
@@ -156,7 +157,7 @@ class ReferenceServer:
 
 
 async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
-    """Returns if the server can answer for the reference.
+    """Checks that the server can give log-probabilities for the run's episodes.
 
     Raises ConfigError, which says what is missing.
     """

@@ -294,7 +294,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _within(wait: Awaitable[object], limit_s: float) -> None:
-    """Awaits `wait` for at most `limit_s`; its callers go on when the time is over."""
+    """Awaits `wait` for at most `limit_s`; returns without an error when the time is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await wait

@@ -49,7 +49,7 @@ _DIGEST_BYTES = 32
 class Fetched:
     """A version that lies in the file at `path`, and what fetching it took.
 
-    `delta`: the file has only what the version changes of its base; None if it has all.
+    `delta`: describes a file that has only the changes to a base; None if it has all weights.
     """
 
     layout: weights_pb2.WeightLayout
@@ -61,11 +61,11 @@ class Fetched:
 
 
 class StoredWeights:
-    """Brings its file from the version that it holds to a newer one; `fetch` on any thread.
+    """Keeps a file with the newest fetched version; `fetch` may be called on any thread.
 
     The file holds all buckets, one after the other. A fetch that fails in the middle leaves no
-    version in it: the next one begins with a whole one. Where only the changes found no room, the
-    file holds the version, and the next fetch gives the whole file.
+    version in it: the next one begins with a whole one. If the disk has no room for the other file,
+    of changes, this one still holds the new version, and the next fetch returns it whole.
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
@@ -79,16 +79,17 @@ class StoredWeights:
         self._held = b""
 
     def forget(self) -> None:
-        """Takes the file for worthless: the next fetch begins with a whole version."""
+        """Invalidates the file: the next fetch begins with a whole version."""
         self._held = b""
 
     def fetch(
         self, stored: weights_pb2.StoredWeights, abandoned: threading.Event, base: bytes = b""
     ) -> Fetched:
-        """Returns when the file holds the version of this manifest.
+        """Brings the file to the version of the manifest `stored`, and returns what to load.
 
-        `base`: the name of what the engine holds, if it takes changes of that. It gets them where
-        the file held the same and the chain goes on from there; otherwise it gets the whole file.
+        `base`: the content name of the engine's weights if it takes deltas, else b"". The result is
+        a delta if the file held the same weights and the manifest's links continue from them,
+        otherwise the whole file. Setting `abandoned` ends the fetch.
         Raises WeightSyncError when the storage lacks something, has other bytes than the manifest
         says, or is late, and when the disk is full.
         """
@@ -119,7 +120,10 @@ class StoredWeights:
     def _write(
         self, changes: JoinedChanges, base: bytes, file: _Buckets
     ) -> weights_pb2.Delta | None:
-        """Writes the changes; when the disk does not take them the other file keeps its version."""
+        """Writes the file of changes; returns its description, or None if no bucket is a payload.
+
+        Raises WeightSyncError when the disk does not take it; the other file keeps its version.
+        """
         try:
             return changes.write(self._changes_path, base, file.elements)
         except OSError as error:
@@ -156,7 +160,7 @@ class StoredWeights:
         changes: JoinedChanges | None,
         until: Until,
     ) -> int:
-        """Brings the file one link further and proves its buckets; returns the bytes fetched."""
+        """Applies one link to the file and checks the digests; returns the bytes fetched."""
         self._held = b""
         changed = list(link.delta.changed) if link.HasField("delta") else None
         wires = file.buckets if changed is None else on_the_wire(file.buckets, changed)
@@ -208,7 +212,7 @@ class _Buckets:
         del self._bytes, self._map
 
     def put(self, place: int, data: memoryview, changed: int) -> Places | None:
-        """Takes a whole bucket, or its payload of `changed` elements, whose places it returns."""
+        """Writes a whole bucket (returns None) or `changed` elements (returns their places)."""
         bucket = self.buckets[place]
         if len(data) == bucket.num_bytes:
             self._at(place)[:] = np.frombuffer(data, dtype=np.uint8)
@@ -231,7 +235,7 @@ class _Buckets:
 
 
 def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
-    """Returns the links that lead from `held` to the end, all of them if it is not in the chain."""
+    """Returns the links after the version named `held`, or all if it is not among them."""
     for place in range(len(links) - 1, -1, -1):
         if held and content_name(links[place].bucket_digests) == held:
             return list(links[place + 1 :])
@@ -266,7 +270,7 @@ class JoinedChanges:
     def write(
         self, path: Path, base: bytes, elements_of: Callable[[int], Elements]
     ) -> weights_pb2.Delta | None:
-        """Writes all buckets to `path` as they travel, one after the other, and describes them.
+        """Writes all buckets to `path` in wire format, one after the other; returns their delta.
 
         Returns None, and writes nothing, where every bucket would travel whole. Raises OSError when
         the disk does not take it.
@@ -330,10 +334,9 @@ class FetchOrders:
         self._group.create_task(self._fetch(order, self._abandoned))
 
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
-        """Returns an order with what only this server knows: layout, file, and changes in it.
+        """Returns `message`; an order to receive gets the fetched version's layout, file and delta.
 
-        A probe that failed is noted as an update that failed. After an abort the engine gets a
-        whole version.
+        After a failed probe the next fetch, after an abort the next update, is a whole version.
         """
         kind = message.WhichOneof("message")
         if kind == "abort":
@@ -352,7 +355,7 @@ class FetchOrders:
         return message
 
     def note(self, report: fleet_pb2.PublishReport) -> None:
-        """Notes what the engine serves; forgets the fetched version if it could not load that."""
+        """Notes which weights the engine serves; forgets the fetched version if loading failed."""
         if report.phase == FAILED:
             self._forget()
         elif report.phase == SERVING and report.stages.takes_deltas:

@@ -87,7 +87,7 @@ class WeightOrders:
         *,
         rested: Callable[[fleet_pb2.Rested], None] = lambda _: None,
     ) -> None:
-        """Takes a paused engine."""
+        """`engine` must be paused; `report` and `rested` send reports to the controller."""
         self._engine, self._dispatcher = engine, dispatcher
         self._report, self._rested = report, rested
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
@@ -173,7 +173,7 @@ class WeightOrders:
                 await self._wake()
 
     async def _wake(self) -> None:
-        """Resumes an engine that rests, unless a publish has, or its weights may not be used."""
+        """Resumes a resting engine unless a publish has done so or its weights may not be used."""
         may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
         if self._rests and may_sample and self.version is not None:
             self._rests = False
@@ -364,7 +364,7 @@ class PauseClock:
 
 
 class Abandonable:
-    """One call at a time: `run` awaits it, and `abandon` ends that early."""
+    """Runs one call at a time: `run` awaits it, `abandon` cancels it."""
 
     def __init__(self) -> None:
         self._abandoned: asyncio.Future[None] | None = None
@@ -375,7 +375,7 @@ class Abandonable:
             self._abandoned.set_result(None)
 
     async def run(self, call: Coroutine[Any, Any, None]) -> bool:
-        """Awaits `call` and raises its error; False: it was abandoned, and has ended."""
+        """Awaits `call` and raises its error; returns False, once it has ended, if abandoned."""
         abandoned = self._abandoned = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(call)
         try:

@@ -61,7 +61,7 @@ class Answering:
     ) -> None:
         """`plain` answers requests without tools, `with_tools` those with tools.
 
-        `current` tells the application its call; `has_tools`: `with_tools` can read calls of tools.
+        `current` passes them their call; `has_tools`: `with_tools` can parse tool calls.
         `has_drafts`: the engine drafts replies.
         """
         self._plain, self._with_tools = plain, with_tools
@@ -69,7 +69,7 @@ class Answering:
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
-        """Returns the parts of the answer to a request, whose tokens `recorder` takes."""
+        """Yields the parts of the answer to a request; `recorder` records its tokens."""
         path = http.path.partition("?")[0]
         most = _OTHER_BYTES + _BYTES_PER_TOKEN * recorder.sampling.max_episode_tokens
         if len(http.body) > most:
@@ -153,7 +153,7 @@ def _uses_tools(body: dict[str, Any]) -> bool:
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """Returns what a request asks; RefusedRequest for a body that is no JSON object."""
+    """Returns a request's parsed body; raises RefusedRequest unless it is a JSON object."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -178,7 +178,7 @@ class _Exchange:
     def __init__(
         self, method: str, path: str, body: bytes, hung_up: asyncio.Event, extra: Headers = ()
     ) -> None:
-        """`extra` are headers of the answer."""
+        """`extra`: headers to add to the answer; `hung_up` is set when the client is gone."""
         self._scope = _scope(method, path)
         self._body: bytes | None = body
         self._hung_up = hung_up
@@ -192,7 +192,7 @@ class _Exchange:
     async def run(
         self, application: Application, context: Context
     ) -> AsyncGenerator[HttpPart, None]:
-        """Runs the application; all that it sends while a part is read becomes the next part."""
+        """Runs the application and yields its answer; a part has all that was sent meanwhile."""
         loop = asyncio.get_running_loop()
         call: Any = application(self._scope, self._receive, self._send)
         work: asyncio.Task[None] = loop.create_task(call, context=context)

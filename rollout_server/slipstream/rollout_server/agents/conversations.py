@@ -1,8 +1,8 @@
 """The conversations of one episode: a tree of messages, and a token sequence for each branch.
 
 A request that repeats a conversation with at least one more message continues it. The tokens of the
-conversation stay as they were sampled; only the messages behind it are tokenized. `message_keys`
-give messages in a form in which those that a client sends can be compared with those it was sent.
+conversation stay as they were sampled; only the messages behind it are tokenized. A
+`MessageKey` is the form in which messages from a client are compared with those it was sent.
 
 Life of a call: `find` -> `begin` -> the engine samples -> `finish`, then `remember` with the reply
 as the client saw it. A call that samples nothing leaves no trace.
@@ -54,7 +54,7 @@ class ConversationBranch:
 
 @dataclass(frozen=True, eq=False)
 class AgentTurn:
-    """A finished reply: the branch that it belongs to, and the tokens up to its end."""
+    """A finished reply: its branch, and the number of the branch's tokens up to its end."""
 
     branch: ConversationBranch
     end: int
@@ -76,7 +76,7 @@ class AgentCall:
 
 @dataclass(eq=False)
 class _Node:
-    """The state of a conversation after its first messages."""
+    """A node of the tree: the turns that end with the messages on the path from the root."""
 
     children: dict[MessageKey, _Node] = field(default_factory=dict)
     turns: list[AgentTurn] = field(default_factory=list)
@@ -86,7 +86,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class Found:
-    """A turn that a request continues, and the number of its messages up to there."""
+    """A turn that a request continues, and how many of the request's messages it covers."""
 
     turn: AgentTurn
     num_messages: int
@@ -119,8 +119,8 @@ class Conversations:
     ) -> Found | None:
         """Returns the longest conversation that `messages` continue, under the same settings.
 
-        `previous` is taken where they continue it. Of turns with equal messages, one that can be
-        appended to under `name` comes first.
+        `previous` is preferred if they continue it. Among turns with equal messages, one that can
+        be appended to under `name` is preferred.
         """
         node, found = self._roots.get(settings), None
         for num_messages, key in enumerate(messages[:-1], start=1):
@@ -181,7 +181,7 @@ class Conversations:
         return AgentCall(ConversationBranch(name), context, context, is_append=False, images=seen)
 
     def finish(self, call: AgentCall, generation: Generation | None) -> AgentTurn | None:
-        """Records what a call sampled; None if it sampled nothing. Its branch is free again."""
+        """Frees a call's branch and records its sample; returns None if it sampled nothing."""
         assert not call.is_over, "a call ends once"
         call.is_over = True
         branch = call.branch
@@ -211,7 +211,7 @@ class Conversations:
         messages: Sequence[MessageKey],
         reply: Sequence[Sequence[MessageKey]],
     ) -> None:
-        """Makes a turn known: `messages` of the request and the `reply`, each with all its keys."""
+        """Adds a turn to the tree behind `messages` and each combination of the `reply`'s keys."""
         start = self._roots.setdefault(settings, _Node())
         for path in itertools.product(*([(key,) for key in messages] + list(reply))):
             node = start
@@ -234,7 +234,7 @@ def _can_append(turn: AgentTurn, name: str) -> bool:
 
 
 class MessageKey(NamedTuple):
-    """A message without what a client may write in several ways.
+    """A message in normalised form: equal if a client merely writes it in another way.
 
     Text in one part equals plain text, no text equals empty text, and the arguments of a tool call
     are compared as JSON. In a reply a part that is white space alone equals no part: streams have

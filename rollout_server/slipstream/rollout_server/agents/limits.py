@@ -43,7 +43,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ReplyRoom:
-    """The tokens of a call: `new_tokens` of its reply; `reserved_tokens` count until it ends."""
+    """The token budget of a call: `new_tokens` for its reply; `reserved_tokens` until it ends."""
 
     new_tokens: int
     reserved_tokens: int
@@ -66,10 +66,10 @@ WAIT = None
 def room(
     sampling: Sampling, use: Use, *, prompt: int, context: int, is_new: bool
 ) -> ReplyRoom | Refusal | None:
-    """Returns the room of a call, the error if there is none, or WAIT.
+    """Returns the token budget of a call, a Refusal if there will never be one, or WAIT.
 
-    Its branch has `prompt` tokens with the call's own, `context` of them are not counted in `use`.
-    `is_new`: it begins a branch.
+    `prompt`: tokens of the call's whole prompt, of which `use` does not count `context`. `is_new`:
+    the call begins a branch.
     """
     if use.turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"

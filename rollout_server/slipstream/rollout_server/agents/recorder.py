@@ -82,8 +82,8 @@ class Recorder:
     ) -> None:
         """`key` names the episode; `sampled` is told the number of tokens of each generation.
 
-        `template_values` are the environment's for the chat template. The model as the run started
-        replies to a judge's calls.
+        `template_values`: the environment's values for the chat template. `is_judge`: the calls are
+        a judge's, to which the initial model replies.
         """
         self.conversations = Conversations()
         self._responses = StoredResponses()
@@ -154,7 +154,7 @@ class Recorder:
             await asyncio.wait(self._tasks)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Writes the whole input into a request to continue a response; see `StoredResponses`."""
+        """Expands a request that continues a stored response; see `StoredResponses.expand`."""
         self._read_replies()
         return self._responses.expand(body)
 
@@ -173,9 +173,9 @@ class Recorder:
         context: list[int],
         images: Sequence[PlacedImage] = (),
     ) -> list[int]:
-        """Returns the prompt of a call when there is room for its reply.
+        """Waits until there is room for a call's reply; returns the call's prompt.
 
-        LimitReached if there never will be, or for an image that cannot be read.
+        Raises LimitReached if there never will be, or for an image that cannot be read.
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
@@ -331,10 +331,10 @@ class Recorder:
         self._unread = waiting
 
     def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
-        """Returns the reply to a call, and the keys of its messages; None if it has none.
+        """Returns the reply to a call and the keys of its messages; None if it cannot be continued.
 
-        A call of a tool that the model wrote wrongly, or that was cut off, cannot be sent back as
-        it was sampled: a request behind it begins a branch.
+        A tool call that is malformed or cut off cannot be sent back as it was sampled: the request
+        after it begins a branch.
         """
         try:
             reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
@@ -359,8 +359,7 @@ async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:
 def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa: ANN401 - JSON
     """Returns the reply in the form of its API; None where the answer was cut off or has none.
 
-    Raises ValueError for a call of a tool whose arguments are no JSON, where the API has them as
-    JSON.
+    Raises ValueError for a tool call with invalid JSON arguments, if the API sends them parsed.
     """
     events = list(_events(body)) if is_stream else [json.loads(body)]
     match path, is_stream:

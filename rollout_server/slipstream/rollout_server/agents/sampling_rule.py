@@ -1,4 +1,4 @@
-"""The run's sampling holds for every call of an agent: what a request asks otherwise is told.
+"""Holds every call of an agent to the run's sampling, and reports what a request asked otherwise.
 
 Tokens that are trained must come from the distribution of the run. A request may only shorten its
 reply (`max_tokens`, `stop`) and, where nothing is drafted, choose its `seed`. `StoredResponses`
@@ -57,9 +57,10 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class Ruled:
-    """A request under the run's sampling; `told` is the value of `SAMPLING_HEADER`, "" if none.
+    """The request `body` to serve, and what is overridden in it.
 
-    `ignored` are the names of what was asked and is not done.
+    `told`: the value of `SAMPLING_HEADER`, "" if nothing is overridden. `ignored`: the names of the
+    settings that were asked for and are not applied.
     """
 
     body: dict[str, Any]
@@ -70,7 +71,7 @@ class Ruled:
 def rule(
     body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
 ) -> Ruled:
-    """Applies the rule to the JSON body of a request; RefusedRequest for what no reply can be.
+    """Returns the request to serve for a JSON `body`; raises RefusedRequest if none can be.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. An engine
     that `has_drafts` takes no seed: drafts repeat earlier replies. If the random numbers behind
@@ -149,17 +150,17 @@ PREVIOUS = "previous_response_id"
 
 @dataclass(frozen=True)
 class _Stored:
-    """The items up to and with those of a response, and its turn."""
+    """All items of a conversation up to a response, inclusive, and the response's turn."""
 
     items: list[Any]
     turn: AgentTurn
 
 
 class StoredResponses:
-    """Responses that OpenAI's API keeps, for as long as the episode lasts.
+    """Stores responses by id for as long as the episode lasts, as OpenAI's API does.
 
-    A request with PREVIOUS becomes the one that a client without a store would send: all items of
-    the earlier response, then its own.
+    A request that names a `previous_response_id` is expanded to what a client without a store would
+    send: all items up to the end of that response, then its own.
     """
 
     def __init__(self) -> None:
@@ -170,9 +171,9 @@ class StoredResponses:
         self._known[response_id] = _Stored([*asked, *output], turn)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Writes the whole input into `body`; returns the turn that it continues, if it names one.
+        """Expands `body` in place to its whole input; returns the turn that it continues, or None.
 
-        RefusedRequest for a response that is not stored.
+        Raises RefusedRequest if it names a response that is not stored.
         """
         if not isinstance(previous := body.get(PREVIOUS), str):
             return None

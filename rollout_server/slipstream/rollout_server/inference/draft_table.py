@@ -1,15 +1,15 @@
-"""Drafts of replies from the texts that an engine has computed, and the rule for their length.
+"""N-gram drafts for speculative decoding, made from an engine's own texts, and their length.
 
-Members of a group, earlier epochs of a task and a reply itself repeat text. The tokens behind every
-run of a few tokens are kept under the run's hash; the newest stay. A draft is the text behind the
-longest run that equals the end of a reply. Drafts may be wrong: the engine samples from its own
-distribution whatever they say. All shapes are known beforehand and nothing is read back, so that no
-step waits for the host.
+Members of a group, earlier epochs of a task and a reply itself repeat text. A table maps the hash
+of each n-gram (n is in `RUNS`) to the tokens that followed it last. A draft is what followed the
+longest known n-gram at the end of a reply. Drafts may be wrong: the engine samples from its own
+distribution all the same. All shapes are static and nothing is read back, so no step waits for the
+host.
 
-A step of few tokens reads all weights for them, so that more tokens cost next to nothing. A step of
-many computes, and each token that is drafted in vain costs as much as a sampled one. Where this
-begins differs by model and GPU, and how often drafts are accepted by task: `DraftRule` times both
-ways.
+A step of few tokens is bound by reading the weights: more tokens cost next to nothing. A step of
+many tokens is bound by compute, and each rejected token costs as much as a sampled one. The limit
+between them depends on model and GPU, the acceptance rate on the task: `DraftRule` times steps with
+and without drafts.
 """
 
 import statistics
@@ -39,9 +39,9 @@ _SLOT_BITS = 40
 
 
 class DraftTable:
-    """The tokens that stood behind the runs of an engine's texts.
+    """Maps the n-grams of an engine's texts to the tokens that followed them.
 
-    Texts are rows of a table of tokens that the caller keeps, and places are columns of it.
+    Texts are rows of a table of tokens that the caller keeps; `places` and `ends` are its columns.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class DraftTable:
     def enter(
         self, texts: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Stores the tokens that follow each place as the draft of the runs that end there.
+        """Stores the tokens from each place on as the draft of the n-grams that end before it.
 
-        Leaves out places where `counts` is False, and those followed by less than a whole draft:
-        replies that advance together would otherwise find each other's ends.
+        Leaves out places where `counts` is False. It must be False where less than a whole draft
+        follows: replies that advance together would otherwise find each other's ends.
         """
         hashes, slots, whole = self._hashed(texts, rows, places)
         slots = slots.where(whole & counts[:, None], self._mask + 1)
@@ -76,7 +76,7 @@ class DraftTable:
     def draft(self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Returns the tokens that may follow the texts that end at `ends`, of dtype int64.
 
-        Where no run is known, the last token is repeated.
+        Where no n-gram is known, the last token is repeated.
         """
         hashes, slots, whole = self._hashed(texts, rows, ends)
         found = whole & (self._hashes[slots] == hashes)
@@ -88,7 +88,7 @@ class DraftTable:
     def _hashed(
         self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The hash and the slot of each run before `ends`, and whether the text has that run."""
+        """The hash and slot of each n-gram before `ends`, and whether the text is that long."""
         before = (ends[:, None] + self._before).clamp(0, texts.shape[1] - 1)
         tokens = texts[rows[:, None], before].long() + 1
         hashes = (tokens[:, :, None] * self._factors).sum(1)
@@ -97,7 +97,7 @@ class DraftTable:
 
 
 def _factors() -> torch.Tensor:
-    """A factor for each token of each run, 0 before the run; the same in every process."""
+    """The hash factors [longest n, n-grams]: 0 outside an n-gram, equal in every process."""
     chosen = torch.Generator().manual_seed(20)
     factors = torch.randint(-(1 << 62), 1 << 62, (_LONGEST, len(RUNS)), generator=chosen)
     places = torch.arange(_LONGEST)[:, None]
@@ -115,7 +115,7 @@ class DraftRule:
         kept_steps: int = 512,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begins with a trial of drafts; `trial_steps`, above 4, are the steps of either trial."""
+        """`trial_steps` (above 4): steps of each trial; `kept_steps`: steps between two trials."""
         self._draft_tokens = draft_tokens
         self._trial_steps, self._kept_steps, self._clock = trial_steps, kept_steps, clock
         # Whether replies are drafted now, and for how many steps more.

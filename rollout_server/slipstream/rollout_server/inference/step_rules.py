@@ -79,7 +79,7 @@ def graph_values(
 ) -> dict[str, object]:
     """Returns vLLM's arguments for graphs and prompt waits.
 
-    Prompts wait `wait_steps` steps, if None the device's default. Graph sizes are left out if
+    Prompts wait at most `wait_steps` steps; None: the device's default. Graph sizes are left out if
     `passed`, the user's own arguments of vLLM, names any.
     """
     has_graphs = section.has_graphs(on_cpu=on_cpu)
@@ -94,7 +94,7 @@ def graph_values(
 
 
 def graph_sizes(max_episodes: int) -> list[int]:
-    """Sizes, in tokens, of the captured steps: for decoding, up to `PROMPT_TOKENS` more."""
+    """Returns the sizes, in tokens, of the steps to capture as CUDA graphs, in order."""
     largest = max_episodes + PROMPT_TOKENS
     sizes, start = {1, 2, 4, max_episodes, largest}, 8
     for stride, end in _STRIDES:

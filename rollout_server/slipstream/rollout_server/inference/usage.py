@@ -16,7 +16,7 @@ class UseClock:
 
     @property
     def busy_s(self) -> float:
-        """The seconds until now."""
+        """Seconds with an open request, up to now."""
         return self._busy_s + (self._now_s() - self._started_s if self._open else 0.0)
 
     def enter(self) -> None:
