@@ -1,4 +1,4 @@
-"""What a run waits for, and what another setting would gain: pure, from a measured profile."""
+"""Says what a run waits for, and predicts what other settings would gain from its profile."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ class Advice:
 
 
 def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
-    """Yields the name and the setting of each change that could be made.
+    """Yields the name in `CHANGES` and the setting of each possible change.
 
-    Fleets that share devices stay as they are: another server there would slow the others down.
+    If the fleets share devices, the numbers of servers and ranks stay as they are: another server
+    would slow the others down.
     """
     now = profile.setting
     staleness, size = now.max_staleness, now.group_size
@@ -116,10 +117,10 @@ def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -
 def _wanted_servers(
     profile: Profile, now: Simulated, simulated: Callable[[Setting], Simulated]
 ) -> int:
-    """The smallest number of servers that a larger one beats by less than `ENOUGH`.
+    """The smallest number of servers over which twice the present one gains at most `ENOUGH`.
 
-    It lies between half and twice the present number: what is further away is not known well. In
-    turns it is the present number.
+    It lies between half and twice the present number, beyond which predictions are unreliable. If
+    the fleets compute in turn, it is the present number.
     """
     present = profile.setting.servers
     if profile.in_turns:

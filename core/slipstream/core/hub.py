@@ -1,4 +1,4 @@
-"""Brings files of the Hugging Face hub; one line says what is in the way."""
+"""Downloads files from the Hugging Face hub, and reports a failure in one line."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubFiles:
-    """A repository of the hub; without `revision` its newest state is meant."""
+    """A repository on the hub; `revision` None means its newest state."""
 
     name: str
     kind: Literal["model", "dataset"]
@@ -28,10 +28,10 @@ class HubFiles:
     shown: str = ""
 
     def bring(self, patterns: Sequence[str], *, without: Sequence[str] = ()) -> Path:
-        """Returns the folder with the files of these patterns, which has the name of its commit.
+        """Downloads the files that match `patterns` and not `without`; returns their folder.
 
-        What the hub was asked for once is read from its cache. Raises ConfigError in one line if
-        the files are not to be had.
+        The folder is in the hub's cache and has the name of the commit. Files that are there
+        already are not downloaded again. Raises ConfigError with one line if a download fails.
         """
         if not installed(["huggingface_hub"]):
             raise ConfigError(f"{self} needs the hub's client: pip install huggingface_hub")

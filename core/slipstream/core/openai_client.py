@@ -26,8 +26,8 @@ def openai_client(
     Raises ConfigError where the package is missing.
 
     Each call, up to the last byte of its answer, takes at most `timeout_s`, and its answer has at
-    most `most_bytes`. The package calls up to `max_retries` times again after 408, 409, 429, 5xx, a
-    broken connection or a broken limit. No redirection is followed: texts go to `base_url` alone.
+    most `most_bytes`. The package retries up to `max_retries` times after 408, 409, 429, 5xx, a
+    broken connection or an exceeded limit. No redirect is followed: texts go to `base_url` alone.
     """
     try:
         import openai
@@ -100,9 +100,9 @@ def in_one_line(text: str) -> str:
 
 
 def key_in(path: str | Path | None, name: str) -> str:
-    """Returns the key in a file, "none" without one.
+    """Returns the API key in the file `path`, or "none" if `path` is None.
 
-    Raises ConfigError, which names the setting `name`.
+    Raises ConfigError, which names the setting `name`, if the file is empty or cannot be read.
     """
     if path is None:
         return "none"

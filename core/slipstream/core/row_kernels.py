@@ -1,7 +1,7 @@
-"""Products and norms on CPUs in which the bits of a row do not depend on the rows beside it.
+"""Batch-invariant matrix products and RMS norms on CPUs: a row's bits do not depend on other rows.
 
-With `algorithm.agreement = "bits"` learner and engine compute with these on CPUs: libraries add up
-the numbers of a row in an order that depends on how many rows there are.
+With `algorithm.agreement = "bits"` learner and engine compute with these on CPUs: libraries sum
+over a row in an order that depends on the number of rows.
 """
 
 import torch
@@ -23,7 +23,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns `x` divided by the root of its mean square over the last dimension, times `weight`.
+    """Returns the RMS norm of `x` over its last dimension, times `weight`.
 
     The division is in float32, its result is rounded to the type of `x`.
     """

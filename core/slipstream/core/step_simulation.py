@@ -1,8 +1,8 @@
-"""A run in simulated time, which tells the seconds of a step: pure, with a fixed seed.
+"""Simulates a run to predict the seconds of a step; pure, with a fixed seed.
 
-Long tails and whole groups are what a formula cannot hold: a step waits for the slowest member of
-the groups that it may not leave for later. So the simulation plays the leases by the staleness
-rule's own functions, with engines whose step takes `step_s + token_s * n` seconds with n replies.
+No formula covers long-tailed replies and whole groups: a step waits for the slowest member of the
+groups that it may not leave for later. So the simulation leases groups by the functions of
+`staleness`, to engines whose step takes `step_s + token_s * n` seconds with n running replies.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Simulated:
 def resized(groups: Sequence[Group], size: int) -> list[Group]:
     """Returns groups of `size` members with the same spread within groups and between them.
 
-    A larger group takes members of the groups whose mean is nearest, so its longest reply is as
-    long as that of so many replies.
+    A group that grows takes members of the groups whose mean is nearest, so that its longest reply
+    is typical of its new size.
     """
     ordered = sorted(groups, key=lambda group: sum(e.sampled for e in group) / len(group))
     found = []
@@ -145,7 +145,7 @@ class _Leased:
 
 
 class SimulationCancelled(Exception):
-    """Whoever asked for the simulation does not want it any more."""
+    """A simulation stopped because the caller's `is_cancelled` returned true."""
 
 
 class Simulation:
@@ -186,9 +186,10 @@ class Simulation:
         self._ends: list[tuple[float, float, float]] = []
 
     def run(self, is_cancelled: Callable[[], bool] = lambda: False) -> Simulated:
-        """Plays the run; raises ValueError if a server has no room for a group.
+        """Simulates the run, and returns means over the steps after a warm-up.
 
-        Raises SimulationCancelled as soon as `is_cancelled`, which each event asks.
+        Raises ValueError if a group does not fit on a server, and SimulationCancelled as soon as
+        `is_cancelled`, which is called before each event, returns true.
         """
         if self._profile.places < self._setting.group_size:
             raise ValueError("a group must fit into the places of a server")
@@ -234,7 +235,7 @@ class Simulation:
         self._add(self._now_s + profile.publish_s, "served")
 
     def _serve(self) -> None:
-        """The servers serve the version that the trainer has made; the trainer wants a batch."""
+        """Ends a publish: servers sample with the new version, the trainer waits for a batch."""
         self._pause(paused=False)
         self._version += 1
         self._note_places()
@@ -364,7 +365,8 @@ class Simulation:
 def _parts(group: Group) -> tuple[float, list[tuple[float, int, float]]]:
     """The trained tokens of a group, and its members as (sampled tokens, members, seconds outside).
 
-    Of a large group the longest member stays by itself, and the others end together in parts.
+    In a group of more than `MOST_MEMBERS` the longest member stays single, and the others are
+    merged into parts whose members end together.
     """
     tokens = sum(episode.trained for episode in group)
     ordered = sorted(group)

@@ -34,7 +34,7 @@ def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def values_json(values: Mapping[str, JsonValue]) -> str:
-    """Returns `values` as they travel, "" for none. Raises ConfigError if they cannot."""
+    """Returns `values` as JSON text, "" for none. Raises ConfigError if they are invalid."""
     if not values:
         return ""
     try:
@@ -49,7 +49,7 @@ def values_json(values: Mapping[str, JsonValue]) -> str:
 
 
 def read_values(text: str) -> dict[str, JsonValue]:
-    """Returns the values in a JSON text. Raises ValueError if it is no object of such values."""
+    """Returns the values in a text of `values_json`. Raises ValueError for any other text."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ TemplateValues = Annotated[dict[str, JsonValue], AfterValidator(check_values)]
 
 
 def tools_json(tools: object) -> str:
-    """Returns `tools` as they travel.
+    """Returns `tools` as JSON text.
 
     Raises ValueError, which names the first value that breaks a rule.
     """
@@ -82,7 +82,7 @@ def tools_json(tools: object) -> str:
 
 
 def read_tools(text: str) -> list[dict[str, JsonValue]]:
-    """Returns the tools that have travelled. Raises ValueError as `tools_json` raises it."""
+    """Returns the tools in a text of `tools_json`. Raises ValueError as that does."""
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -93,7 +93,7 @@ def read_tools(text: str) -> list[dict[str, JsonValue]]:
 
 
 def _checked_name(tool: object, where: str) -> str:
-    """Returns the name of a tool whose schema keeps the rules."""
+    """Checks a tool's schema and returns its name. Raises ValueError, which names `where`."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise ValueError(f'{where} must be an object with type "function", got {_show(tool)}')
     function = tool.get("function")

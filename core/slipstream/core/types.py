@@ -248,7 +248,7 @@ class Trajectory:
         return tuple(found)
 
     def unpredicted(self) -> list[int]:
-        """Returns the places among the sampled tokens of each that begins its sequence."""
+        """Returns the indices, among all sampled tokens, of those that begin a sequence."""
         return [
             part.sampled.start
             for part in self.sequences()
@@ -277,7 +277,7 @@ class RoutedExperts:
     def of_parts(
         cls, parts: Sequence[npt.NDArray[np.unsignedinteger]], num_experts: int, *, num_tokens: int
     ) -> RoutedExperts:
-        """Joins parts of consecutive tokens from the first on; later tokens are not recorded."""
+        """Joins `parts`, the experts of the first tokens; later tokens become "not recorded"."""
         dtype = expert_dtype(num_experts)
         recorded = np.concatenate(parts).astype(dtype)
         missing = num_tokens - len(recorded)
@@ -349,9 +349,10 @@ class ReferenceLogprobs:
 
 
 def check_reference(found: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -> str:
-    """The reason why these are no log-probabilities; empty: they can be.
+    """Returns why `found` cannot be log-probabilities, or "" if it can.
 
-    Nothing predicts the sampled tokens at `unpredicted`: their rows are not read.
+    `unpredicted` are indices of sampled tokens that nothing predicts; their most likely tokens are
+    not compared.
     """
     for values in (found.logprobs, found.top_logprobs):
         if values.size and not (highest := float(values.max())) <= _LARGEST_LOGPROB:

@@ -1,7 +1,7 @@
 """Settings that a run chooses by itself, from its other settings and the model's config.json.
 
 The machine has no part in the choice, so that all hosts of a run choose the same. A stated value
-always wins. The run's folder keeps what was chosen, and a run that goes on takes it from there.
+always wins. The run's folder keeps what was chosen, and a resumed run takes it from there.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ S = TypeVar("S", bound=BaseModel)
 def completed(
     table: Mapping[str, JsonValue], *, hub: Hub = "no", apart: bool = False
 ) -> dict[str, JsonValue]:
-    """Returns the settings of a file with what it leaves out, if the run chooses that itself.
+    """Returns the settings of a file, completed with those that a run chooses by itself.
 
     The names of the chosen settings are under the key `automatic`. Raises pydantic's
-    ValidationError for a section that is wrong by itself. `hub` is what is brought of models that
-    are named as on the hub: nothing, all but their weights, or all (`bring_files`).
+    ValidationError for a section that is wrong by itself. `hub` says which files are downloaded of
+    models that are named as on the Hugging Face hub: none ("no"), all but weights ("small") or all
+    ("whole"); `apart` is that of `bring_files`.
     """
     whole: dict[str, Any] = copy.deepcopy(dict(table))
     _name(whole)
@@ -86,7 +87,7 @@ def completed(
 def _filled(
     table: Mapping[str, Any], tables: Tables, chosen: Mapping[str, JsonValue]
 ) -> dict[str, Any]:
-    """Returns `table` with the chosen settings in it, and their names."""
+    """Returns a copy of `table` with the chosen settings, and their names under `automatic`."""
     whole = copy.deepcopy(dict(table))
     for key, value in chosen.items():
         *parents, last = key.split(".")
@@ -182,7 +183,7 @@ def describe_choices(tables: Tables) -> str:
 
 
 class _Choice:
-    """The value of each setting: the stated one, else the recorded one, else the given one."""
+    """Chooses a setting's value: the stated one, else the recorded one, else the caller's."""
 
     def __init__(self, tables: Tables, recorded: Mapping[str, JsonValue]) -> None:
         self._tables, self._recorded = tables, recorded
@@ -223,7 +224,7 @@ def _shown(value: object) -> str:
 
 
 def _name(table: dict[str, Any]) -> None:
-    """Names environments by their classes, and the run by the model and its environments."""
+    """Adds missing names: environments get their class's, the run its model's and theirs."""
     names: list[str] = []
     environments = table.get("environments")
     for each in environments if isinstance(environments, list) else ():
@@ -239,7 +240,7 @@ def _name(table: dict[str, Any]) -> None:
 
 
 def _settings_of(path: Path) -> dict[str, Any]:
-    """Returns what a run's folder holds, or {} without a whole file, which others report."""
+    """Returns the settings in the file `path`, or {} if it cannot be read or is no TOML."""
     try:
         return tomllib.loads(path.read_text())
     except (OSError, ValueError):
@@ -247,7 +248,7 @@ def _settings_of(path: Path) -> dict[str, Any]:
 
 
 def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
-    """Returns what the run of these settings chose, or {} where they do not say it."""
+    """Returns the settings that `table` lists under `automatic`, or {} if any is missing."""
     try:
         return {
             key: reduce(lambda place, name: place[name], key.split("."), table)
@@ -258,7 +259,7 @@ def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
 
 
 def _has_replicas(tables: Tables) -> bool:
-    """Whether ranks could share the optimizer's state, and Megatron can split it."""
+    """Whether the optimizer's state can be sharded: dp * cp exceeds 1, and it is Adam's."""
     learner = tables.learner
     try:
         layout = RankLayout.of(learner.parallel, learner.world_size)
@@ -268,7 +269,10 @@ def _has_replicas(tables: Tables) -> bool:
 
 
 def _workers(sizes: ModelSizes, model_bytes: float) -> int:
-    """Returns the smallest number of an engine's GPUs, 8 at most, with room for the weights."""
+    """Returns the smallest tensor-parallel size, up to 8, whose GPUs have room for the weights.
+
+    It must fit the numbers of heads. If no such size has room, the largest is returned.
+    """
     groups = max(1, sizes.kv_heads)
     fitting = [
         tp
@@ -301,11 +305,12 @@ def _routing_bytes(sizes: ModelSizes) -> int:
 def bring_files(
     table: dict[str, Any], before: Mapping[str, Any], *, whole: bool, apart: bool
 ) -> None:
-    """Replaces names on the hub in `table` by folders and commits.
+    """Downloads what `table` names as on the hub, and puts folders and commits in place of names.
 
-    `before` are the settings in the run's folder, if there are any. Without `whole` models come
-    without weights, and data sets stay. With `apart` other parts of the run start elsewhere, so
-    that a model's name must have a commit. Raises ConfigError if something is not to be had.
+    `before` has the settings in the run's folder, or nothing; a name without a revision keeps the
+    commit that it had there. Without `whole`, models are downloaded without weights, and data sets
+    are left as they are. With `apart`, other parts of the run start elsewhere, so a model's name
+    must have a commit. Raises ConfigError if something cannot be downloaded.
     """
     for place in MODELS:
         section, earlier = table.get(place), before.get(place)
@@ -320,7 +325,7 @@ def bring_files(
 
 
 def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -> str:
-    """Returns the folder of a name on the hub, and any other path as it is."""
+    """Returns the local folder of a model named as on the hub, and any other path unchanged."""
     named = _NAME.fullmatch(path)
     owner = path.partition("/")[0]
     # A folder in models/ that is missing was to be made or brought by hand.

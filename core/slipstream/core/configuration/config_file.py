@@ -1,7 +1,7 @@
 """Reads a TOML file and dotted overrides into a `Config` and checks it against the model.
 
-The settings that a run writes into its folder begin with a line that tells whether they are whole:
-a file that was cut may be TOML still, and what it lost would be defaults.
+The settings that a run writes into its folder begin with a line that has their digest: a truncated
+file may still be valid TOML, and the settings that it lost would become defaults.
 """
 
 import hashlib
@@ -47,16 +47,16 @@ REMEDY = "put it back from a copy of the run"
 
 
 def with_first_line(text: str) -> bytes:
-    """The file that holds `text` and says of itself what it holds."""
+    """Returns `text` as bytes, below a first line with its size and digest."""
     data = text.encode()
     told = f"{len(data)} bytes, BLAKE2b {_digest(data)}; remove this line when you change one below"
     return _PREFIX + f": {told}\n".encode() + data
 
 
 def check_whole(path: Path, data: bytes) -> None:
-    """Raises ConfigError when the settings below the first line are not those that it tells of.
+    """Raises ConfigError if the settings in `data` do not match the digest in their first line.
 
-    Files without such a line are those of users, and pass unless they are empty.
+    Files without such a line are written by users, and pass unless they are empty.
     """
     if not data.strip():
         raise ConfigError(f"{path} is empty: {REMEDY}, or write settings into it")
@@ -85,11 +85,11 @@ LONGEST_VALUE = 80
 def load_config(
     path: Path | None, overrides: Sequence[str] = (), *, hub: Hub = "no", apart: bool = False
 ) -> Config:
-    """Returns the checked settings of `path` with `overrides` on top, only these if None.
+    """Returns the checked settings of the file `path`, if any, with `overrides` applied.
 
-    What both leave out the run chooses where it can (`automatic`). Models may be named as on the
-    hub if `hub` says what is to be brought of them; with `apart`, by a commit alone. A file without
-    digests of the user's own functions, as users write it, gets those of the sources that are here.
+    Settings that both leave out are chosen automatically where possible; `hub` and `apart` are
+    those of `completed`. If the file has no digests of the user's own functions, they are computed
+    from the sources on this host.
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
     with one line that names the value and the rule; for an unknown key it has the nearest known
@@ -225,9 +225,9 @@ def model_warnings(config: Config) -> list[str]:
 
 
 def largest_trajectory_bytes(config: Config) -> int:
-    """Returns the upper bound of one trajectory's bytes in a queue, experts included.
+    """Returns the upper bound of one trajectory's bytes in a queue, routed experts included.
 
-    Raises ConfigError without a model folder if the bytes of experts depend on it.
+    Raises ConfigError if routing is replayed and the model's config.json cannot be read.
     """
     if config.algorithm.router_replay == "off":
         return config.max_trajectory_bytes
@@ -332,7 +332,7 @@ def _worst(error: ValidationError) -> str:
 
 
 def _required(location: tuple[int | str, ...]) -> list[str]:
-    """Returns the keys that a missing setting stands for: those which a table must have."""
+    """Returns the keys missing at `location`: a table's required ones, else the setting itself."""
     where = ".".join(str(part) for part in location if part not in _FORMS)
     table = _table_at(location)
     if table is None:
@@ -382,7 +382,7 @@ def _shown(value: object) -> str:
 
 
 def _paths(table: type[BaseModel], place: str = "") -> Iterator[str]:
-    """Yields the dotted names of all settings below a table but those of lists."""
+    """Yields the dotted names of all settings below `table`, except those in lists of tables."""
     for name, field in table.model_fields.items():
         inner = next(filter(_is_table, _alternatives(field.annotation)), None)
         if inner is None:
@@ -396,7 +396,7 @@ def _is_table(annotation: object) -> TypeGuard[type[BaseModel]]:
 
 
 def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Returns the type of the table at a place of the settings, or None for another value."""
+    """Returns the class of the settings table at `location`, or None if it is no table."""
     model: type[BaseModel] = Config
     for part in location:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""The sources of a user's own functions: digests, found without an import of them."""
+"""Digests of the sources of a user's own functions, computed without importing them."""
 
 import ast
 import hashlib
@@ -14,11 +14,11 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def source_digests(algorithms: EnvironmentAlgorithms) -> dict[str, str]:
-    """Returns a digest for each function of the user's own, by its name.
+    """Returns the digest of each of the user's own functions, by its name "module:function".
 
-    It covers the function's module, its packages and the modules that these import from the same
-    folder of Python's path; of an installed one, from the same package. A module that is not found
-    here has none: another host may have it.
+    A digest covers the function's module, its packages and the modules that these import from the
+    same folder of `sys.path`; for an installed module, from the same package only. A function whose
+    module is not found on this host is left out: another host may have it.
     """
     names = sorted({name for each in algorithms.distinct for name in each.own_functions.values()})
     found = {name: _digest(name.partition(":")[0]) for name in names}
@@ -59,7 +59,7 @@ def _file(module: str, folder: Path) -> Path | None:
 
 
 def _imports(file: Path, module: str) -> Iterator[str]:
-    """Yields the names that a source imports, at any depth; nothing of one that is no Python."""
+    """Yields the absolute names that `file` imports, at any nesting; none if it does not parse."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""The models besides the policy, each with settings as if it were the policy of a run."""
+"""Settings and checks of reference and critic, each as if it were the policy of a run."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def reference_is_policy(config: Config) -> bool:
 
 
 def reference_config(config: Config) -> Config | None:
-    """Returns the settings for loading the reference model, or None without one of its own."""
+    """Returns the settings for loading a separate reference model, or None if ranks load none."""
     if not config.needs_reference or reference_is_policy(config):
         return None
     section = config.reference or ReferenceSection()
@@ -59,14 +59,14 @@ def critic_config(config: Config) -> Config | None:
 
 
 def role_settings(config: Config) -> dict[str, Config]:
-    """Returns the settings of each model besides the policy in use, by name."""
+    """Returns the settings of each model that ranks load besides the policy, by role name."""
     found = {"reference": reference_config(config), "critic": critic_config(config)}
     return {name: settings for name, settings in found.items() if settings is not None}
 
 
 @contextlib.contextmanager
 def named(config: Config, name: str) -> Iterator[None]:
-    """Rewrites ConfigErrors about a role's settings to the names that the file uses."""
+    """Turns the setting names in a ConfigError of the block into those of the role `name`."""
     try:
         yield
     except ConfigError as error:
@@ -81,7 +81,7 @@ def role_folders(config: Config) -> list[tuple[str, Path]]:
 
 
 def missing_weights(config: Config) -> list[str]:
-    """Returns one clause for each thing that the roles' own folders lack to be loaded."""
+    """Returns one clause for each fault of the weights in the roles' own folders."""
     return [
         problem
         for name, path in role_folders(config)
@@ -165,7 +165,7 @@ def _problems(
 
 
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
-    """Returns by names how a folder makes tokens of images, with transformers' defaults."""
+    """Returns, by name, the settings by which a folder's model turns images into tokens."""
     table = read_model_table(folder)
     tower = table.get("vision_config") or {}
     rows = _row_tokens(folder) if sizes.is_nested else {}
@@ -184,9 +184,9 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
 
 
 def _row_tokens(folder: Path) -> dict[str, object]:
-    """Returns the tokens at the ends of rows of an image.
+    """Returns the ids of the tokens that end a row and an image, by field of `ROW_TOKENS`.
 
-    Raises ConfigError for files without any.
+    Raises ConfigError if tokenizer.json has no valid `added_tokens`.
     """
     path = folder / "tokenizer.json"
     try:

@@ -32,7 +32,7 @@ def is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
+    """Whether `host` is a loopback address or "localhost"."""
     if host == "localhost":
         return True
     try:

@@ -41,10 +41,9 @@ def descendants(root: int) -> list[Descendant]:
 
 
 def kill_orphans(own: Collection[int]) -> bool:
-    """Kills and collects processes that fell to this one, their reaper; returns if any is left.
+    """Kills and reaps the orphans that this process adopted; returns whether it found any.
 
-    Its own children are those in `own`, and all of its session: what it has started otherwise has
-    begun a session.
+    Orphans are those children of this process that are not in `own` and not in its session.
     """
     orphans = [pid for pid in _lister()(os.getpid()) if pid not in own and _has_left(pid)]
     for pid in orphans:
@@ -77,7 +76,7 @@ def kill(process: Descendant) -> None:
 
 
 def resident_bytes(process: Descendant) -> int:
-    """Returns a process's memory; pages shared with other processes count fully."""
+    """Returns a process's resident memory (RSS), or 0 if it is gone; shared pages count fully."""
     try:
         pages = (_PROC / str(process.pid) / "statm").read_text().split()[1]
     except OSError:
@@ -86,7 +85,7 @@ def resident_bytes(process: Descendant) -> int:
 
 
 def shared_out_bytes(process: Descendant) -> int:
-    """Returns a process's memory; a page shared by n processes counts one n-th."""
+    """Returns a process's memory (PSS): a page shared by n processes counts one n-th."""
     try:
         text = (_PROC / str(process.pid) / "smaps_rollup").read_text()
     except OSError:
@@ -118,7 +117,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _lister() -> Callable[[int], list[int]]:
-    """Returns what lists the children of a process, zombies too."""
+    """Returns a function that lists the children of a process by its pid, zombies included."""
     if _CHILDREN_LISTED:
         return _children
     # Such a kernel must be asked about all processes.

@@ -45,7 +45,7 @@ def describe_packages() -> dict[str, JsonValue]:
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of those of these packages that are installed."""
+    """Returns the version of each package in `names` that is installed, by its name."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

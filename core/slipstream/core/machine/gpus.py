@@ -1,7 +1,7 @@
-"""The GPUs of this machine, by the driver's library, and turns for filling their memory.
+"""Lists this machine's GPUs through NVML, and locks them while a process fills their memory.
 
-A process that asks CUDA holds memory on a GPU from then on, and can no longer fork: nothing here
-starts torch or CUDA.
+A process that initializes CUDA holds memory on a GPU from then on, and can no longer fork: nothing
+here starts torch or CUDA.
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ def gpu_names(
     *,
     find: Callable[[], Sequence[Gpu]] = list_gpus,
 ) -> list[str]:
-    """Returns names of `count` GPUs from CUDA's number `first`, equal in all processes of a host.
+    """Returns names of `count` GPUs from CUDA device `first` on, equal in all processes of a host.
 
-    The list is empty without a driver.
+    A name is the GPU's UUID, or a MIG device's entry of CUDA_VISIBLE_DEVICES. The list is empty
+    without a driver.
     """
     gpus = find()
     ids = visible_ids(environ, gpus)[first : first + count]
@@ -121,16 +122,16 @@ def gpu_names(
 
 @contextlib.contextmanager
 def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float) -> Iterator[None]:
-    """Holds the turns of all `gpus` while the block runs, and no turn while it waits.
+    """Holds the locks of all `gpus` while the block runs, and none while it waits for them.
 
     vLLM measures its memory use at its start by the free memory of the whole GPU. Memory that
     another process takes meanwhile is missing from vLLM's KV cache, and memory that another process
     frees stops vLLM ("Error in memory profiling", 0.32.0). So an engine starts alone on its GPUs;
     trainer ranks load at the same time as each other, but never while an engine starts.
 
-    If `alone`, no other process holds a turn on these GPUs at the same time; else other processes
-    that are not `alone` may. The lock files are in `folder`. Raises RunFailed when the turn did not
-    come within `limit_s`.
+    If `alone`, the locks are exclusive; else they are shared with other processes that are not
+    `alone`. The lock files are in `folder`. Raises RunFailed if the locks are not free within
+    `limit_s`.
     """
     if not gpus:
         yield
@@ -157,7 +158,10 @@ def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float)
 
 
 def _take(files: Sequence[int], kind: int) -> bool:
-    """Takes all locks or none: a process that waited with some of them could cause a deadlock."""
+    """Takes all locks or none; returns whether it took them.
+
+    A process that held some locks while it waits for others could cause a deadlock.
+    """
     try:
         for file in files:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -45,7 +45,10 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of PROGRAM and its descendants; 0: no limit. The cause names the settings."""
+    """Limits of PROGRAM and its descendants; 0: no limit.
+
+    `memory_setting` and `processes_setting` name the limits in the message about an excess.
+    """
 
     memory_bytes: int = 0
     memory_setting: str = ""
@@ -151,7 +154,7 @@ class Keeper:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Ends like the program."""
+    """Runs the program below a keeper, and exits with its code or signal."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.core.machine.keeper")
     parser.add_argument("--cause-fd", type=int, default=2, help="where to say why it was ended")
     parser.add_argument("--memory-bytes", type=int, default=0)

@@ -34,7 +34,10 @@ REFUSED = 2
 
 
 def worker_program(python: str) -> tuple[str, ...]:
-    """Returns the command of a worker without its arguments; "" stands for this interpreter."""
+    """Returns the command that starts a worker with the interpreter `python`; "": this one.
+
+    The worker's arguments follow it.
+    """
     if not python:
         return (sys.executable, "-m", WORKER)
     package = importlib.util.find_spec("slipstream")
@@ -43,7 +46,7 @@ def worker_program(python: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Becomes the worker, or prints one line on stderr and exits with 2."""
+    """Runs the worker in this process, or says on stderr why it cannot and exits with 2."""
     folders, *arguments = sys.argv[1:]
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))

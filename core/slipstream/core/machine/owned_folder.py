@@ -1,4 +1,4 @@
-"""Temporary folders that end with their process or at the next start of another, and their files.
+"""Temporary folders that their process removes, or a later process if their own was killed.
 
 A process holds a lock on each folder that it has made. A process that is killed cannot remove its
 folders, but the kernel frees its locks: so a folder that anybody can lock has lost its owner.
@@ -79,7 +79,7 @@ def _found() -> Iterator[Path]:
 
 
 def _lock(folder: int) -> bool:
-    """Returns whether nobody else holds the lock, or False where there are no locks."""
+    """Takes the folder's lock; returns False if a process holds it or locks are unsupported."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -97,10 +97,10 @@ def _remove(path: Path) -> None:
 
 
 def read_left(path: Path, most_bytes: int, *, follow_link: bool = False) -> bytes:
-    """Returns the file that a program may have left at `path`, without any wait.
+    """Returns the content of the file that a program may have left at `path`; never blocks.
 
-    Raises OSError for a pipe, a socket, a device, a folder, more bytes, or, unless `follow_link`, a
-    symbolic link.
+    Raises OSError if it is missing, is no regular file, has more than `most_bytes`, or is a
+    symbolic link, unless `follow_link`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)

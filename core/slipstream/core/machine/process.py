@@ -38,7 +38,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def below_this() -> list[str]:
-    """Returns the words before a command whose program is to end with this process."""
+    """Returns the prefix of a command whose program is to end with this process."""
     return [sys.executable, "-m", "slipstream.core.machine.process", str(os.getpid())]
 
 
@@ -57,7 +57,7 @@ def is_reaper() -> bool:
 
 
 def raise_open_files() -> None:
-    """Raises this process's limit to `MAX_OPEN_FILES`, or as far as the system allows.
+    """Raises this process's limit of open files to `MAX_OPEN_FILES`, or as far as allowed.
 
     Child processes inherit the limit. Shells and Docker Engine 25 begin with 1,024.
     """
@@ -84,9 +84,10 @@ def without_collections() -> Iterator[None]:
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a process with environment code gets.
+    """Returns the variables, without secrets, of a process that runs an environment's code.
 
-    The order of sets of texts is the same in all of them: task 7 must be the same one everywhere.
+    Its PYTHONHASHSEED is fixed: sets of strings then have one order, and task 7 is the same one in
+    all processes.
     """
     kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
     return kept | {"PYTHONHASHSEED": "0"}

@@ -1,8 +1,8 @@
 """The record of a model family: all that the programs know of one class of models.
 
-A family is a class that config.json names. `families` has one module a lineage; rules run over the
-records, and none of them names a class. What a record leaves out is that of a plain dense decoder:
-attention with rotary positions, a gated MLP, a norm before each.
+A family is a class that config.json names. `families` has one module for each lineage. Rules use
+the records and name no class. The defaults of a record describe a plain dense decoder: attention
+with RoPE, a gated MLP, and a norm before each.
 """
 
 import json
@@ -80,7 +80,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """Folders with a vision tower whose decoder is this text class under other names of tensors."""
+    """Facts of folders with a vision tower whose decoder is this family with other tensor names."""
 
     # The class that their config.json names, and its field `model_type` in text_config.
     outer: str
@@ -160,7 +160,7 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A setting that not every family can have: its value where it is off, and a column's title."""
+    """A setting that some families do not support: its off value, and the title of its column."""
 
     off: object
     title: str

@@ -273,7 +273,7 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 
 
 def has_tied_output(values: Mapping[str, Any]) -> bool:
-    """Whether the projection to the vocabulary is the embedding, by the table of a config.json."""
+    """Whether the output projection shares the embedding's weights, by a config.json."""
     return bool(values.get("tie_word_embeddings", family_of(values).is_tied))
 
 
@@ -319,13 +319,13 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 
 def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the table of the rotary embedding, chosen like transformers from its two names."""
+    """Returns the RoPE table: `rope_scaling`, else `rope_parameters`, as in transformers."""
     table = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return table if isinstance(table, Mapping) else {}
 
 
 def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields one line for each setting for which the programs would compute differently."""
+    """Yields one line for each RoPE setting for which the programs would compute differently."""
     new, old = values.get("rope_parameters"), values.get("rope_scaling")
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"

@@ -128,7 +128,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _bytes_needed(path: Path, size: int) -> int:
-    """Returns the size of a file by its own header. Raises ValueError without a header."""
+    """Returns the size of a complete file by its header. Raises ValueError without a header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
@@ -157,7 +157,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def is_further(name: str, *, layers: int) -> bool:
-    """Whether a tensor is of a layer behind the `layers` of a model, to predict further tokens."""
+    """Whether a tensor belongs to a multi-token-prediction layer, behind the model's `layers`."""
     place = _LAYER.match(name)
     return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
 

@@ -23,7 +23,7 @@ PROJECTOR_EPS = 1e-5
 
 
 def model_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Checks a model, for any layout."""
+    """Checks a model independently of its parallel layout."""
     family = sizes.family
     if not family.architecture:
         kind = "mixture of experts" if sizes.experts else "model"
@@ -64,7 +64,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
 def layout_problems(
     sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:
-    """Checks a model in a layout."""
+    """Checks that a parallel layout and `learner.transformer` fit the sizes of a model."""
     tp = parallel.tp
     for number, noun in ((sizes.heads, "attention heads"), (sizes.kv_heads, "key-value heads")):
         if number % tp:
@@ -102,7 +102,7 @@ def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
 
 
 def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
-    """Yields why learner and engine cannot compute a model with the same bits, if they are to."""
+    """Yields why learner and engine cannot compute the same bits, if `agreement` is "bits"."""
     if agreement != "bits":
         return
     family = sizes.family
@@ -248,12 +248,12 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
 
 
 def sees_images(config: Config, sizes: ModelSizes) -> bool:
-    """Whether a model of these sizes has its vision tower in a run."""
+    """Whether a run uses the vision tower of a model of these sizes."""
     return sizes.has_vision and (not sizes.is_nested or config.sampling.max_images > 0)
 
 
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Checks a model and the images of its episodes."""
+    """Checks a model against the settings of a run on images."""
     if sizes.is_nested and not sees_images(config, sizes):
         yield from _nested_problems(config, sizes)
         return
@@ -298,7 +298,7 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
 
 
 def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterator[str]:
-    """Checks the layout of a model with vision, the policy or one beside it."""
+    """Checks the parallel layout of a model with vision: policy, reference or critic."""
     if learner.parallel.cp > 1:
         yield (
             f"learner.parallel.cp must be 1 for a {sizes.folder_class}: chunks of a sequence would "
@@ -341,6 +341,6 @@ def _untested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
 
 
 def critic_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Checks the sizes of a critic."""
+    """Refuses a critic whose folder nests its decoder beside a vision tower."""
     if sizes.is_nested:
         yield f"[critic] is not supported for a {sizes.folder_class} with a vision tower"

@@ -84,7 +84,10 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, about: without biases, norms, towers and layers of state."""
+        """The approximate number of parameters: each layer counts as attention and MLP or experts.
+
+        Biases, norms and vision towers are left out.
+        """
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         experts = self.experts * self.expert_ffn + self.shared_expert_ffn
         dense = self.dense_layers if self.experts else self.layers
@@ -241,7 +244,7 @@ def read_model_table(folder: Path) -> dict[str, Any]:
 
 
 def _check_ties(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for two places that differ in whether embeddings are tied."""
+    """Raises ConfigError if two `tie_word_embeddings` differ in a family that needs them equal."""
     vision = family_of(values).vision
     if vision is None or vision.ties != "same":
         return
@@ -256,9 +259,10 @@ def _check_ties(values: Mapping[str, Any]) -> None:
 
 
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the fields of its decoder, which models with vision nest.
+    """Returns a config.json whose decoder fields, nested in models with vision, are at the top.
 
-    Raises ConfigError for a decoder of `NESTED` that is not known, and a tower beside a text class.
+    Raises ConfigError for an unknown decoder in a class of `NESTED`, and for a vision tower beside
+    a text class.
     """
     architecture = architecture_of(values)
     if architecture in NESTED:

@@ -1,7 +1,7 @@
 """Checks by the headers that the tensors in a folder's files fit its config.json.
 
-Programs take tensors that are too many without a word, and name few of those that are missing. So
-files are compared with the numbers of their config.json, and each block with its neighbours.
+Programs ignore superfluous tensors silently, and name few of those that are missing. So files are
+compared with the numbers of their config.json, and each block with its neighbours.
 """
 
 import re
@@ -31,9 +31,9 @@ def tensor_problems(
 ) -> Iterator[str]:
     """Yields one clause for each fault of the tensors in complete files.
 
-    `setting` names the folder, of a supported architecture. The projection to the vocabulary is
-    needed if `has_output`, the vision tower if `has_tower`. A tower beside a text class would be
-    lost, and so are blocks of a tower that config.json does not count.
+    `setting` is the setting that names `folder`, whose architecture must be supported. The output
+    projection is required if `has_output`, the vision tower if `has_tower`. A tower beside a text
+    class is a fault, and so is a tower's block beyond those that config.json counts.
     """
     values = read_model_table(folder)
     sizes, place = ModelSizes.of(values), _place(folder)
@@ -109,7 +109,7 @@ def _stacks(held: Held) -> dict[str, dict[int, dict[str, tuple[Path, Shape]]]]:
 def _differences(
     stack: str, blocks: Mapping[int, Mapping[str, tuple[Path, Shape]]], setting: str
 ) -> Iterator[str]:
-    """Yields a clause for a block without a tensor that blocks like it have, or of another shape.
+    """Yields a clause for a block that lacks a tensor of a similar one, or differs in a shape.
 
     Blocks of several kinds, such as those with and without experts, each have tensors of their own.
     """
@@ -136,9 +136,9 @@ def _differences(
 
 
 def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
-    """Checks a projection that files hold beside tied embeddings.
+    """Yields a clause if files have an output projection that differs from tied embeddings.
 
-    The learner would train the embeddings in its place, transformers and vLLM take it as it is.
+    The learner would train the embeddings instead, transformers and vLLM use the projection.
     """
     output, embedding = (
         next((name for name in decoder if name.endswith(endings)), None)

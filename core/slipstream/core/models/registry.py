@@ -66,9 +66,9 @@ _NEW_FORM = "model.language_model."
 
 
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config.json of one of `NESTED` as that of its decoder, with `vision_config`.
+    """Turns the config.json of a class in `NESTED` into its decoder's, with `vision_config`.
 
-    Raises ConfigError for a decoder that is not known.
+    Raises ConfigError for an unknown decoder, and for fields that cannot be used.
     """
     outer, decoder = architecture_of(values), values.get("text_config")
     kinds = NESTED[outer]
@@ -105,12 +105,15 @@ def is_nested(values: Mapping[str, Any]) -> bool:
 
 
 def nested_name(name: str, held: Collection[str]) -> str:
-    """Returns the name of a text class' tensor in files of `NESTED` with the tensors `held`."""
+    """Returns the name that the text class's tensor `name` has in a folder of `NESTED`.
+
+    The tensor names `held` of the folder's files show which naming scheme it has.
+    """
     if any(each.startswith(_NEW_FORM) for each in held):
         return name.replace("model.", _NEW_FORM, 1)
     return f"language_model.{name}"
 
 
 def tower_name(name: str, held: Collection[str]) -> str:
-    """Returns the name of a tensor of the tower, or of its projector, like `nested_name`."""
+    """Does for a tensor of the vision tower or its projector what `nested_name` does."""
     return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

@@ -31,7 +31,7 @@ _READ = (
 
 
 def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
-    """Checks the positions of latent attention, which turn only a part of each head."""
+    """Checks the RoPE settings of latent attention, which rotates only a part of each head."""
     if kind == "default":
         return
     if kind != "yarn":
@@ -45,7 +45,7 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
 
 
 def _group_problems(values: Table) -> Iterator[str]:
-    """Checks the groups of experts of a DeepSeek V2: vLLM reads no topk_method."""
+    """Checks the expert groups of a DeepSeek V2, for which vLLM ignores `topk_method`."""
     groups, chosen = values.get("n_group"), values.get("topk_group")
     if not (isinstance(groups, int) and isinstance(chosen, int) and 1 <= chosen <= groups):
         yield (
@@ -60,7 +60,7 @@ def _group_problems(values: Table) -> Iterator[str]:
 
 
 def _score_problems(values: Table) -> Iterator[str]:
-    """Checks that learner and transformers score a group of experts by the same number."""
+    """Checks that learner and transformers score an expert group by equally many experts."""
     groups, chosen, of_token = (
         values.get(name) or 0 for name in ("n_group", "topk_group", "num_experts_per_tok")
     )

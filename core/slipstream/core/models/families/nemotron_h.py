@@ -1,6 +1,6 @@
-"""Nemotron-H: a model each of whose layers is one part alone.
+"""Nemotron-H, in which each layer is either a Mamba layer, attention or an MLP.
 
-Published files have a pattern, a letter for each layer; those of transformers 5 a list of kinds.
+Published files give the layers' kinds as a pattern of letters, those of transformers 5 as a list.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _EXPERTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_
 def layer_kinds(values: Table) -> list[str]:
     """Returns the kind of each layer, or [] if config.json does not say it.
 
-    A letter that is not known stands for itself.
+    An unknown letter of the pattern is returned as it is.
     """
     kinds = values.get("layers_block_type")
     if kinds is None:
@@ -30,9 +30,9 @@ def layer_kinds(values: Table) -> list[str]:
 
 
 def usual_fields(values: Table) -> Table:
-    """Returns a config.json with the fields that those of other classes have.
+    """Returns a config.json with `num_hidden_layers` and `head_dim`, as other families have them.
 
-    The fields of experts, which transformers writes of a model without experts, are left out.
+    Fields of experts, which transformers writes for models without experts too, are left out.
     """
     found = {name: value for name, value in values.items() if name not in _EXPERTS}
     usual = {"num_hidden_layers": len(layer_kinds(values)), "head_dim": _HEAD_DIM}
@@ -40,7 +40,7 @@ def usual_fields(values: Table) -> Table:
 
 
 def hybrid_problems(values: Table) -> Iterator[str]:
-    """Yields one line for each rule between the fields of a Nemotron-H."""
+    """Yields one line for each rule that the fields of a Nemotron-H break."""
     pattern, kinds = values.get("hybrid_override_pattern"), layer_kinds(values)
     if not kinds:
         yield (

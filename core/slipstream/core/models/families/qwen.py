@@ -21,7 +21,7 @@ from slipstream.core.models.family import (
 
 
 def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
-    """Checks the three axes of positions, which share the turned part of each head in turn."""
+    """Checks M-RoPE: its three position axes must share, interleaved, a head's rotated part."""
     sections = table.get("mrope_section")
     if not sections:
         return

@@ -22,7 +22,7 @@ MAX_PIXELS = 1 << 24
 class Pixels(NamedTuple):
     """One image: float32 [patches, values of a patch], and its grid of patches, (1, height, width).
 
-    The patches of one token follow each other, or all patches do by rows: see the processor.
+    The processor decides the order of patches: grouped by token, or row by row.
     """
 
     values: npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ class Pixels(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """The processor of one model folder, from its preprocessor_config.json: Qwen's."""
+    """Qwen's image processor, with the settings in a model folder's preprocessor_config.json."""
 
     # transformers' PIL processor, here Qwen2VLImageProcessorPil.
     inner: Any
@@ -41,20 +41,20 @@ class ImageProcessor:
 
     @property
     def merge(self) -> int:
-        """The patches on each side of the square that makes one token."""
+        """The number of patches along each side of the square that is merged into one token."""
         return int(self.inner.merge_size)
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the largest image."""
+        """The number of tokens of the largest image."""
         side = int(self.inner.patch_size) * self.merge
         return int(self.inner.size["longest_edge"]) // side**2
 
     def tokens(self, token_id: int, data: bytes) -> list[int]:
-        """Returns the tokens that stand for an image in a prompt, by its header alone.
+        """Returns the tokens that stand for an image in a prompt; reads its header only.
 
-        `token_id` takes features. Raises ValueError for bytes that are no image, or too many
-        pixels.
+        `token_id` is the placeholder of image features. Raises ValueError for bytes that are no
+        image, and for too many pixels.
         """
         with opened(data) as image:
             width, height = image.size
@@ -62,7 +62,10 @@ class ImageProcessor:
         return [token_id] * (patches // self.merge**2)
 
     def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
-        """Says which tokens of an image take features, given its tokens in rows and columns."""
+        """Returns a flag for each token of an image: true for placeholders of features.
+
+        `height` and `width` are the numbers of rows and columns of placeholders.
+        """
         return np.ones(height * width, dtype=np.bool_)
 
     def pixels(self, data: bytes) -> Pixels:
@@ -74,9 +77,9 @@ class ImageProcessor:
 
 
 def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-    """Returns an image of red, green and blue.
+    """Returns the Pillow image of an encoded image, in RGB.
 
-    Raises ValueError for one whose pixels cannot be read.
+    Raises ValueError if its pixels cannot be read.
     """
     with opened(data) as image:
         return image.convert("RGB")
@@ -84,7 +87,10 @@ def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
 
 @contextmanager
 def opened(data: bytes) -> Iterator[Any]:
-    """Gives an image whose header is read. Raises ValueError for one that cannot be read."""
+    """Yields a Pillow image of which only the header has been read.
+
+    Raises ValueError if it cannot be read or has too many pixels.
+    """
     from PIL import Image
 
     try:

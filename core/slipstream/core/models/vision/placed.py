@@ -30,7 +30,7 @@ class PlacedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """The tokens of images of one model: a chat template writes one for each image."""
+    """Expands the one token that a chat template writes for an image into all of its tokens."""
 
     token_id: int
     processor: ImageProcessor
@@ -38,10 +38,9 @@ class ImageTokens:
     def expanded(
         self, token_ids: Sequence[int], images: Sequence[bytes]
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Returns `token_ids` with as many tokens as each image has, and the images' places.
+        """Returns `token_ids` with each image's token expanded, and the images with offsets.
 
-        Raises ValueError when the number of images is not that of their tokens, as text may name
-        them.
+        Raises ValueError unless there is one such token for each image: text may contain it too.
         """
         found: list[int] = []
         placed: list[PlacedImage] = []
@@ -63,9 +62,9 @@ class ImageTokens:
 
 
 def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
-    """Returns the tokens of images of a Hugging Face folder, or None for a model without vision.
+    """Returns the `ImageTokens` of a Hugging Face folder, or None if it is used without vision.
 
-    A model whose tower can be left out has none without `max_images`: it reads their text.
+    A model whose vision tower can be left out is used without it if `max_images` is 0.
     """
     sizes = read_model_sizes(folder)
     if not sizes.has_vision or (sizes.is_nested and not max_images):
@@ -74,9 +73,10 @@ def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
 
 
 async def check_pixels(images: Sequence[PlacedImage]) -> None:
-    """Reads images in threads, one after the other. Raises ValueError for one that cannot be read.
+    """Decodes images in threads, one after the other. Raises ValueError for a broken one.
 
-    A header alone gives the number of its tokens, and a given reply passes no engine.
+    Counting an image's tokens reads its header only, and a reply that the environment gives passes
+    no engine, which would decode the image.
     """
     for image in images:
         await asyncio.to_thread(_check, image.data)

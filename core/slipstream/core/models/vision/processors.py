@@ -25,7 +25,7 @@ ROW_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralProcessor(ImageProcessor):
-    """The processor of one model folder; a patch has its values by channel, row and column."""
+    """Pixtral's image processor; the values of a patch are ordered by channel, row and column."""
 
     patch_size: int
     merge_size: int
@@ -38,24 +38,24 @@ class PixtralProcessor(ImageProcessor):
 
     @property
     def merge(self) -> int:
-        """The patches on each side of the square that makes one token."""
+        """The number of patches along each side of the square that is merged into one token."""
         return self.merge_size
 
     @property
     def max_tokens(self) -> int:
-        """The tokens of the largest image."""
+        """The number of tokens of the largest image."""
         side = math.ceil(self._longest / self._square)
         return side * (side + 1)
 
     def tokens(self, token_id: int, data: bytes) -> list[int]:
-        """See `ImageProcessor`; other tokens end rows, and the image."""
+        """Returns rows of `token_id`, each ended by `break_id`, the last one by `end_id`."""
         height, width = self._squares(data)
         found = ([token_id] * width + [self.break_id]) * height
         found[-1] = self.end_id
         return found
 
     def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
-        """Says which tokens of an image take features, given its tokens in rows and columns."""
+        """Returns a flag for each token of an image; see `ImageProcessor`."""
         return np.tile(np.arange(width + 1) < width, height)
 
     def pixels(self, data: bytes) -> Pixels:
@@ -124,8 +124,8 @@ def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
 def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Returns the ids of `ROW_TOKENS` in the tables of processor_config.json and tokenizer.json.
 
-    A token that the tokenizer lacks is left out. KeyError, TypeError and ValueError for tables of
-    another form.
+    A token that the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for
+    tables of another form.
     """
     ids = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
     wanted = {name: names.get(name, default) for name, default in ROW_TOKENS.items()}
