@@ -87,7 +87,7 @@ class MetricsEndpoint:
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serves inside the block, on the event loop that enters it; closes `listening` after it."""
+        """Serves inside the block, on the event loop that enters it; then closes `listening`."""
         listening.setblocking(False)
         accepting = asyncio.create_task(self._accept(listening))
         try:
