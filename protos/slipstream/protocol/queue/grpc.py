@@ -54,7 +54,7 @@ class GrpcSender:
     """
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, max_bytes: int) -> None:
-        """Takes a `channel`, which the caller closes."""
+        """Limits the unacknowledged bytes to `max_bytes`; the caller closes `channel`."""
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
         self._deliver = stub.Deliver
         self._metadata = call_metadata(credentials)
@@ -117,7 +117,7 @@ class GrpcSender:
         self._put.set()
 
     async def aclose(self) -> None:
-        """See `TrajectorySender.aclose`; unacknowledged trajectories end with this process."""
+        """See `TrajectorySender.aclose`; unacknowledged trajectories are lost with this process."""
         self._closed = True
         if self._running is not None:
             self._running.cancel()

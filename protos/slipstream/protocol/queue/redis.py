@@ -1,4 +1,4 @@
-"""Trajectories over a Redis Stream; stored trajectories live in Redis's files.
+"""Trajectories over a Redis Stream; Redis keeps stored trajectories in its files.
 
 Consumes: `put`. Produces: stream entries, whose bytes are counted in the same transaction.
 Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted too.
@@ -57,10 +57,10 @@ class _Put:
 class RedisSender:
     """The rollout server's end; `put` returns when the trajectory is on Redis's disk.
 
-    Trajectories that wait at the same time are written together. If Redis stays away or lost data,
-    these `put`s fail, and the `async with` block ends with an ExceptionGroup of a QueueError. A
-    receiver must have opened the queue first. If a receiver opens it again under another mark, the
-    sender follows the new mark.
+    Trajectories that wait at the same time are written together. If Redis stays unreachable or has
+    lost data, waiting `put`s fail, and the `async with` block ends with an ExceptionGroup of a
+    QueueError. A receiver must have opened the queue first. If a receiver opens it again under
+    another mark, the sender follows the new mark.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RedisSender:
     ) -> None:
         """Limits the unacknowledged bytes of all senders of the run to `max_bytes`.
 
-        A server that is lost has `reconnect_timeout_s` to come back.
+        A lost connection to Redis is retried for `reconnect_timeout_s`.
         """
         self._connection = RedisConnection(
             url, run_id, sender=secrets.token_hex(8), reconnect_timeout_s=reconnect_timeout_s

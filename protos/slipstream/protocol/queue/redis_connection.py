@@ -54,11 +54,11 @@ def draw_mark(stream_bytes: int) -> str:
 class Counters:
     """Bytes in the stream when the mark was drawn, and bytes added and removed since.
 
-    Every entry is added in one transaction with `added`, and deleted in one with `removed`. So the
-    bytes in the stream always equal those of the mark, plus `added`, less `removed`, and neither
-    counter ever falls. Otherwise data were lost: by a flush, an eviction, an older file or replica.
-    An older file shows in a sender's own count even when other senders have added more since than
-    was lost.
+    One transaction adds an entry and increments `added`; another deletes it and increments
+    `removed`. So the bytes in the stream always equal those of the mark, plus `added`, minus
+    `removed`, and no counter ever decreases. Otherwise data were lost: by a flush, an eviction, an
+    older file or replica. A sender's own counter reveals an older file even when other senders have
+    since added more bytes than were lost.
     """
 
     first_bytes: int = 0
@@ -69,9 +69,9 @@ class Counters:
 
     @classmethod
     def of(cls, found: Counted) -> Counters:
-        """Returns the counters from Redis's values.
+        """Returns the counters from the values of `RedisConnection.counted_keys`.
 
-        Raises QueueError without a mark or a number.
+        Raises QueueError when the mark is missing or a counter is not a number.
         """
         mark, added, removed, *own = found
         if mark is None:
@@ -94,7 +94,7 @@ class Counters:
         )
 
     def loss_since(self, earlier: Counters) -> str:
-        """Returns the sign that data were lost since `earlier` was read, or "" without a loss."""
+        """Returns the evidence of a loss of data since `earlier` was read, or "" without one."""
         if self.used_bytes < 0:
             return f"it counts {self.used_bytes} bytes that wait"
         for name, before, now in (
@@ -107,14 +107,14 @@ class Counters:
         return ""
 
     def loss_against(self, stream_bytes: int) -> str:
-        """Returns the sign that data were lost if the stream holds `stream_bytes`, else ""."""
+        """Returns the evidence of a loss if the counters differ from `stream_bytes`, else ""."""
         if self.used_bytes != stream_bytes:
             return f"it counts {self.used_bytes} bytes that wait, and has {stream_bytes}"
         return ""
 
 
 def loss_in(found: Counted, stream_bytes: int) -> str:
-    """Returns the sign that a stream of `stream_bytes` does not fit its mark, else ""."""
+    """Returns the evidence of a loss if `found` does not fit `stream_bytes`, else ""."""
     try:
         return Counters.of(found).loss_against(stream_bytes)
     except QueueError as error:
@@ -161,9 +161,9 @@ class RedisConnection:
         sender: str = "",
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
-        """Names a sender in the counters by `sender`, which is empty for the receiver.
+        """`sender` names a sender's own counter in Redis; it is empty for the receiver.
 
-        A server that is lost has `reconnect_timeout_s` to come back.
+        A lost connection to Redis is retried for `reconnect_timeout_s`.
         """
         self._reconnect_timeout_s = reconnect_timeout_s
         self.name = _without_password(url)
@@ -214,11 +214,11 @@ class RedisConnection:
             return await call()
 
     async def persistently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Runs `call`, again while a lost server may come back.
+        """Runs `call`; repeats it for `reconnect_timeout_s` while the server is unreachable.
 
-        Raises QueueError, which names the server.
+        Raises QueueError when the server stays unreachable or answers with an error.
 
-        Raises ConfigError, which says that the server refuses the user.
+        Raises ConfigError when the server refuses the user, or its certificate is not trusted.
         """
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         deadline = asyncio.get_running_loop().time() + self._reconnect_timeout_s
@@ -250,7 +250,7 @@ class RedisConnection:
 
     @property
     def counted_keys(self) -> tuple[str, ...]:
-        """Keys whose values `take_counters` takes; one command reads them all."""
+        """Keys of the mark and the counters, in the order of `Counted`; one MGET reads them all."""
         own = (self.own_key,) if self._sender else ()
         return self.mark_key, self.added_key, self.removed_key, *own
 
@@ -284,7 +284,10 @@ class RedisConnection:
         return cast("Counted", await reader.mget(*self.counted_keys))
 
     def take_counters(self, found: Counted, earlier: Counters) -> Counters:
-        """Keeps counters that were read after `earlier`. Raises QueueError when data were lost."""
+        """Checks `found` against `earlier`, stores its counters and returns them.
+
+        Raises QueueError when data were lost.
+        """
         try:
             counters = Counters.of(found)
         except QueueError as error:
@@ -297,22 +300,22 @@ class RedisConnection:
         return counters
 
     def lost(self, what: str) -> QueueError:
-        """Returns an error of one line: the sign of the loss, and what to do."""
+        """Returns a one-line error that names the evidence of the loss, `what`, and what to do."""
         return QueueError(
             f"redis at {self.name} lost data of run {self._run_id}: {what}; {ON_LOSS}"
         )
 
     def away(self, limit_s: float, cause: str) -> QueueError:
-        """Returns an error of one line for a server that gave no answer for `limit_s`."""
+        """Returns a one-line error for a server that gave no answer for `limit_s` seconds."""
         return QueueError(
             f"redis at {self.name} does not answer within {limit_s:g} s: {cause}; its own log says "
             "more: it ends, for example, when its disk is full"
         )
 
     def failure(self, error: BaseException) -> QueueError | ConfigError:
-        """Returns an error of one line: server, user, and for a missing right the command.
+        """Returns a one-line error that names server, user, and the command that lacks a right.
 
-        A refusal is a ConfigError: the next try would meet the same one.
+        A refusal is a ConfigError, because a retry would be refused again.
         """
         error = _refusal(error) or error
         if isinstance(error, NoPermissionError):
@@ -346,7 +349,7 @@ class RedisConnection:
         await self.read_counters()
 
     async def read_mark(self) -> str | None:
-        """Returns the server's mark."""
+        """Returns the run's mark in Redis, or None if Redis has none."""
         found = cast("bytes | None", await self.client.get(self.mark_key))
         return None if found is None else _text(found)
 
@@ -413,7 +416,7 @@ _PROBED = "slipstream:probe:trajectories"
 
 @dataclass(frozen=True)
 class QueueRole:
-    """One end of the queue, each of which has a user of its own.
+    """The Redis user of one end of the queue, and its rights.
 
     The rollout server only adds trajectories and counts their bytes; the controller reads them,
     deletes them, and makes the stream. Rights on single keys need selectors: Redis 7 or Valkey.

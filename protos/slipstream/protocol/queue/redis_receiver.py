@@ -56,8 +56,8 @@ class RedisReceiver:
     """The controller's end; reads and deletes in the background while its `async with` block runs.
 
     If Redis lost data before the block, the receiver sets a new mark and delivers the remaining
-    entries. If Redis stays away or loses data later, the block ends with an ExceptionGroup of a
-    QueueError.
+    entries. If Redis stays unreachable or loses data later, the block ends with an ExceptionGroup
+    of a QueueError.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RedisReceiver:
     ) -> None:
         """Takes `open_seal`; an entry that it refuses is logged and removed from Redis.
 
-        A server that is lost has `reconnect_timeout_s` to come back.
+        A lost connection to Redis is retried for `reconnect_timeout_s`.
         """
         self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
@@ -144,7 +144,10 @@ class RedisReceiver:
             task.cancel()
 
     async def _take_mark(self) -> bool:
-        """Takes the mark if its counters match the stream; else sets a new mark to try."""
+        """Reads mark and backlog; returns True if the mark's counters match the stream.
+
+        Otherwise sets a new mark and returns False: the caller tries again.
+        """
         connection, after, stream_bytes = self._connection, b"-", 0
         connection.mark = await connection.persistently(connection.read_mark)
         self.backlog = []
@@ -335,12 +338,12 @@ def _entries_of(answer: object) -> Entries:
 
 
 def _id_of(entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> TrajectoryId:
-    """Returns a name of its own for an entry without one, which another client may have added."""
+    """Returns an entry's trajectory id, or one made from `entry_id` if another client added it."""
     return TrajectoryId((fields or {}).get(ID, b"redis-" + entry_id).decode(errors="replace"))
 
 
 def _counts(fields: Mapping[bytes, bytes]) -> tuple[int, Amount]:
-    """The counts of an entry; nothing for an entry of another client."""
+    """Returns `Delivery.tokens` and `Delivery.sent` of an entry, or zeros if it has none."""
     packed = fields.get(COUNTS, b"")
     if len(packed) != COUNTS_FORMAT.size:
         return 0, Amount()

@@ -1,4 +1,4 @@
-"""Seals on trajectories, which prove to the controller the server epoch of a delivery.
+"""Seals on trajectories: MACs that prove to the controller which server epoch sent a delivery.
 
 The controller draws one key for a run, derives a key for each server epoch, and sends it with the
 welcome. A server seals its deliveries; no other process can seal for that epoch. The controller
@@ -30,7 +30,7 @@ def server_key(run_key: bytes, epoch: int) -> bytes:
 
 
 def seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:
-    """Returns the seal by an epoch's `key`, followed by `data`."""
+    """Returns `data` preceded by its seal, which is made with an epoch's `key`."""
     return _seal(key, trajectory_id, data) + data
 
 
