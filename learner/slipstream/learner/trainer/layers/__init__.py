@@ -5,9 +5,9 @@ from slipstream.learner.trainer import Megatron
 
 
 def own_device(config: Megatron) -> torch.device | int:
-    """Returns where a layer's new parameters lie.
+    """Returns the device of a layer's new parameters.
 
-    Bridge scatters weights to the tensor parallel ranks on the device of the parameters, and NCCL
-    reads no main memory.
+    Bridge scatters weights to the tensor parallel ranks from the parameters' device, and NCCL
+    cannot read host memory.
     """
     return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()

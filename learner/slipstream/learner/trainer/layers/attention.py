@@ -80,8 +80,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
 
-        With other `cu_seqlens_kv` than `cu_seqlens_q` a sequence has more keys than queries, and
-        its last keys belong to its queries. Under context parallelism packed tokens are this
+        Where `cu_seqlens_kv` differs from `cu_seqlens_q`, a sequence has more keys than queries:
+        its queries align with its last keys. Under context parallelism packed tokens are this
         rank's, and `cu_seqlens_q` gives the bounds of the whole sequences; the call is then
         collective over the context parallel group.
         """
@@ -213,7 +213,7 @@ _MATRICES = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes the layers of `chunks` gather matrices instead of vectors.
+    """Makes latent attention gather its down projections instead of their output vectors.
 
     Tokens must be split by sequence parallelism.
     """
@@ -227,13 +227,13 @@ def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
 
 
 def _whole_vectors(matrix: Megatron, tokens: Tensor) -> tuple[Tensor, None]:
-    """Returns the whole vectors of this rank's tokens; collective."""
+    """Multiplies this rank's `tokens` by the whole matrix, gathered from all ranks; collective."""
     weight = GatheredRows.apply(matrix.weight, matrix.tp_group)  # type: ignore[no-untyped-call]
     return F.linear(tokens, weight), None
 
 
 def new_scores(config: Megatron) -> torch.nn.Parameter:
-    """Returns the sinks' scores of this rank's heads, to be loaded."""
+    """Returns a parameter for the sink scores of this rank's heads, NaN until it is loaded."""
     own = config.num_attention_heads // config.tensor_model_parallel_size
     # NaN reveals scores that were not loaded.
     scores = torch.nn.Parameter(
@@ -249,9 +249,10 @@ def attend(
 ) -> Tensor:
     """Attends over dim 2 of [sequences, heads, length, dim] with a sink for each query head.
 
-    The sink is a key before all others, in dimensions of its own: query heads that share a key head
-    have one each, which is 0 in all other keys. So torch's fast kernels take it, and hold no
-    scores. Without a mask attention is causal; a query is then put before the others for the sink.
+    The sink is an extra first key. It scores through extra head dimensions, two for each query head
+    that shares the key head, which are 0 in all other keys. So torch's fast kernels compute it
+    without holding the scores. Without a mask attention is causal, and a dummy query precedes the
+    others.
     """
     is_causal = mask is None
     if mask is None:

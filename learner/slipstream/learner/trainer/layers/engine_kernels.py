@@ -1,7 +1,7 @@
-"""The kernels of vLLM's layers for a learner that computes with the engine's bits.
+"""The kernels of vLLM's layers, for a trainer whose results equal the engine's in every bit.
 
-This is the only module of the trainer that imports vLLM. Each function has the engine's bits in its
-forward pass, whatever tokens it is computed beside, and the gradient of torch's own operations.
+This is the only module of the trainer that imports vLLM. The forward pass of each function gives
+the engine's bits, whatever else is in the batch; its gradient is that of torch's own operations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EngineKernels(Protocol):
         """Returns the RMS norm of `x`; `is_sum`: `x` is the result of a residual addition."""
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """Returns `x` [tokens, heads, dim] turned by the `table` of cosines and sines."""
+        """Returns `x` [tokens, heads, dim] rotated by the `table` of RoPE's cosines and sines."""
 
     def gate(self, x: Tensor) -> Tensor:
         """Returns SiLU of the first half of each row, times the second half."""
@@ -39,9 +39,9 @@ class EngineKernels(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
-        """Returns causal attention of [tokens, heads, dim], and what `gradients` needs of it.
+        """Returns causal attention of [tokens, heads, dim], and the log-sum-exp of its scores.
 
-        `bounds` int32 are where each sequence begins, and where the last one ends.
+        `bounds` int32 has the start of each sequence, and the end. On CPUs the log-sum-exp is None.
         """
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,7 +255,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Has the values of `kernel` and the gradients of `reference`, which is torch's own."""
+    """Computes values by `kernel`, and gradients by recomputing with `reference` in torch."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Any, reference: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401
@@ -340,7 +340,7 @@ def rotated(
     halves: bool,
     reference: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Returns `x` turned by the `table`, with the gradients of `reference`."""
+    """Returns `x` rotated as in `EngineKernels.rotate`, with the gradients of `reference`."""
 
     def kernel(x: Tensor) -> Tensor:
         return engine_kernels().rotate(positions, x, table, halves=halves)

@@ -19,7 +19,7 @@ Output = tuple[Tensor, Tensor | None]
 
 
 class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """A matrix that is split by columns in other layouts."""
+    """The engine's linear layer in place of Megatron's column-parallel one."""
 
     def forward(
         self,
@@ -35,7 +35,7 @@ class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
-    """A matrix that is split by rows in other layouts."""
+    """The engine's linear layer in place of Megatron's row-parallel one."""
 
     def forward(self, input_: Tensor) -> Output:
         """Returns the product with its bias, which Megatron would add later."""
@@ -43,7 +43,7 @@ class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class SumNorm(RMSNorm):
-    """The norm of a sum: of the residual stream and what a part of a layer adds to it."""
+    """The norm of a residual sum: the residual stream plus the output of attention or an MLP."""
 
     is_sum = True
 
@@ -103,9 +103,10 @@ def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
 
 @functools.cache
 def install() -> None:
-    """Makes Megatron gate, and turn queries and keys, by the engine's kernels.
+    """Makes Megatron compute SwiGLU and rotary embeddings with the engine's kernels.
 
-    Its gate is that of `bias_activation_fusion`, which only models with these layers have then.
+    It replaces the SwiGLU of `bias_activation_fusion`, which only models with these layers then
+    set.
     """
     engine_kernels.engine_kernels()
     AutoMapping.register_module_type("EqualColumnLinear", "column")

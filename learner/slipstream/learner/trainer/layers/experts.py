@@ -55,9 +55,9 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
 
 
 def _keep_bias(router: Megatron) -> None:
-    """Makes the bias of experts stay float32 in a model that becomes bfloat16.
+    """Keeps the router's expert bias in float32 when the model is cast to bfloat16.
 
-    Megatron makes it float32 again, but rounded: tokens would go to other experts.
+    Megatron casts it back to float32, but already rounded: tokens would go to other experts.
     """
     convert = router._apply
 
@@ -93,7 +93,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         is_gated: bool = False,
         has_bias: bool = False,
     ) -> None:
-        """`is_gated`: each rank's rows are those of the gate and then as many of the others."""
+        """`is_gated`: a rank's rows are those of the gate, then as many of the up projection."""
         super().__init__(config)
         self.partition_dim, self.is_gated = partition_dim, is_gated
         self.num_experts = num_experts

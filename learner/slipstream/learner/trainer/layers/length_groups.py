@@ -30,7 +30,7 @@ class LengthSplit:
 
 @dataclass(frozen=True)
 class Masks:
-    """Limits of a query's keys besides causality, and of the memory of masks."""
+    """The attention window, and the limit of the memory that masks take."""
 
     # Tokens before a query that it sees; None for all of them.
     window: int | None = None
@@ -81,7 +81,7 @@ class LengthGroup:
 
 
 def rows(tokens: Tensor, places: Tensor) -> Tensor:
-    """Returns the `tokens` at `places` [sequences, length], [sequences, length, ...]."""
+    """Returns the `tokens` at `places` [sequences, length], as [sequences, length, ...]."""
     return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
 
 
@@ -186,7 +186,7 @@ def _blocks(
 def path_groups(
     bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
 ) -> tuple[list[LengthGroup], Tensor]:
-    """Groups segments with similar numbers of queries and keys; the last keys are the queries'.
+    """Groups segments with similar numbers of queries and keys; queries align with the last keys.
 
     Returns the same as `length_groups`.
     """
@@ -212,7 +212,7 @@ def path_groups(
 
 
 def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Returns [members, longest] places from start to end, padded with the last place.
+    """Returns each member's places from start to end, [members, longest], padded with the last.
 
     The second tensor is true where a place is no padding.
     """

@@ -43,7 +43,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedResidual(torch.nn.Module):
-    """Normalises what attention or an MLP gives before it is added to the residual stream.
+    """Normalises the output of attention or an MLP before the residual sum.
 
     It stands in the layer in place of Megatron's `get_bias_dropout_add`. So an adapter on the last
     matrix adds to that matrix's output, before the norm.

@@ -1,4 +1,4 @@
-"""Attention and positions of micro batches in which sequences share their beginnings.
+"""Attention and positions of micro batches in which sequences share prefixes.
 
 Each layer computes queries, keys and values once for each token. Before its attention the keys and
 values are laid out by paths: all tokens that a segment sees, one after the other, its own last.
@@ -27,10 +27,10 @@ class MaskType(Enum):
 
 
 class PrefixSharing:
-    """Makes the chunks of a model take micro batches with paths."""
+    """Lets the chunks of a model compute micro batches with paths, whose prefixes are shared."""
 
     def __init__(self, chunks: list[Megatron], *, min_tokens: int) -> None:
-        """`min_tokens` is the length of the shortest beginning that is shared."""
+        """`min_tokens` is the length of the shortest prefix that is shared."""
         from megatron.core.transformer.attention import SelfAttention
 
         self.min_tokens = min_tokens
@@ -51,7 +51,7 @@ class PrefixSharing:
 
     @contextmanager
     def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Gives the forward pass within the positions of `micro_batch`."""
+        """Makes rotary embeddings inside the context use the positions of `micro_batch`."""
         if micro_batch.paths is not None:
             self._positions = micro_batch.position_ids
         try:
@@ -60,14 +60,14 @@ class PrefixSharing:
             self._positions = None
 
     def _by_positions(self, _module: object, _arguments: object, angles: Tensor) -> Tensor | None:
-        """Returns the angles of each token in place of those of each position."""
+        """Returns the rotary angles of each token from those of each position; None: no change."""
         if self._positions is None:
             return None
         return angles.index_select(0, self._positions)
 
 
 def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
-    """Returns the bounds of a micro batch with paths, as the layers take them."""
+    """Returns Megatron's packed-sequence parameters for a micro batch with `paths`."""
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
 
     num_tokens = len(micro_batch.token_ids)
@@ -91,7 +91,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Changes the arguments of an attention in a micro batch with paths."""
+    """Returns the arguments of an attention by paths; None (no change) without paths."""
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
 
     shared = named["packed_seq_params"]
@@ -142,7 +142,7 @@ class KeysByPath(torch.autograd.Function):
 
 
 def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, on_gpu: bool) -> str:
-    """Returns why a model of `config` cannot share beginnings in this layout; "" if it can."""
+    """Returns why a model of `config` cannot share prefixes in this layout; "" if it can."""
     if on_gpu and config.params_dtype == torch.float32:
         return "TransformerEngine has no fused attention for float32"
     if learner.parallel.cp > 1:

@@ -95,9 +95,9 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         self._place_own()
 
     def _place_own(self) -> None:
-        """Puts the parameters that are not in linear layers on the device, full of NaN.
+        """Puts the parameters outside linear layers on the device, as NaN: they are loaded later.
 
-        Every weight is loaded later. The mark makes the gradient norm count all ranks' parts.
+        `tensor_model_parallel` makes the gradient norm count the parts of all ranks.
         """
         device = own_device(self.config)
         own = (self.A_log, self.D, self.dt_bias, self.norm_weight, *self.conv1d.parameters())
@@ -108,7 +108,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def _rows(self) -> dict[str, int]:
-        """Returns the parts of this rank's rows of `in_proj`, in their order."""
+        """Returns the number of rows of each part of this rank's `in_proj`, in order."""
         inner, states = self.inner, self.states
         return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
 
@@ -129,7 +129,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         return output, bias
 
     def _mix(self, mixed: Tensor, steps: Tensor) -> Tensor:
-        """Returns [sequences, length, heads, head size] in float32.
+        """Returns the outputs of the scan, float32 [sequences, length, heads, head size].
 
         `mixed` holds x, B and C before the convolution, [sequences, length, ...], and `steps` the
         size of each head's step. Trailing padding has no effect.
@@ -275,9 +275,10 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         return output, bias
 
     def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-        """Returns [sequences, length, heads, size of values]; trailing padding has no effect.
+        """Returns the outputs of the delta rule, [sequences, length, heads, size of values].
 
         `mixed` holds queries, keys and values before the convolution, [sequences, length, ...].
+        Trailing padding has no effect.
         """
         length = mixed.shape[1]
         mixed = self.act_fn(self.conv1d(mixed.mT)[..., :length]).mT

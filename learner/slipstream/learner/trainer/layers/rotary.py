@@ -1,6 +1,6 @@
 """The rotary embedding of a Hugging Face configuration in Megatron's model.
 
-transformers computes the frequencies, so that every scaling it knows is the one that is trained.
+transformers computes the frequencies, so that training has every RoPE scaling that it knows.
 """
 
 import functools
@@ -18,7 +18,7 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
     """Returns the settings of the rotary embedding by Megatron's names.
 
     Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
-    10000. Its settings for a scaling are taken away: `set_frequencies` does all of it.
+    10000. Its YaRN settings are removed from `provider`: `set_frequencies` does all scaling.
     """
     if provider.position_embedding_type == "none":
         return {}
@@ -50,9 +50,9 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
 
 
 def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Megatron]:
-    """Gives `chunks` the frequencies of `hf_config` where they are not the plain ones.
+    """Gives `chunks` the rotary frequencies of `hf_config` if these are scaled.
 
-    Layers with windows get positions of their own if `hf_config` has a table for them.
+    Layers with windows get a rotary embedding of their own if `hf_config` has a table for them.
     """
     frequencies, _ = _scaled(hf_config, FULL)
     has_local = LOCAL in hf_config.rope_parameters
@@ -68,9 +68,9 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
 
 
 def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]:
-    """Returns transformers' frequencies and the factor of queries and keys.
+    """Returns transformers' scaled frequencies for layers of `kind`, and their factor.
 
-    (None, 1) are those without a scaling. `kind` is that of a layer.
+    The factor multiplies queries and keys. Without a scaling the result is (None, 1).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -84,14 +84,14 @@ def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]
 
 
 def _rotaries(chunk: Megatron) -> list[Megatron]:
-    """Returns the positions of all layers; latent attention has its own in each layer."""
+    """Returns the rotary embeddings of `chunk`: one for all layers, or latent attention's own."""
     if chunk.config.multi_latent_attention:
         return [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
     return [chunk.rotary_pos_emb]
 
 
 def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
-    """Returns the positions of the layers of `chunk` with windows, made once."""
+    """Returns the rotary embedding of the layers of `chunk` with windows, made once."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     config = chunk.config
@@ -115,7 +115,7 @@ def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
 def _local_positions(
     rotary: Megatron, _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces the angles that a layer with a window is called with by its own."""
+    """Returns the arguments of a layer with a window, with the angles of its own `rotary`."""
     angles = named["rotary_pos_emb"]
     assert named["packed_seq_params"] is not None, "only packed sequences have all angles"
     own = rotary(len(angles), packed_seq=True)

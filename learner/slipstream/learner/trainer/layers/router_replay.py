@@ -60,8 +60,8 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids of the chosen experts, both [tokens, top_k].
 
-        `scores` is [tokens, experts]. The router itself chooses for a token without `topk` known,
-        different experts.
+        `scores` is [tokens, experts]. The router itself chooses for a token whose record lacks
+        `topk` different, valid experts.
         """
         assert default_compute_topk is not None
         choose = default_compute_topk if self._family is None else self._family.get_replay_topk
@@ -84,9 +84,9 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """Returns int64 [2] since the last call: choices unlike the router's own, and all choices.
+        """Returns counts of replayed choices, int64 [2]: those unlike the router's own, and all.
 
-        Call it only between micro batches.
+        They count from the last call; None if there are none. Call it only between micro batches.
         """
         # Remaining entries were not recomputed: layers below the first adapter have no gradient.
         self._again.clear()
@@ -94,7 +94,7 @@ class LayerReplay:
         return counts
 
     def _now(self) -> Tensor | None:
-        """Returns the experts of the router's current micro batch."""
+        """Returns the experts of the router's current micro batch; None if the router chooses."""
         if not self._is_inside:
             return self._again.popleft()
         if self._has_gradient and not torch.is_grad_enabled():

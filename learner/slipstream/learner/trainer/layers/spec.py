@@ -95,7 +95,7 @@ def _with_delta_net(layer: Megatron, norm: Megatron) -> Megatron:
 
 
 def _linears() -> tuple[Megatron, Megatron]:
-    """Returns the classes of matrices that are split by columns and by rows."""
+    """Returns the classes of column-parallel and row-parallel linear layers."""
     if not compat.has_transformer_engine():
         return ColumnParallelLinear, RowParallelLinear
     from megatron.core.extensions.transformer_engine import (
@@ -145,7 +145,7 @@ _FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:
-    """Gives a layer without TransformerEngine the parts that Megatron's own cannot replace."""
+    """Replaces the parts of a layer that Megatron cannot do without TransformerEngine."""
     if hasattr(parts.mlp.submodules, "experts"):
         # Bridge cannot export Megatron's own experts, which are a list of modules.
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)

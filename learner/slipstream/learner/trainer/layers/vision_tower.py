@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Tower(torch.nn.Module):
-    """transformers' vision tower, whose angles stay float32 in a model of another precision."""
+    """transformers' vision tower, whose tables of rotary angles stay float32 in any model."""
 
     def __init__(self, inner: Megatron) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Tower(torch.nn.Module):
         return self
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features [tokens of images, hidden size]: those of the embedding, then deeper."""
+        """Returns features [tokens of images, hidden size]: the embedding's, then DeepStack's."""
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
         found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
 
 
 def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
-    """Returns for each frequency the axis of positions that it turns by: time, height or width."""
+    """Returns each rotary frequency's axis of positions: 0 for time, 1 for height, 2 for width."""
     if not interleaved:
         return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
     axes = torch.zeros(sum(sections), dtype=torch.int64)
@@ -50,7 +50,7 @@ def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
 
 
 def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
-    """Makes the first pipeline stage have a tower, before weights are loaded."""
+    """Adds a tower by `make` to the first pipeline stage, before weights are loaded."""
 
     def with_tower(chunks: list[Megatron]) -> list[Megatron]:
         for chunk in chunks:
@@ -63,7 +63,7 @@ def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
 
 
 def smallest_image(hf_config: Megatron) -> ImageInputs:
-    """Returns an image of one token, of which no token of a micro batch takes features."""
+    """Returns an image of one token whose features no token of a micro batch takes."""
     settings = hf_config.vision_config
     if hf_config.architectures[0] in NESTED:
         merge, depth = hf_config.spatial_merge_size, settings.num_channels
@@ -95,7 +95,7 @@ class _Parts(torch.nn.Module):
 
 
 class PixtralTower(Tower):
-    """Gives one feature for each square of patches, by rows."""
+    """Pixtral's tower: one feature vector for each square of patches, row by row."""
 
     def __init__(self, settings: Megatron) -> None:
         super().__init__(_Parts(settings))
