@@ -198,9 +198,10 @@ class Deliveries:
         self._failed: Counter[ServerId] = Counter()
 
     def together(self, due: Sequence[ServerSession]) -> list[ServerSession]:
-        """Splits `due`: healthy servers share one publish; one that failed twice comes last, alone.
+        """Returns the servers of `due` that share the next publish.
 
-        A member that fails makes all others stale.
+        Servers whose last two publishes failed are left out. Once only such servers are due, each
+        gets a publish of its own: a member that fails makes all others stale.
         """
         sound = [s for s in due if not self._counts(s).needs_own_publish]
         return sound or sorted(due, key=lambda s: self._failed[s.key.server_id])[:1]

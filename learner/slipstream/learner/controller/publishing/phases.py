@@ -24,7 +24,7 @@ REACHED = {READY: (READY,), LOADED: (LOADED,), SERVING: (LOADED, SERVING)}
 
 
 class PhaseReports:
-    """Open expectations, by server: a report is matched only against those of its server."""
+    """The reports that the controller expects, by server, publish and phase."""
 
     def __init__(self, clock: LoopClock) -> None:
         """Measures limits by `clock`."""
@@ -32,7 +32,7 @@ class PhaseReports:
         self._open: dict[ServerKey, Expectations] = {}
 
     def expect(self, publish_id: str, server: ServerKey, phase: int) -> Wait:
-        """Returns the future of a report; a report that comes before `wait` is kept there."""
+        """Returns the future of a report, which also keeps a report that comes before `wait`."""
         future: Wait = asyncio.get_running_loop().create_future()
         return self._open.setdefault(server, {}).setdefault((publish_id, phase), future)
 

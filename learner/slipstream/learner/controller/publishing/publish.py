@@ -349,7 +349,10 @@ class Publisher:
     async def _settle(
         self, publish: Publish, digests: Sequence[bytes]
     ) -> trainer_pb2.PublishReceipt:
-        """Waits for the loads of buckets with these digests; returns the trainer's receipt."""
+        """Waits until all receivers have loaded, or for `bucket_deadline_s`; returns the receipt.
+
+        A receiver that loaded buckets with other digests fails. A late one is followed by a task.
+        """
         loads = {
             session.key: self._reports.expect(publish.publish_id, session.key, LOADED)
             for session in publish.receivers

@@ -112,7 +112,7 @@ class StoredPublisher:
         return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:
-        """Whether `version` is the run's newest, is due, and does not lie in storage yet."""
+        """Whether `version` is the run's newest and does not lie in storage yet."""
         progress = self._run.progress
         if version != progress.version:
             return False

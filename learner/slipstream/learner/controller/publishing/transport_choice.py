@@ -48,7 +48,10 @@ def _choose(run: Run, places: Mapping[str, Place]) -> str:
 
 
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
-    """The reason why a server can never be sent weights. Empty if it can, or before a trainer."""
+    """The reason why a server can never be sent weights.
+
+    Empty if it can, or if it takes weights from a trainer and none has registered yet.
+    """
     if hello.from_storage:
         has_storage = run.config.weights.storage_url is not None
         return "" if has_storage else "it reads storage, but the run has no weights.storage_url"

@@ -19,7 +19,7 @@ from slipstream.v1 import fleet_pb2
 
 
 class EngineTurns:
-    """The engines that rest: only engines on devices of the learner ever do.
+    """Orders engines on devices of the learner to rest while it trains, and to wake.
 
     await turns.begin()                       # before the trainer gets a batch
     turns.end(keep=["server-0"])              # when it asks again; those kept get weights now
@@ -128,7 +128,7 @@ class EngineTurns:
     def _sharing(self) -> list[ServerSession]:
         """Returns the servers whose engines sample, or are about to, on a device of the learner.
 
-        Where engines give their memory back, all others there are among them.
+        Where engines give their memory back, engines in all other states are included.
         """
         return [
             session

@@ -74,7 +74,7 @@ class FilteredGroups:
         return sum(tally.groups for tally in self.tallies.values())
 
     def verdict(self, limit: int) -> FilterVerdict:
-        """Decides when `limit` groups were left out while one batch was formed.
+        """Returns GO_ON until `limit` groups were left out, then SOLVED or STUCK.
 
         One group that is not solved is enough for STUCK: the run has not learnt that task.
         """
@@ -443,7 +443,7 @@ class RunHistory:
 
 
 def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
-    """Returns the amount after a record: what ended or is in a batch."""
+    """Returns `settled`, the amount that has ended or is in a batch, after one more record."""
     if kind == "end" and "tokens" in record:
         return settled.plus(record["tokens"])
     if kind == "batch":

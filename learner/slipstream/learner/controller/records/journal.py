@@ -337,7 +337,7 @@ def _begin_next_log(folder: Path) -> FileIO:
 
 
 def _logs(folder: Path) -> list[tuple[Path, float]]:
-    """The logs, oldest first, each with the number of the line with which a later one begins."""
+    """The logs, oldest first, each with the line number at which a later log begins, or inf."""
     found, end = [], math.inf
     for path in reversed(journal_logs(folder)):
         found.append((path, end))
@@ -346,7 +346,7 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
 
 def _first_number(path: Path) -> int | None:
-    """The number of the first line of a log. None if there is none."""
+    """The number of the first line of a log. None if that line is no whole record."""
     with path.open("rb") as file:
         text = _whole_record(file.readline())
     record = None if text is None else _parse(text)

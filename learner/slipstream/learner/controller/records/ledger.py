@@ -54,7 +54,7 @@ class TokenLedger:
         journal: Journal,
         queue: AccountedReceiver,
     ) -> None:
-        """`epochs` counts for the servers; `held` returns what came and is in no batch yet."""
+        """`epochs` has the servers' counts; `held` returns the trajectories of no batch yet."""
         self._epochs, self._held = epochs, held
         self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
@@ -76,9 +76,10 @@ class TokenLedger:
         self._unread = history.unread
 
     def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
-        """Returns (server, generated tokens, those of judges) of `key`.
+        """Returns (server, generated tokens, tokens of judges) for the server `key`.
 
-        With None those of all connected servers whose counts changed since the call before.
+        Without `key`, returns this for each connected server whose counts changed since the call
+        before.
         """
         counts = self._epochs.connected if key is None else {key: self._epochs.count(key)}
         found = []
@@ -121,7 +122,7 @@ class TokenLedger:
         self._settled = self._settled.less(_amount(trajectories, sign=-1))
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
-        """Notes those of a batch that was set aside that wait for another batch."""
+        """Notes the trajectories of a set-aside batch that wait for another batch."""
         self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:
@@ -210,7 +211,7 @@ class AccountedReceiver(AsyncClosing):
 
     @property
     def untaken(self) -> Amount:
-        """What the queue gave and nobody took; below 0 for what was taken twice."""
+        """The amount that the queue gave and `get` did not take; below 0 if it took some twice."""
         return self._receiver.given.less(self.given)
 
     @property
@@ -313,5 +314,5 @@ class Endings:
         self._flush_wanted.set()
 
     def flush_soon(self) -> None:
-        """Lets `flush` make all records so far durable, with those of the next moment."""
+        """Wakes `flush`, which makes all records so far durable."""
         self._flush_wanted.set()

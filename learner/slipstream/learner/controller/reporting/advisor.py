@@ -1,4 +1,4 @@
-"""Measures the profile of a run, lets the model predict from it, and checks what it predicted.
+"""Measures the profile of a run, predicts its speed under other settings, and checks predictions.
 
 Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
 Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, which ends
@@ -53,10 +53,10 @@ class StepCosts:
 
 
 def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
-    """Returns the seconds of an engine's step, and of each running reply in addition.
+    """Returns the fixed seconds of an engine step, and the seconds that each running reply adds.
 
-    Least squares of the sampling seconds of each report by its steps and tokens, both parts at
-    least 0. While the number of running replies hardly changes, all is taken for the step's. None
+    A least-squares fit of the reports' sampling seconds to their steps and tokens; both costs are
+    at least 0. If the number of running replies hardly varies, all seconds count as fixed. None
     without any token.
     """
     points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
@@ -76,7 +76,7 @@ def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
 
 
 class Advisor:
-    """Gathers what the model needs; `gauges` has its newest advice and how wrong the last was.
+    """Gathers the inputs of `advise`; `gauges` has the newest advice and the last measured error.
 
     note_report(work)         # of each server report
     note_step(row, groups)    # of each step
@@ -114,9 +114,10 @@ class Advisor:
         waste: float,
         in_turns: bool,
     ) -> None:
-        """Notes a step that was trained under `setting`, on servers with `places` each.
+        """Notes the costs of a step that was trained under `setting`.
 
-        `waste`: generated tokens for each that is trained. `in_turns`: engines rest meanwhile.
+        `places`: episodes that a server runs at a time. `waste`: generated tokens per trained
+        token. `in_turns`: whether engines rest while the learner trains.
         """
         if self._steps and self._steps[-1].setting != setting:
             self._since, self._since_s = -1, 0.0
@@ -219,7 +220,7 @@ class Advisor:
         )
 
     def _rest_s(self, steps: Sequence[StepCosts]) -> float:
-        """Returns the seconds of a step in which engines rest beside training and publish."""
+        """Returns the mean seconds of a step in which engines rest, less training and publish."""
         uptime_s = sum(work.uptime_s for work in self._work)
         share = sum(work.paused_s for work in self._work) / uptime_s if uptime_s > 0 else 0.0
         rests_s = [share * s.step_s - s.training_s - s.publish_s for s in steps]

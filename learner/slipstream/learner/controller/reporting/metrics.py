@@ -130,12 +130,12 @@ class RunRecorder:
             file.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
-        """Notes when an engine began."""
+        """Notes when the first engine began to generate, for the generation rate."""
         if report.busy_s:
             self.rate.began(time.monotonic() - report.busy_s)
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Writes the causes of `suspended` environments, by name."""
+        """Writes `suspended`, the cause by name of each suspended environment, if it changed."""
         if suspended == self._suspended:
             return
         self._suspended = suspended

@@ -30,9 +30,9 @@ class TokenTexts:
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """Opens the tokenizer if episodes may have several turns; else, or without its file, is None.
+    """Opens the tokenizer; returns None if each episode has one turn, or if its file is missing.
 
-    Warns if the file is missing and `sampling.max_turns` says that there are several.
+    Warns if the file is missing and `sampling.max_turns` is above 1.
     """
     if config.sampling.max_turns == 1:
         return None
@@ -71,8 +71,8 @@ def readable(
 ) -> dict[str, JsonValue]:
     """Returns the line of an episode; docs/guides/watching.md says what its fields mean.
 
-    `advantage` is the mean of its trained tokens; None if it is not known.
-    An episode with branches has `branches` instead, with the turns of each.
+    `advantage`: the mean over the trained tokens; None if it is not known.
+    An episode with branches has `branches` instead of `turns`, with the turns of each branch.
     """
     line: dict[str, JsonValue] = {
         "step": step,
@@ -126,9 +126,10 @@ def _branches(trajectory: Trajectory, texts: TokenTexts | None) -> list[JsonValu
 def _parent(
     trajectory: Trajectory, part: TokenSequence, earlier: Sequence[TokenSequence]
 ) -> tuple[JsonValue, int]:
-    """Finds the branch with whose turns `part` begins: branch and turns, and the shared tokens.
+    """Finds the earlier branch that shares the longest prefix of whole turns with `part`.
 
-    (None, 0) for a branch whose context begins with no whole turn of an earlier branch.
+    Returns the place of that branch with the number of shared turns, and the number of shared
+    tokens. (None, 0) if the context of `part` begins with no whole turn of an earlier branch.
     """
     context = trajectory.run_lengths[part.runs.start]
     own = trajectory.token_ids[part.tokens.start : part.tokens.start + context]

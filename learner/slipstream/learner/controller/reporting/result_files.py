@@ -29,8 +29,9 @@ MAX_NUMBER = 1e30
 
 
 class ResultFile:
-    """A file that grows by whole records. A fault is one warning, and the number of lost records.
+    """A file to which whole records are appended; a record that cannot be written is lost.
 
+    A fault causes one warning, and a second one with the number of lost records when it is over.
     Each record opens the file again, so that a removed file is created again.
     """
 
@@ -84,7 +85,7 @@ def write_result(path: Path, data: bytes, tell: Tell) -> bool:
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:
-    """The JSON object of a line. None if the line holds none."""
+    """Returns the JSON object of a line, or None if the line is no JSON object."""
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -93,7 +94,7 @@ def parse_object(line: bytes) -> dict[str, JsonValue] | None:
 
 
 def parse_row(line: bytes) -> dict[str, float] | None:
-    """The numbers of a line of metrics.jsonl. None if no run writes such a line."""
+    """Returns the numbers of a line of metrics.jsonl, null as NaN; None for an invalid line."""
     found = parse_object(line)
     if found is None:
         return None

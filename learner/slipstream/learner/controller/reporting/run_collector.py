@@ -1,4 +1,4 @@
-"""The run in Prometheus's words: its status and its newest step, read at each scrape.
+"""Exports the run's status and its newest step as Prometheus metrics, read at each scrape.
 
 Consumes: the status, the newest row, the totals of publishes. Produces: metrics, none of which is
 counted here. docs/metrics.md says what the numbers mean.
@@ -259,9 +259,9 @@ class RunCollector:
 
 
 class DiskSpace:
-    """The room on the disk of the run's folder, as of the scrape before.
+    """Size and free space of the disk of the run's folder, as of the previous scrape.
 
-    A thread asks the disk, since one that hangs would hold the event loop; at most one asks.
+    A thread asks, since a disk that hangs would block the event loop; at most one thread asks.
     """
 
     def __init__(self, folder: Path) -> None:

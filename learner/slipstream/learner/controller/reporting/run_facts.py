@@ -113,7 +113,7 @@ class RunFacts:
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 
     def count_row(self, row: Mapping[str, float]) -> None:
-        """Takes the numbers of the row of a step that count for the run."""
+        """Adds the row of one step to the counts and sums of the run."""
         self.totals.add(row)
         self.gradient_overflows += int(row.get("gradient_overflows", 0))
         self.last_rewards.append(row["reward_mean"])

@@ -1,4 +1,4 @@
-"""Where the time of a step went: trainer, servers, queue, episodes; and a trace of one step.
+"""The times of a step, of trainer, servers, queue and episodes; and a trace of one step.
 
 The trace is Chrome's trace format, which ui.perfetto.dev opens. Times are seconds of the Unix
 clock on the controller's machine.
@@ -59,7 +59,7 @@ class ServerWork:
 
 
 class StepTimes:
-    """Turns what counts since the start into the times of one step.
+    """Computes the times of each step from counters that run since the start.
 
     Call `report` for each report of a server, and `step` for each step.
     """
@@ -88,7 +88,7 @@ class StepTimes:
         waited_s: float,
         lease_waits_s: Mapping[str, float],
     ) -> dict[str, float]:
-        """Returns the times of a step by name, of what was counted until now.
+        """Returns the times of the step that has just ended, by name.
 
         `waited_s`: seconds in which the trainer waited for groups; `lease_waits_s`: those in which
         a lease waited, by cause. Both count from the start.
@@ -104,7 +104,7 @@ class StepTimes:
 
 
 def outside_s(group: Group, trajectory: Trajectory) -> float:
-    """Seconds of an episode beside the engine, from its lease until it was back."""
+    """Seconds of an episode outside the engine, from its lease to its arrival."""
     back_s = group.back_s.get(trajectory.member)
     if back_s is None or not group.leased_s:
         # A controller before this one has leased it.
@@ -135,8 +135,8 @@ def trace(
 ) -> dict[str, Any]:
     """Returns the step of `row` as a trace: one process for the trainer, one for each server.
 
-    `training`: when the trainer began and ended to train. Each server has a line for each of its
-    places; what follows in it is the wait of the complete group for its step.
+    `training`: Unix times at which training began and ended. Each server has a line for each of its
+    places, with a span for each episode from the lease to the arrival.
     """
     events = [*_trainer_events(row, orders, training)]
     number = 0

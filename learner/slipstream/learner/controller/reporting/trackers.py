@@ -207,7 +207,7 @@ def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
 
 
 def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, OpenTracker]:
-    """The function that opens each tracker which the settings name."""
+    """Returns the function that opens each configured tracker, by the tracker's name."""
     ids = RunIds(folder, complain)
     ways: dict[str, OpenTracker] = {
         "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard", complain),

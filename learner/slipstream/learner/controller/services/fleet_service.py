@@ -76,7 +76,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncGenerator[fleet_pb2.ControllerMessage | bytes, None]:
         """Serves one server, from its hello to the end of its stream; yields its orders.
 
-        An order of which other servers share a part is yielded as it is encoded.
+        A `JoinedOrder` is yielded as encoded bytes.
         """
         session = await self._greet(requests, context)
         settings = self._run.config.controller

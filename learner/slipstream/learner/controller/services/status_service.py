@@ -77,7 +77,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetSetup(  # noqa: N802
         self, request: status_pb2.GetSetupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.Setup:
-        """Returns what others compare before they load anything."""
+        """Returns the setup that an instance compares with its own before it loads anything."""
         setup = status_pb2.Setup(unix_time_s=time.time())
         setup.MergeFrom(self._setup)
         return setup
@@ -119,10 +119,10 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 class ServiceHealth:
-    """Answers for all services at once."""
+    """The gRPC health service; all services of the controller have the same health."""
 
     def __init__(self, server: grpc.aio.Server, modules: Sequence[ModuleType]) -> None:
-        """Adds both services to `server`; `modules` define the controller's services."""
+        """Adds health and reflection to `server`; `modules` define the controller's services."""
         names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
         self._names = [*names, ""]
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]

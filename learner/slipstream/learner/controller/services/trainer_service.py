@@ -45,7 +45,7 @@ LOOK_S = 5.0
 
 
 class TrainerPlace:
-    """The place of one run.
+    """The place for the one trainer of a run.
 
     free -- take() --> reserved -- keep() --> kept -- the last stream ends --> free
                        reserved -- RESERVED_S --> free
@@ -245,7 +245,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._asked_s: float | None = None
 
     def take_orders(self) -> list[OrderTimes]:
-        """Returns the orders since the last call."""
+        """Returns the times of the orders that were given since the last call."""
         taken, self._orders_given = self._orders_given, []
         return taken
 
@@ -394,7 +394,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStored(  # noqa: N802
         self, request: trainer_pb2.StoredReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StoredReceipt:
-        """Takes the end of a store order."""
+        """Takes the result of a store order."""
         await self.place.check(context)
         return self._stored.stored(request)
 

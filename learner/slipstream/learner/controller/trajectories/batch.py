@@ -37,7 +37,7 @@ class SetAside:
 
     @classmethod
     def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, or all. Unknown names raise ProtocolError."""
+        """Sets the `named` groups aside, or all without names; unknown ones raise ProtocolError."""
         there = {group.group_id for group in batch.groups}
         strange = [name for name in named if name not in there]
         if strange:

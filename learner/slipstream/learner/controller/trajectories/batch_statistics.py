@@ -52,7 +52,7 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
 
 
 def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means of rewards, of branches with a reward of their own too, and metrics by environment."""
+    """Means of rewards, of branches' own rewards and of metrics, by environment."""
     episodes: dict[str, list[Mapping[str, float]]] = {}
     for trajectory in trajectories:
         measured = {**_branch_rewards(trajectory), **trajectory.metrics}
@@ -66,13 +66,13 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the rewards that an agent gave names of branches, `MOST_BRANCHES` at most."""
+    """Returns the rewards of named branches that have their own, at most `MOST_BRANCHES`."""
     rewards = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
     return {f"branch_rewards/{name}": rewards[name] for name in sorted(rewards)[:MOST_BRANCHES]}
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the `episodes` that have it; what is counted, over all of them."""
+    """Mean of each metric over the `episodes` that have it; of counts, over all `episodes`."""
     values: dict[str, list[float]] = {}
     for name, value in (item for each in episodes for item in each.items()):
         values.setdefault(name, []).append(value)
@@ -85,7 +85,7 @@ def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[str, float]:
-    """Fraction of `groups` without two different rewards, in all and of each environment.
+    """Fraction of `groups` whose rewards are all equal, over all groups and by environment.
 
     Penalties are part of the reward, and filtered episodes do not count.
     """

@@ -225,7 +225,7 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why the reference's log-probabilities are not of this run. Empty if they are."""
+    """The reason why the reference model's log-probabilities do not fit. Empty if they do."""
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
@@ -368,9 +368,9 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """The reason why another adapter must learn from the trajectory. Empty if none must.
+        """The reason why the trajectory is not of its environment's adapter. Empty if it is.
 
-        A trajectory of a withdrawn group is never trained, with any adapter.
+        The caller leaves out withdrawn groups, which are never trained, with any adapter.
         """
         entry = self._environments.get(trajectory.environment)
         if entry is None or entry.spec.adapter == trajectory.adapter:

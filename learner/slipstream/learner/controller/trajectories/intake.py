@@ -145,7 +145,7 @@ class Intake:
         self._cancel_members(group, "its task is leased afresh")
 
     def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
-        """Gives up members that lost `controller.max_attempts` servers; returns the open groups."""
+        """Gives up members with `controller.max_attempts` setbacks; returns the open groups."""
         limit = self._run.config.controller.max_attempts
         for group in groups:
             gone = [member for member in group.missing if group.setbacks[member] >= limit]
@@ -186,13 +186,16 @@ class Intake:
             self._cancel_members(group, cause)
 
     def suspend(self, environment: str, cause: str) -> None:
-        """Withdraws all groups of an environment; the watch fails the run if none is left."""
+        """Withdraws all groups of an environment.
+
+        If no environment is left, the watch fails the run.
+        """
         self._run.events.add(f"environment {environment} is suspended: {cause}", Severity.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
 
     def _tell_ignored(self, trajectory: Trajectory) -> None:
-        """Tells once what the agents of an environment ask for in vain."""
+        """Warns once of each setting that agents of an environment ask for without any effect."""
         found = [name for name in trajectory.metrics if name.startswith(IGNORED)]
         entry = self._environments.entries.get(trajectory.environment)
         told = set() if entry is None else entry.told.setdefault("ignored", set())
@@ -355,7 +358,7 @@ class Intake:
 
 
 def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode ended neither by a cancel nor by a failure that others may share."""
+    """Whether an episode ended neither by a cancel nor by a failure of `OUTAGES`."""
     failure = trajectory.failure
     is_outage = failure is not None and failure.kind in OUTAGES
     return trajectory.status is not Status.CANCELLED and not is_outage
