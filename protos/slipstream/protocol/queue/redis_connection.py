@@ -313,7 +313,7 @@ class RedisConnection:
         )
 
     def failure(self, error: BaseException) -> QueueError | ConfigError:
-        """Returns a one-line error that names server, user, and the command that lacks a right.
+        """Returns a one-line error that names server, user, and a command the user may not run.
 
         A refusal is a ConfigError, because a retry would be refused again.
         """
