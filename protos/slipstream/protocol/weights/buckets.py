@@ -109,18 +109,18 @@ def layout_from_pb(message: weights_pb2.WeightLayout) -> list[Bucket]:
 
 
 def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns the first buckets of a layout, those of weights."""
+    """Returns the buckets of a layout's weights, which travel first."""
     return plan_buckets(list(map(_from_pb, message.tensors)), message.bucket_bytes)
 
 
 def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns the last buckets of a layout, those of one adapter after the other."""
+    """Returns the buckets of a layout's adapters, which travel last, one adapter after another."""
     one = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
     return one * max(1, len(message.adapter_names))
 
 
 def num_tensors(message: weights_pb2.WeightLayout) -> int:
-    """Returns the number of tensors of a layout with all adapters: it has no more buckets."""
+    """Returns the number of tensors of a layout, all adapters included; it bounds the buckets."""
     return len(message.tensors) + len(message.adapters) * max(1, len(message.adapter_names))
 
 

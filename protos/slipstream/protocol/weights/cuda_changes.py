@@ -1,6 +1,6 @@
-"""Kernels that find, encode and put the changed elements of a bucket (`deltas` has their form).
+"""CUDA kernels that find, encode and apply the changed elements of a bucket; see `deltas`.
 
-Each kernel works on whole blocks of 256 elements: a warp marks or writes one, a thread puts one.
+Kernels work on blocks of 256 elements: `mark` and `write` use a warp per block, `put` a thread.
 They need cupy, which compiles them at their first use and keeps them on disk, but no torch.
 """
 
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(256) put(
 
 
 class Targets:
-    """The memory into which the elements of a bucket are put: stretches of its bytes, in order."""
+    """The device memory that holds a bucket's elements: ranges of its bytes, in order."""
 
     def __init__(
         self, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int]
@@ -154,7 +154,11 @@ class CudaChanges:
         payload: tuple[int, int],
         stream: int,
     ) -> None:
-        """Enqueues the copy of marked elements, and of their places, to both parts of a payload."""
+        """Enqueues the copy of marked elements, and of their places, into a payload.
+
+        `payload` has the addresses of both parts. `ends` points to an int32 for each block: the
+        number of changed elements up to its end.
+        """
         arguments = (*_pointers(data, masks, ends), np.int64(num_blocks), *_pointers(*payload))
         self._launch("write", num_blocks * _WARP, arguments, stream)
 
@@ -168,7 +172,10 @@ class CudaChanges:
         targets: Targets,
         stream: int,
     ) -> None:
-        """Enqueues the copy of a payload's elements to their places."""
+        """Enqueues the copy of a payload's elements to their places in `targets`.
+
+        `payload` has the addresses of the elements and of their places, `ends` is as in `write`.
+        """
         numbers = (np.int64(changed), np.int64(num_blocks))
         table = (*targets.table, np.int32(targets.num_spans))
         self._launch("put", num_blocks, (*_pointers(ends, *payload), *numbers, *table), stream)

@@ -1,4 +1,4 @@
-"""`digests` on a GPU: one kernel for all tensors of a bucket, as fast as the GPU's memory.
+"""The digests of `digests` on a GPU: one kernel for all tensors of a bucket, memory-bound.
 
 It needs cupy, which compiles the kernel at its first launch and keeps it on disk, but no torch.
 """

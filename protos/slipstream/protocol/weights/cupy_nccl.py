@@ -13,7 +13,7 @@ _WARM_UP_BYTES = 16
 
 @dataclass(frozen=True)
 class Room:
-    """Some memory and a separate stream."""
+    """Device memory and a separate stream, for a warm-up broadcast."""
 
     pointer: int
     num_bytes: int
@@ -28,7 +28,7 @@ def make_unique_id() -> bytes:
 
 
 class CupyNccl:
-    """One device and the library; `device` is the CUDA device's number in this process."""
+    """NCCL on one device; `device` is the CUDA device's number in this process."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -41,7 +41,10 @@ class CupyNccl:
         cupy.cuda.Device(self._device).use()
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> CupyCommunicator:
-        """Waits for all members without a limit. Raises WeightSyncError when NCCL fails."""
+        """Returns the communicator once all members have joined; waits without a limit.
+
+        Raises WeightSyncError when NCCL fails.
+        """
         from cupy.cuda import nccl
 
         self.use()
@@ -51,7 +54,7 @@ class CupyNccl:
             raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
 
     def warm_up_room(self) -> Room:
-        """Returns room for a first broadcast, which opens the members' connections."""
+        """Returns a buffer and stream for the first broadcast, which opens the connections."""
         import cupy
 
         if self._kept is None:
@@ -69,7 +72,7 @@ class CupyNccl:
 
 
 class CupyCommunicator:
-    """The methods of cupy's NcclCommunicator in use; the calling thread has `use`d the device."""
+    """Wraps cupy's NcclCommunicator; calling threads must have called `CupyNccl.use` before."""
 
     def __init__(self, communicator: Any) -> None:  # noqa: ANN401 - cupy has no types
         self._communicator = communicator
@@ -84,7 +87,10 @@ class CupyCommunicator:
             raise WeightSyncError(f"the broadcast of {num_bytes} bytes: {error}") from error
 
     def abort(self) -> None:
-        """Releases this process's waits; no other method may be called afterwards."""
+        """Aborts the communicator, which ends this process's waits; call no method afterwards.
+
+        Raises WeightSyncError when NCCL refuses.
+        """
         from cupy.cuda import nccl
 
         try:
@@ -94,7 +100,7 @@ class CupyCommunicator:
 
 
 class CudaMark:
-    """A place in a stream."""
+    """A CUDA event that marks a place in a stream."""
 
     def __init__(self, event: Any) -> None:  # noqa: ANN401 - cupy has no types
         self._event = event
@@ -104,7 +110,7 @@ class CudaMark:
         return bool(self._event.done)
 
     def seconds_since(self, before: CudaMark) -> float:
-        """Returns the device time between two marks that are done."""
+        """Returns the device time from `before` to this mark; both must be done."""
         import cupy
 
         return float(cupy.cuda.get_elapsed_time(before._event, self._event)) / 1e3

@@ -1,4 +1,4 @@
-"""The wire form of a bucket of which only the changed elements travel.
+"""The wire form of a bucket when only its changed elements are sent.
 
 An element is a 16-bit unit of the bucket's bytes, whatever the tensors' types: bits are compared,
 so -0.0 differs from 0.0 and a NaN's payload counts. Elements are numbered in blocks of 256. A
@@ -45,7 +45,7 @@ def payload_parts(bucket: Bucket, changed: int) -> tuple[int, int, int]:
 
 
 def travels_whole(bucket: Bucket, changed: int) -> bool:
-    """Whether a bucket with `changed` elements is not worth a payload."""
+    """Whether a bucket with so many changed elements travels whole, not as a payload."""
     return 2 * payload_parts(bucket, changed)[2] > bucket.num_bytes
 
 
@@ -64,8 +64,8 @@ def put_payload(
 ) -> Places:
     """Writes the changed elements of a payload to their places in `elements`, in main memory.
 
-    Returns these places. Raises ProtocolError, and writes nothing, when the payload is not one of
-    this bucket.
+    Returns these places. Raises ProtocolError, and writes nothing, when the payload does not fit
+    this bucket and `changed`.
     """
     first, second, end = payload_parts(bucket, changed)
     if len(payload) != end:
@@ -102,6 +102,6 @@ def gap_bytes(bucket: Bucket) -> Places:
 
 
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:
-    """Returns the name of what all buckets hold together; b"" for no buckets."""
+    """Returns a digest of the contents of all buckets, as their name; b"" for no buckets."""
     digests = list(bucket_digests)
     return bucket_digest(digests) if digests else b""

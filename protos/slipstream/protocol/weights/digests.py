@@ -1,4 +1,4 @@
-"""Digests that prove that weights arrived: one definition, computed where the bytes lie.
+"""Digests that prove that weights arrived intact, computed on the device that holds the bytes.
 
 The digest of a tensor is two sums over its 32-bit words w_i, for k in (a, b). Words are little
 endian, the last word is padded with zeros:

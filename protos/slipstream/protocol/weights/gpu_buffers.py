@@ -11,9 +11,9 @@ from slipstream.core.errors import ConfigError, WeightSyncError
 
 
 class GpuBuffers:
-    """Separate allocations on one GPU.
+    """Buffers on one GPU, each a CUDA allocation of its own.
 
-    torch's allocator would share its whole segment instead of the buffer. The sender makes the
+    A buffer of torch's allocator would be shared with its whole segment. The sender makes the
     buffers once and keeps them: a slow receiver may still read after the sender stopped waiting.
     """
 
@@ -27,9 +27,9 @@ class GpuBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int, gpu: int) -> GpuBuffers:
-        """Makes buffers with arbitrary content on CUDA device `gpu`.
+        """Makes uninitialized buffers on CUDA device `gpu`.
 
-        Raises ConfigError without room.
+        Raises ConfigError when there is no room.
         """
         # A new thread's current device is 0.
         runtime.setDevice(gpu)
@@ -71,7 +71,7 @@ class GpuBuffers:
         return cls(handles, pointers, num_bytes, is_owner=False)
 
     def hide(self) -> None:
-        """See `SharedBuffers`: the driver frees the buffers when the process ends."""
+        """Does nothing: the driver frees the buffers when the process ends."""
 
     def close(self) -> None:
         """See `SharedBuffers`."""
@@ -84,7 +84,7 @@ class GpuBuffers:
 
 
 class _GpuArray:
-    """Bytes on a GPU, described by the interface that numba and torch share."""
+    """Bytes on a GPU with `__cuda_array_interface__`, by which torch takes them without a copy."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -44,9 +44,10 @@ class Call(NamedTuple):
 
 
 class Callers:
-    """Accepts callers for one thread inside `with`; the end closes connections without a line.
+    """Accepts connections inside a `with` block, for one thread, and reads each one's first line.
 
-    All connections are read at the same time, so that a silent one does not delay the others.
+    All connections are read at the same time, so that a silent one does not delay the others. The
+    end of the block closes those without a complete line.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class _Peer:
 class HandoverSender:
     """The sender's end; one thread uses it, any thread may call `close`.
 
-    `accept` once; then for each bucket `filled`, and `wait_read` before its buffer is filled again.
+    Call `accept` once; then for each bucket `filled`, and `wait_read` before its buffer is reused.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class HandoverSender:
     ) -> None:
         """Listens on a free port of `host`. Raises ConfigError if `host` is not this machine's.
 
-        A receiver has `hello_limit_s` to say which one it is, and to take the offer.
+        A receiver has `hello_limit_s` to send its first line, and as long to take the offer.
         """
         self._listener = listen_for_members(host)
         self._communicator_id, self._hello_limit_s = communicator_id, hello_limit_s
@@ -311,13 +312,13 @@ class HandoverSender:
 class HandoverReceiver:
     """A receiver's end; one thread uses it, any thread may call `close`.
 
-    `opened` once; then for each bucket `wait_filled`, and `read` after its last access.
+    Call `opened` once; then for each bucket `wait_filled`, and `read` after its last access.
     """
 
     def __init__(
         self, address: tuple[str, int], communicator_id: str, rank: int, deadline_s: float
     ) -> None:
-        """Joins.
+        """Connects to the sender at `address` and receives its offer.
 
         Raises WeightSyncError when the sender refuses or does not answer in `deadline_s`.
         """
@@ -358,7 +359,7 @@ class HandoverReceiver:
         self._peer.tell(number + _FIRST)
 
     def close(self) -> None:
-        """Leaves; the sender fails at its next wait for this receiver."""
+        """Closes the connection; the sender fails at its next wait for this receiver."""
         self._peer.close()
 
 

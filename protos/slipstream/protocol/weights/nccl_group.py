@@ -71,10 +71,10 @@ def agreed_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Wire:
-    """Completed broadcasts: device time from the first one's start to the last one's end.
+    """Bytes and device time of completed broadcasts, from the first one's start to the last's end.
 
-    In the first broadcast a member also waits for all others. The shortest time of all members is
-    the time since the last member arrived.
+    In the first broadcast a member also waits for all others. So the shortest time of all members
+    is that of the member that arrived last.
     """
 
     seconds: float = 0.0
@@ -94,8 +94,8 @@ class _Pending:
 class NcclGroup:
     """This process's membership of a communicator; `join` makes it, `abort` ends it.
 
-    Between them, each transfer is `broadcast` for every bucket, `wait`, then `take_wire`. `abort`
-    is the only end: destroying a communicator is a collective that would wait for a dead member.
+    Each transfer calls `broadcast` for every bucket, then `wait`, then `take_wire`. Only `abort`
+    ends a group: destroying a communicator is a collective that would wait for a dead member.
     """
 
     def __init__(self, backend: CupyNccl, communicator: CupyCommunicator) -> None:
@@ -127,9 +127,9 @@ class NcclGroup:
     ) -> NcclGroup:
         """Waits for all members. Raises WeightSyncError after the deadline or once `abandoned`.
 
-        NCCL's constructor cannot be interrupted: when it is late its thread is left behind, and
-        aborts the communicator if it is made after all. The group exists before the first
-        broadcast, which opens the connections, because a member may die before it.
+        NCCL's constructor cannot be interrupted: the thread of a late one is left behind, and
+        aborts the communicator if it is made after all. The group, with its watchdog, exists before
+        the first broadcast, which opens the connections, because a member may die before it.
         """
         lock, made = threading.Lock(), list[NcclGroup]()
         is_abandoned = False
@@ -208,7 +208,7 @@ class NcclGroup:
         return self._is_aborted
 
     def abort(self, *, limit_s: float = ABORT_LIMIT_S) -> None:
-        """Leaves; streams that wait for a broadcast continue with undefined data.
+        """Aborts the communicator; streams waiting for a broadcast continue with undefined data.
 
         A communicator that is not aborted within `limit_s` is left behind.
         """

@@ -27,14 +27,14 @@ class SharedBuffers(Protocol):
     arrays: Sequence[Any]
 
     def hide(self) -> None:
-        """Removes the names once all have opened: nothing is left, however processes end."""
+        """Removes the buffers' names once all processes have opened them, so that none is left."""
 
     def close(self) -> None:
         """Frees the buffers; this process must not touch them afterwards."""
 
 
 class HostBuffers:
-    """Files in /dev/shm that all processes map; hidden ones vanish with the last process."""
+    """Files in /dev/shm that all processes map; after `hide` they end with the last process."""
 
     def __init__(self, handles: Sequence[str], maps: Sequence[mmap.mmap]) -> None:
         self.handles = tuple(handles)

@@ -1,8 +1,7 @@
 """A folder or an object store that holds versions of weights, reached through fsspec.
 
 Waits for: the storage. Unblocked by: its answer, the deadline of the call, or `abandoned`. A call
-of fsspec cannot be cancelled: the thread of one that is late is left behind, and its result with
-it.
+of fsspec cannot be cancelled: the thread of a late call is left behind, and its result ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 @dataclass(frozen=True)
 class Until:
-    """The end of one use of storage: a time of `time.monotonic`, or the event before it."""
+    """The limit of one use of storage: a time of `time.monotonic`, or an earlier `abandoned`."""
 
     deadline_s: float
     limit_s: float
@@ -41,7 +40,7 @@ class Until:
 
     @classmethod
     def after(cls, limit_s: float, abandoned: threading.Event | None = None) -> Until:
-        """Returns the end after `limit_s` seconds from now."""
+        """Returns the limit that ends `limit_s` seconds from now, or when `abandoned` is set."""
         return cls(time.monotonic() + limit_s, limit_s, abandoned or threading.Event())
 
     def check(self, what: str) -> None:
@@ -53,19 +52,19 @@ class Until:
 
 
 def check_storage(url: str | None) -> None:
-    """Raises ConfigError when fsspec cannot open `url`; asks nothing of the storage itself."""
+    """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
     if url is not None:
         Storage(url)
 
 
 class Storage:
-    """Whole objects by their keys, all below one URL; every method may be called on any thread.
+    """Reads and writes whole objects by key below one URL; any thread may call any method.
 
-    Raises WeightSyncError when the storage refuses, has another object, or misses the deadline.
+    Methods raise WeightSyncError when the storage fails, misses the deadline, or is abandoned.
     """
 
     def __init__(self, url: str) -> None:
-        """Opens nothing yet. Raises ConfigError for a kind of storage that is not installed."""
+        """Sends no request to the storage. Raises ConfigError when fsspec cannot open `url`."""
         import fsspec
 
         self.url = url.rstrip("/")
@@ -81,12 +80,12 @@ class Storage:
 
     @property
     def _has_folders(self) -> bool:
-        """Whether a folder must be made first; an object store would make a bucket of it."""
+        """Whether folders must be created before objects; object stores would create a bucket."""
         names = self._files.protocol
         return bool(_FOLDERS & {names} if isinstance(names, str) else _FOLDERS & set(names))
 
     def write(self, key: str, data: memoryview, until: Until) -> None:
-        """Writes one object; nobody may look for it before this returns."""
+        """Writes one object; readers must not ask for it before this returns."""
 
         def write() -> None:
             path = self._path(key)
@@ -97,7 +96,7 @@ class Storage:
         self._within(until, f"write {key}", write)
 
     def read(self, key: str, until: Until, *, most: int) -> bytes:
-        """Returns one object, or its first `most` bytes: whoever wrote it, memory is bounded."""
+        """Returns one object, or its first `most` bytes if it is larger, to bound the memory."""
 
         def read() -> bytes:
             return bytes(self._files.cat_file(self._path(key), start=0, end=most))
@@ -117,7 +116,7 @@ class Storage:
         return self._within(until, f"list {folder}", find)
 
     def remove(self, keys: list[str], until: Until) -> None:
-        """Removes objects; one that is gone already is none to remove."""
+        """Removes objects; those that do not exist are skipped."""
 
         def remove() -> None:
             for key in keys:

@@ -32,10 +32,9 @@ def choose_transport(
     """Returns the transport between the trainer and these servers: gloo, nccl or ipc.
 
     Raises ConfigError when `setting` cannot connect them. "nccl" cannot connect two processes on
-    one
-    GPU, or processes with different NCCL settings. "ipc" works within one host and between
-    processes on the same kind of device. It sends from one trainer rank, so without pipeline stages
-    and expert parallel ranks.
+    one GPU, or processes with different NCCL settings. "ipc" works within one host and between
+    processes on the same kind of device. It sends from one trainer rank, so pipeline and expert
+    parallel sizes must be 1.
     """
     places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
     on_cpu = [name for name, place in places.items() if not place.gpus]
