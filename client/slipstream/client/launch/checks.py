@@ -1,9 +1,9 @@
 """The one list of checks before a run starts.
 
-A command stops at the first problem, a dry run makes the checks that start and call nothing, and
-`slipstream doctor` shows what all of these found, or with `--role` those of one role. A check
-returns the fact that it saw or its findings, or raises ConfigError; what it compares stands in the
-modules beside this one.
+A command stops at the first problem. A dry run makes only the checks that start and call nothing.
+`slipstream doctor` shows the findings of these, or with `--role` of all checks of that role. A
+check returns the fact that it saw or its findings, or raises ConfigError. Most comparisons are in
+the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Check:
     elsewhere: str = ""
 
     async def run(self, scene: Scene) -> None:
-        """Raises ConfigError at a problem."""
+        """Makes the check; raises ConfigError at the first problem."""
         for found in await self._look(scene):
             if found.verdict is Verdict.PROBLEM:
                 raise ConfigError(f"{found.area}: {found.seen}: {found.remedy}")
@@ -146,7 +146,7 @@ class Check:
         return [ok(self.area, seen)] if isinstance(seen, str) else seen or []
 
     async def find(self, scene: Scene) -> list[Finding]:
-        """Returns the findings, a problem among them."""
+        """Makes the check; returns its findings, and a ConfigError as a finding too."""
         try:
             return await self._look(scene)
         except ConfigError as error:
@@ -165,7 +165,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 async def find_all(scene: Scene) -> list[Finding]:
     """Returns the findings of all checks that the scene's parts need.
 
-    Where these are not known: of all checks that load no environment and call no controller.
+    Without parts: of all checks but those of `Stage.START`.
     """
     findings = [
         await check.find(scene)
@@ -209,7 +209,7 @@ def _exposure(scene: Scene) -> str | list[Finding]:
 
 
 def _queue(scene: Scene) -> str | None:
-    """Checks the passwords of the ends that open here; the doctor calls the server in addition."""
+    """Checks the queue's passwords of parts that start here; the doctor also calls the queue."""
     queue, parts = scene.config.queue, scene.parts
     if queue.kind != "redis":
         return "gRPC: trajectories wait in the memory of the rollout servers"
@@ -253,7 +253,7 @@ def _run_folder(scene: Scene) -> str:
 
 
 def _controller(scene: Scene) -> str:
-    """Checks that the controller can listen here; the doctor calls one of another machine."""
+    """Checks that the controller can listen here; the doctor calls one on another machine."""
     address = scene.config.controller.address
     if not scene.parts:
         if address.startswith("unix:"):
@@ -296,7 +296,7 @@ def _is_ours(host: str) -> bool:
 
 
 async def _running_controller(scene: Scene) -> str | None:
-    """Waits for the controller that another command has started, and compares with its host."""
+    """Waits for a controller that another command starts, and compares this host with its host."""
     if "controller" in scene.parts:
         return None
     of_ranks = "learner" in scene.parts
@@ -312,7 +312,7 @@ async def _running_controller(scene: Scene) -> str | None:
 
 
 async def _running_queue(scene: Scene) -> str | None:
-    """Asks the user's own Redis or Valkey, by the users of the ends that open here."""
+    """Checks the user's own Redis or Valkey as the queue users of the parts that start here."""
     queue = scene.config.queue
     ends = [end for end in QUEUE_ENDS if end in scene.parts]
     if queue.kind != "redis" or queue.redis_url is None or not ends:
@@ -324,7 +324,7 @@ async def _running_queue(scene: Scene) -> str | None:
 
 
 async def _environments(scene: Scene) -> None:
-    """Checks the environments where the controller starts; servers only load theirs."""
+    """Loads all environments; where the controller starts, plays a first step of each too."""
     play = "controller" in scene.parts
     await check_environments(scene.config, play=play, keeps_log=not scene.leaves_nothing)
 
@@ -374,7 +374,7 @@ CHECKS = (
 async def ask_controller(
     address: str, credentials: Credentials, limit_s: float, *, asker: str = ""
 ) -> Answer:
-    """Waits for the controller; raises ConfigError if it refuses us or does not answer in time."""
+    """Waits for the controller's setup; raises ConfigError if it refuses, or after `limit_s`."""
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
@@ -410,9 +410,9 @@ async def compare(
     asker: str = "",
     is_awaited: bool = False,
 ) -> str:
-    """Compares this host with the controller's; raises ConfigError for the first difference.
+    """Compares this host's setup with the controller's; raises ConfigError for a difference.
 
-    A node of the learner must have all that ranks share: for checkpoints, the run's folder too.
+    `of_ranks`: this is a node of the learner, which for checkpoints must share the run's folder.
     `is_awaited`: the controller keeps answering until this host has compared everything.
     """
     address = config.controller.address
@@ -430,7 +430,7 @@ async def compare(
 
 
 async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
-    """Says that nothing more is asked; whoever is gone by now need not know."""
+    """Tells the controller that this host has compared everything; ignores one that is gone."""
     request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
     with contextlib.suppress(grpc.aio.AioRpcError):
         async with open_channel(address, credentials) as channel:
@@ -440,7 +440,7 @@ async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
 
 
 def _near(answer: Answer) -> str:
-    """Returns the largest difference of the clocks that the answer allows."""
+    """Returns the upper bound of the clocks' difference that the answer's times imply, as text."""
     least, most = sorted(
         (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
     )
@@ -466,7 +466,8 @@ INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns which interface leads to the ranks' meeting place; None if one node has all ranks.
 
-    Raises ConfigError for a variable that names no interface, and for a host without an address.
+    Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
+    `learner.master` has no address or no route from here.
     """
     learner = config.learner
     if learner.ranks_per_node in (None, learner.world_size):
@@ -495,7 +496,7 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
 
 
 def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
-    """Returns the interfaces that a value of such a variable selects."""
+    """Returns the interfaces that the value of a variable in `INTERFACES` selects."""
     excludes, value = value.startswith("^"), value.removeprefix("^")
     is_exact, value = value.startswith("=") or not takes_beginning, value.removeprefix("=")
     # NCCL allows a port behind a name.

@@ -28,7 +28,7 @@ SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: 
 
 
 class Display:
-    """Writes the screen to `out`, failures to `err`; keeps what the exit code needs."""
+    """Writes progress to `out`, failures to `err`; records the state that decides the exit code."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Display:
         complain(cause, self._err)
 
     def resuming(self, first: str = "") -> str:
-        """Returns how the run goes on, after `first`, as the end of a line; "" if it may not."""
+        """Returns the end of a line: `first`, then how to resume; "" if `run.resume` is "never"."""
         if self._config.run.resume == "never":
             return ""
         return f"; {first}resume it with: {this_command()}"

@@ -55,7 +55,7 @@ class Pods:
     def __init__(
         self, path: Path, overrides: Sequence[str], code: ShippedCode, *, on_gpus: bool
     ) -> None:
-        """ConfigError if the run's name cannot be one of Kubernetes."""
+        """Raises ConfigError if Kubernetes refuses the run's name, or a file name in `code`."""
         config = load_config(path, overrides)
         self.run = config.run.name
         self.nodes, _ = learner_nodes(config)
@@ -133,13 +133,13 @@ class Pods:
         return filled_template(path, run=self.run, host=self.host, **values).rstrip() + "\n"
 
     def _metrics_ports(self) -> str:
-        """Returns the names of the ports at which Prometheus asks."""
+        """Returns the container ports that Prometheus scrapes, as YAML."""
         ports = {"controller": self.metrics_port, "trainer": self.metrics_port + 1}
         each = [f"{{name: {name}, containerPort: {port}}}" for name, port in ports.items()]
         return f"    ports: [{', '.join(each)}]\n"
 
     def _metrics_rule(self) -> str:
-        """Returns the rule that lets Prometheus in, which has a token."""
+        """Returns the network rule that admits Prometheus, as YAML; "" without metrics."""
         first, last = self.metrics_port, self.metrics_port + 1
         return f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
 
@@ -199,7 +199,7 @@ class Pods:
         return indent("\n".join(lines), "      ")
 
     def _wait_for_name(self) -> str:
-        """Returns what keeps the learner until its first pod has a name: it listens there."""
+        """Returns the init container that waits until the learner's first pod has a DNS name."""
         wait = f"until getent hosts {self.host}; do sleep 1; done"
         return (
             "initContainers:\n  - name: name\n    image: slipstream\n"
@@ -293,7 +293,7 @@ def _secret_places(config: Config, has_queue: bool) -> list[str]:
 
 
 def _probes(role: Role, name: str) -> str:
-    """Returns the probes; a shell fills in the variables, which the kubelet does not."""
+    """Returns a pod's probes as YAML; their command runs in a shell, which expands variables."""
     command = shell_command(["exec", *role.health.command], indent=0).replace(" \\\n", " ")
     health = "exec: *health"
     start = math.ceil((PATIENCE_S + role.health.patience_s) / 10)
@@ -313,17 +313,17 @@ def _probes(role: Role, name: str) -> str:
 
 
 def _reference(word: str) -> str:
-    """Returns a word of a command as the kubelet reads it, which knows $(NAME)."""
+    """Returns a command's word in the kubelet's syntax: ${NAME} as $(NAME), $( escaped."""
     return re.sub(r"\$\{([A-Z_]+)\}", r"$(\1)", word.replace("$(", "$$("))
 
 
 def _key(name: str) -> str:
-    """Returns the key of a file in a ConfigMap, which has no folders."""
+    """Returns the key of a file in a ConfigMap: its path with ".." in place of "/"."""
     return name.replace("/", "..")
 
 
 def _secret(name: str, role: str = "") -> str:
-    """Returns an entry of a Secret; another role than the controller's has a token of its own."""
+    """Returns a file entry of a Secret; roles in `TOKENS` have a token file of their own."""
     token = TOKENS.get(role) if name == "token" else None
     return f"token=secrets/{token}" if token else f"secrets/{name}"
 

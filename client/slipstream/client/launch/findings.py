@@ -30,7 +30,7 @@ class Finding:
 
     @classmethod
     def read(cls, line: str) -> Finding:
-        """Returns the finding in a line of `write`; raises ValueError for anything else."""
+        """Returns the finding in a line of `write`; raises ValueError for a line without JSON."""
         values = json.loads(line)
         return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
 
@@ -45,10 +45,10 @@ def ok(area: str, seen: str) -> Finding:
 
 
 def advice(area: str, seen: str, remedy: str) -> Finding:
-    """Returns a finding that lets a run work; the remedy makes it better."""
+    """Returns a finding that does not stop a run; the remedy makes the run faster or safer."""
     return Finding(area, Verdict.ADVICE, seen, remedy)
 
 
 def problem(area: str, seen: str, remedy: str = "") -> Finding:
-    """Returns a finding that stops a run; no remedy where `seen` itself says what must be."""
+    """Returns a finding that stops a run; `remedy` is "" if `seen` says what to change."""
     return Finding(area, Verdict.PROBLEM, seen, remedy)

@@ -52,13 +52,13 @@ def check_cache(config: Config) -> None:
 
 
 def check_processor(config: Config) -> None:
-    """Raises ConfigError when engines would run on a CPU and vLLM cannot do there what is set."""
+    """Raises ConfigError when engines would run on a CPU and a setting needs them on GPUs."""
     for lack in processor_problems(config):
         raise ConfigError(lack)
 
 
 def processor_problems(config: Config) -> tuple[str, ...]:
-    """Returns one line for each setting that needs engines on GPUs, where they run on a CPU."""
+    """Returns a line for each setting that needs engines on GPUs; none if they run on GPUs."""
     return () if uses_gpus() else tuple(cpu_engine_problems(config))
 
 
@@ -149,7 +149,7 @@ class Needs:
 def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
     """Checks placement, transport and memory of a share of the roles on this machine.
 
-    None: the share of `slipstream run`, which other machines may have.
+    Without `share`: that of `slipstream run`; GPUs that do not fit are only an advice then.
     """
     needs = needs_of(config)
     if needs is not None:
@@ -236,7 +236,7 @@ def needs_of(config: Config) -> Needs | None:
 def kept_bytes(config: Config, sizes: ModelSizes) -> tuple[float, float] | None:
     """Estimates the bytes that a rank keeps of activations and of logits; None if it cannot.
 
-    It can for dense decoders that recompute nothing: a layer keeps inputs and outputs of its
+    It can for dense decoders that recompute nothing: a layer keeps inputs and outputs of its matrix
     products in 16 bits. With all that a rank holds, three estimates were within 8 % of the peaks
     that were measured on an H200 (benchmarks/results/learner.md).
     """
@@ -257,7 +257,7 @@ def kept_bytes(config: Config, sizes: ModelSizes) -> tuple[float, float] | None:
 
 
 def disk_for(config: Config) -> Finding:
-    """Checks that the disk of the run's folder holds its checkpoints, and the model of the end."""
+    """Checks that the disk of the run's folder has room for its checkpoints and final export."""
     needs = needs_of(config)
     if needs is None:
         return check_disk(config.run.dir)

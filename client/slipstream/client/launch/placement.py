@@ -91,7 +91,7 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
     """Gives visible GPUs to `ranks` trainer ranks and `servers` rollout servers.
 
     Raises ConfigError when they do not fit.
-    Without lists in the settings the ranks take the first GPUs,
+    Without `devices` in the settings the ranks take the first GPUs,
     and each server the next ones. A single GPU is shared by all.
     """
     ids, per_server = visible.ids, config.rollout_server.tensor_parallel_size
@@ -126,7 +126,7 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
 
 
 def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
-    """Calls `place` with the visible GPUs of this machine; none where the builds are for CPUs."""
+    """Calls `place` with the visible GPUs of this machine; with none if packages are CPU builds."""
     gpus = list_gpus() if uses_gpus() else ()
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
@@ -151,7 +151,7 @@ def uses_gpus() -> bool:
 
 
 def share_memory(config: Config, placement: Placement) -> Config:
-    """Returns the settings with the engine's share of a GPU that the learner uses too.
+    """Returns the settings with a default `gpu_memory_utilization` for GPUs shared with ranks.
 
     Raises ConfigError when together they would take more memory than the GPU has.
     """

@@ -69,7 +69,7 @@ NEEDED_BY = {
 
 
 def check_certificates(security: SecuritySection) -> None:
-    """Raises ConfigError when files cannot be loaded or are no pair; gRPC would say less, later."""
+    """Raises ConfigError when files cannot be loaded, or certificate and key do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
     files = f"security.tls_certificate {certificate} and tls_key {key}"
@@ -87,9 +87,9 @@ def check_certificates(security: SecuritySection) -> None:
 
 
 def check_own_certificate(config: Config) -> None:
-    """Raises ConfigError where clients would not take this machine for the controller.
+    """Raises ConfigError if clients would refuse this machine's certificate as the controller's.
 
-    They ask for the name in `controller.address` and the signature of `security.tls_ca`. Without
+    They verify the host of `controller.address` and the signature by `security.tls_ca`. Without
     this check the trainer ranks would wait for a controller that each of them refuses.
     """
     security, address = config.security, config.controller.address
@@ -277,7 +277,7 @@ def _said(checked: Ended) -> str:
 
 
 def _pass_on(lines: Sequence[str], source: str) -> None:
-    """Shows the warnings among what a check has printed; stdout may be a file of settings."""
+    """Prints the warnings in a check's output to stderr, since stdout may be read as settings."""
     for line in lines:
         if line.startswith(WARNING):
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
@@ -288,12 +288,11 @@ async def check_environments(config: Config, *, play: bool = True, keeps_log: bo
 
     Without `play` they are only loaded. The first error in the order of the settings is raised.
 
-    An environment that names tools needs a tool_parser, one that shows images max_images; an agent
-    that asks the model as the run started needs adapters of their own.
+    An environment with tools needs `tool_parser`, one with images `max_images`; an agent that calls
+    the model that the run started with needs `lora.publish = "adapters"`.
 
-    The run's preflight.log is written again where they play, with the last lines that each has
-    printed, if `keeps_log`. A refusal makes no folder for it, unless the environment has printed
-    something.
+    If `keeps_log`, the run's preflight.log is overwritten with the last lines that each environment
+    printed: after all have played, or at the refusal of one that printed something.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     places = asyncio.Semaphore(CHECKS_AT_ONCE)

@@ -32,8 +32,8 @@ def print_roles(
 ) -> int:
     """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`.
 
-    `code` is a folder of the user's modules that travels with them; `gpus`: even if the packages
-    that are here compute on CPUs; `schema`: prints the JSON schema of the roles instead.
+    `code` is a folder of the user's modules to ship with the files; `gpus` gives instances GPUs
+    even if this machine's packages are CPU builds; `schema` prints the roles' JSON schema instead.
     """
     if schema:
         say(json.dumps(Roles.model_json_schema(), indent=2))

@@ -27,7 +27,7 @@ async def check_queue(config: Config) -> list[Finding]:
 async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
     """Returns which user of `end` may write; raises ConfigError if it may not, or nothing answers.
 
-    A server that is away has `patience_s` to come.
+    A server that does not answer yet has `patience_s` to come up.
     """
     url = redis_url_of(config.queue, end)
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)

@@ -26,7 +26,7 @@ MASTER_PORT = 29500
 
 
 class Contract(BaseModel):
-    """The base of what is printed; nothing else may stand in it."""
+    """The base class of the printed models; refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,7 +118,7 @@ class Role(Contract):
     programs: list[Program]
 
     def program(self, name: str) -> Program:
-        """Returns one of its programs."""
+        """Returns the program `name` of this role."""
         return next(program for program in self.programs if program.name == name)
 
 
@@ -191,7 +191,7 @@ def whole_run(config: Config) -> Share:
 
 
 def learner_node(config: Config, node_rank: int | None) -> Share:
-    """Returns what one instance of the learner starts; raises ConfigError if there is none such."""
+    """Returns what a node of the learner starts; raises ConfigError for a wrong `node_rank`."""
     nodes, per_node = learner_nodes(config)
     if node_rank is None:
         if nodes > 1:
@@ -311,7 +311,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
 
 
 def _secrets(config: Config, site: Site, end: QueueEnd) -> Iterator[Secret]:
-    """Yields the files of the settings, and those of the site's folder for what they leave out."""
+    """Yields the secrets of `end`: the settings' files, or the site's if a setting is unset."""
     wanted = [("tls_ca", "ca.pem", False), ("token_file", "token", False)]
     if end == "controller":
         wanted += [("tls_certificate", "server.pem", True), ("tls_key", "server.key", True)]
@@ -329,7 +329,7 @@ def _secrets(config: Config, site: Site, end: QueueEnd) -> Iterator[Secret]:
 
 
 def _paths(config: Config, secrets: list[Secret]) -> Iterator[str]:
-    """Yields the settings that name the secrets, and the user of a password."""
+    """Yields overrides with the secrets' paths, and with the queue user of each password file."""
     for secret in secrets:
         yield f"{secret.setting}={secret.file}"
         for end in QUEUE_ENDS:

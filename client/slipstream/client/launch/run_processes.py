@@ -61,7 +61,7 @@ FORGIVEN_S = 600.0
 
 
 class RunCalls:
-    """Calls the controller at `address`; that it does not answer is no error."""
+    """Calls the controller at `address`; only `status` raises if it does not answer."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
@@ -130,7 +130,7 @@ async def end_in_order(
     grace_s: float,
     look_s: float = LOOK_S,
 ) -> None:
-    """Stops the run, and gives the ranks of this node `grace_s` after it was last seen stopping.
+    """Stops the run; awaits `ends` until `grace_s` after the run was last seen stopping.
 
     A cluster stops all nodes at once or this one alone: rank 0 lets all ranks save and export.
     """
@@ -146,7 +146,7 @@ async def end_in_order(
 async def tell_waits(
     display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
 ) -> None:
-    """Asks the controller whenever nothing was shown for long; never returns."""
+    """Shows what the run waits for whenever nothing was shown for long; never returns."""
     patience_s, last_line_s = first_s, 0.0
     while True:
         if display.spoke_s != last_line_s:
@@ -279,7 +279,7 @@ class RunProcesses:
         self._servers[name] = asyncio.ensure_future(keeping)
 
     async def wait(self) -> int:
-        """Shows progress until the run is over; RunFailed with the cause when it failed.
+        """Shows progress until the run is over; raises RunFailed with the cause if it failed.
 
         Returns 0 when the run is done, 128 and the signal's number when a signal ended it before.
         Returns 1 when the run failed with a cause that was shown already.
@@ -328,7 +328,7 @@ class RunProcesses:
         return 128 + stopping.result()
 
     def _tell_running(self) -> list[Child]:
-        """Returns all processes but the controller that have not ended yet, and names them."""
+        """Returns the processes that still run, without the controller, and shows their names."""
         trainers = self._trainers.children if self._trainers is not None else []
         children = (*self._children, *trainers)
         running = [child for child in children if child.name != "controller" and child.is_running]
@@ -360,9 +360,10 @@ class RunProcesses:
         return child
 
     async def _told(self, name: str, keeping: Awaitable[None]) -> None:
-        """Awaits `keeping`; ends the run when the machine has no process or disk left for it.
+        """Awaits `keeping`; at an OSError, as when processes or disk run out, stops the run.
 
-        Its task is awaited only at the end: the run would wait for a process that never starts.
+        The task of this call is awaited only at the end of the run. An error raised here would be
+        seen only then, and the run would wait for a process that never starts.
         """
         try:
             await keeping
@@ -381,10 +382,10 @@ class RunProcesses:
         await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
     async def _keep_controller(self) -> Child:
-        """Shows the controller's events, and starts it again when it dies; returns the last one.
+        """Shows the controller's events, and restarts it when it dies; returns the last controller.
 
-        Servers and trainer find the new one by themselves, and keep all that they have. It would
-        know nothing of a stop, at which the trainer has left or leaves.
+        Servers and trainer reconnect to the new one and keep their state. During a stop it is not
+        restarted: it would not know of the stop, and the trainer has left or leaves.
         """
         policy = RestartPolicy(CONTROLLER.restarts, first_pause_s=CONTROLLER_PAUSE_S)
         while True:

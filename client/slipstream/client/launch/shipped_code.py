@@ -77,9 +77,9 @@ def left_behind(config: Config, code: ShippedCode) -> list[str]:
 
 
 def model_folders(config: Config) -> dict[str, Path]:
-    """Returns the folder of each model by its setting, none for a model on the hub.
+    """Returns the folder of each model by its setting, without models on the hub.
 
-    Raises ConfigError for two folders that would have one name where they are brought.
+    Raises ConfigError if two folders have the same name, since machines get them by name.
     """
     settings = {"model.path": config.model.path}
     settings |= {f"{name}.path": path for name, path in role_folders(config)}

@@ -1,4 +1,4 @@
-"""Files for schedulers that are mostly fixed text, and words of shell commands in them."""
+"""Fills in the templates of scheduler files, and quotes the shell commands in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Marked(Template):
 
 
 def filled_template(path: Path, **values: object) -> str:
-    """Returns the text of a file with these values; raises KeyError if it needs another."""
+    """Returns the template at `path` with `values` filled in; raises KeyError if one is missing."""
     return _Marked(path.read_text()).substitute(values)
 
 
@@ -28,7 +28,7 @@ def shell_command(command: list[str], *, indent: int) -> str:
 
 
 def shell_word(word: str) -> str:
-    """Returns a word for a shell script, in which ${NAME} stays a variable."""
+    """Returns `word` quoted for a shell script; ${NAME} in it stays a variable."""
     if _PLAIN.fullmatch(word):
         return word
     escaped = re.sub(r'(["\\`]|\$(?!\{[A-Z_]+\}))', r"\\\1", word)

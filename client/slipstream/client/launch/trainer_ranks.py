@@ -65,7 +65,7 @@ class TrainerRanks:
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
-        """`arguments` are each rank's. `milestones` asks the controller; None: it is silent."""
+        """`arguments` go to every rank; `milestones` returns None if the controller is silent."""
         self._config, self._placement, self._arguments = config, placement, arguments
         self._ranks = ranks
         self._warn, self._milestones = warn, milestones
