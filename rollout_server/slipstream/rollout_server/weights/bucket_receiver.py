@@ -23,11 +23,11 @@ class Seat:
 
 @dataclass(frozen=True)
 class Incoming:
-    """The facts of one update that its transport needs.
+    """What a transport needs to know of one update.
 
     `own_buffers`: every bucket gets memory that is never written again. Otherwise a bucket is valid
-    until the next one is asked for. `digested`: False for payloads, which have no digests.
-    `memory`: the memory of each bucket; otherwise the receiver allocates what it needs.
+    until the next one is requested. `digested`: False for deltas, whose payloads have no digests.
+    `memory`: a buffer for each bucket; if empty, the receiver allocates what it needs.
     """
 
     buckets: tuple[Bucket, ...]
@@ -54,7 +54,7 @@ class BucketReceiver(ABC):
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """Prepares to receive while generation continues.
 
-        Returns the memory of each bucket in order, or nothing where it is not known beforehand.
+        Returns the buffer of each bucket in order; empty if buffers are not known beforehand.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class BucketReceiver(ABC):
         return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
 
     def _open_digests(self, incoming: Incoming) -> BucketDigests:
-        """Returns the digests of an update: those of the update before where they fit."""
+        """Returns what computes an update's digests, reused while its buckets are the same."""
         kind = incoming.buckets, incoming.digested
         if self._digests is None or self._digested != kind:
             self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
@@ -98,7 +98,7 @@ class BucketReceiver(ABC):
 
 
 class NoDigests:
-    """The digests of payloads: none, but `read` waits for the current stream as others do."""
+    """Computes no digests, for payloads; `read` waits for the current stream all the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,7 +116,7 @@ class NoDigests:
 def open_digests(
     buckets: tuple[Bucket, ...], device: torch.device, *, digested: bool = True
 ) -> BucketDigests:
-    """Returns digests computed on the buckets' device; they are empty unless `digested`."""
+    """Returns what computes the digests on `device`, or a `NoDigests` unless `digested`."""
     if not digested:
         return NoDigests(device)
     if device.type != "cuda":

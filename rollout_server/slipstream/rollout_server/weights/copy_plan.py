@@ -1,9 +1,9 @@
 """The work of a model's own loader, recorded once as copies and replayed.
 
 `record` runs `load_weights` over buckets without changing anything and notes every copy from a
-bucket into a parameter: fused and sharded ones are slices. A plan is good only if its copies write
-every element of every parameter exactly once. `PlanCheck` compares, bit by bit, the loader's
-finished work with what these copies would have made; `Replay` makes them.
+bucket into a parameter; for a fused or sharded parameter it is a copy of slices. A plan is valid
+only if its copies write every element of every parameter exactly once. `PlanCheck` compares, bit by
+bit, the parameters that the loader filled with the result of these copies; `Replay` makes them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NotCopied(Exception):  # noqa: N818 - says why a plan is impossible
 
 @dataclass(frozen=True)
 class View:
-    """Part of a storage; all numbers in elements."""
+    """A strided part of a storage; `offset` and `strides` count elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class View:
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def within(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
-        """Returns this part of `tensor`'s storage, counted from element `base` on."""
+        """Returns this part of `tensor`'s storage as a tensor; offsets count from `base`."""
         return torch.as_strided(tensor, self.shape, self.strides, base + self.offset)
 
     def runs(self) -> NDArray[np.int64]:
@@ -100,8 +100,8 @@ def record(
 ) -> CopyPlan:
     """Returns the copies that `load_weights` makes into `parameters`; writes nothing.
 
-    Allocates as much memory on `device` as the largest bucket has. NotCopied when the loader does
-    anything else to a parameter, or does not write each of its elements exactly once.
+    Allocates as much memory on `device` as the largest bucket has. Raises NotCopied if the loader
+    does anything else to a parameter, or does not write each of its elements exactly once.
     """
     empty = [name for name, tensor in parameters.items() if not tensor.numel()]
     if empty:
@@ -119,7 +119,7 @@ def record(
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the writes into parameters instead of making them."""
+    """Records writes to parameters instead of executing them."""
 
     def __init__(self, parameters: Parameters, room: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Sees every operation below autograd."""
+        """Records or executes an operation; torch calls it for every one below autograd."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             # A parameter that is written with this value would look like a constant.
             raise NotCopied("the loader reads the value of an element")
@@ -231,14 +231,14 @@ def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
 
 
 class PlanCheck:
-    """Compares what the loader made of each bucket with what a plan would have made of it.
+    """Compares the parameters that the loader filled with what a plan's copies would give.
 
     check = PlanCheck(plan, parameters)
     check.add(place, buffer)  # for each bucket, after the loader was given it
     check.failure()  # after the loader has finished
 
-    The loader may finish a parameter several buckets later: a bucket's memory is held until all
-    that the plan takes from it has been found in the parameters.
+    The loader may finish a parameter several buckets later: a bucket's memory is held until the
+    parameters equal every copy that the plan makes from it.
     """
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
@@ -251,7 +251,7 @@ class PlanCheck:
         self._settle()
 
     def failure(self) -> str | None:
-        """Returns a parameter that the plan gets wrong, or None; call it after the loader's end."""
+        """Returns the name of a parameter that the plan gets wrong, or None."""
         self._settle()
         return self._open[0][0].parameter if self._open else None
 
@@ -317,13 +317,13 @@ class Replay:
             batch.copy(batch.destinations, batch.sources)
 
     def collect(self, place: int, buffer: torch.Tensor) -> None:
-        """Makes the copies backwards: the parameters' parts of a bucket go to `buffer`."""
+        """Copies in reverse: from the parameters back to their places in `buffer`."""
         self.prepare(place, buffer)
         for batch in self._batches[place, buffer.data_ptr()]:
             batch.copy(batch.sources, batch.destinations)
 
     def only_copies(self, place: int) -> bool:
-        """Whether a bucket's copies are all that its parameters need."""
+        """Whether the copies complete the bucket's parameters, so that nothing is quantised."""
         return place not in self._unfinished
 
     def forget_buffers(self) -> None:

@@ -1,4 +1,4 @@
-"""A line between the server and its engine's workers that does not go through vLLM.
+"""A line of sockets between the server and its engine's workers, which bypasses vLLM.
 
 vLLM takes a call, and its answer, through two queues and three threads, each of which must wake up.
 That is half a millisecond there and more back, for an update that is 3 ms on the wire. vLLM's
@@ -8,10 +8,12 @@ Calls go through vLLM, and their answers come both ways. Two kinds may go throug
 to a thread of each worker: one begins an update of an engine in which nothing runs, the other ends
 an update that was begun, while the engine's own thread hands out outputs and preempts requests.
 
-The engine also tells marks: that a pause is complete, and that it takes steps again. vLLM says so
-too, behind the outputs of the last step, which take milliseconds with hundreds of requests.
+The engine also sends marks: one when a pause is complete, one when it takes steps again. vLLM
+reports both too, but after the outputs of the last step, which take milliseconds with hundreds of
+requests.
 
-Consumes: calls to all workers, marks. Produces: their answers, from the way that is faster.
+Consumes: calls to all workers, marks. Produces: their answers, from vLLM or the line,
+whichever is faster.
 Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the end of the line.
 """
 
@@ -34,7 +36,7 @@ _inherited: list[socket.socket] = []
 
 
 def tell(mark: str) -> None:
-    """Tells the server a mark, for all workers at once; without a line it does nothing."""
+    """Sends the server a mark on behalf of all workers; does nothing without a line."""
     for theirs in _inherited:
         _send(theirs, [mark, None])
 
@@ -53,21 +55,21 @@ class WorkerEnd:
         self._thread: threading.Thread | None = None
 
     def answer(self, call: int, answer: dict[str, Any]) -> None:
-        """Sends the answer to the server, if the line can take it.
+        """Sends the answer to call number `call`; drops it if the line is full.
 
-        The line's own thread waits until it can: its answers come no other way.
+        Only the thread of `serve` waits for room: its answers do not go through vLLM too.
         """
         if self._socket is not None:
             is_alone = threading.current_thread() is self._thread
             _send(self._socket, [call, answer], 0 if is_alone else socket.MSG_DONTWAIT)
 
     def tell(self, mark: str) -> None:
-        """Tells the server a mark, for this worker."""
+        """Sends the server a mark on behalf of this worker."""
         if self._socket is not None:
             _send(self._socket, [mark, None])
 
     def serve(self, methods: Mapping[str, Callable[[int], object]]) -> None:
-        """Starts a thread that calls the method of each call on the line with its number."""
+        """Starts a thread that runs the method named by each call, with the call's number."""
         if self._socket is None or self._thread is not None:
             return
         arguments = (self._socket, methods)
@@ -120,10 +122,10 @@ class DirectLine:
             asyncio.get_running_loop().add_reader(ours, self._read, ours)
 
     async def answers(self, call: Callable[[int], Awaitable[list[Any]]]) -> list[Any]:
-        """Returns all workers' answers to `call`, which is given the number of the call.
+        """Makes a call through vLLM, with its number; returns the workers' answers, in any order.
 
-        The answers come in any order. Raises what `call` raises, unless the workers answered
-        first. A call once made runs to its end, also when its caller no longer waits.
+        Raises what `call` raises, unless the workers answered first. A call once made runs to its
+        end, also when its caller no longer waits.
         """
         with self._open() as (number, found):
             through_vllm = asyncio.ensure_future(call(number))
@@ -146,7 +148,7 @@ class DirectLine:
 
     @contextlib.contextmanager
     def marked(self, mark: str) -> Iterator[asyncio.Future[list[Any]]]:
-        """Gives a future that is done when all workers have told `mark` inside the context."""
+        """Yields a future that is done when all workers have sent `mark` during the block."""
         found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._heard[mark] = [], found
         try:
@@ -185,7 +187,7 @@ class DirectLine:
         self.close()
 
     def _hear(self, ours: socket.socket) -> bool:
-        """Takes all that has arrived; returns whether more may come."""
+        """Reads all messages that have arrived; returns False at the end of the stream."""
         while True:
             try:
                 data = ours.recv(_MAX_BYTES)
@@ -206,7 +208,7 @@ class DirectLine:
 
 
 def _pass_on(found: asyncio.Future[list[Any]], through_vllm: asyncio.Future[list[Any]]) -> None:
-    """Passes on vLLM's answers or error, unless the line was faster: then both are dropped."""
+    """Sets `found` to vLLM's answers or error, unless the line was faster."""
     if through_vllm.cancelled():
         found.cancel()
         return

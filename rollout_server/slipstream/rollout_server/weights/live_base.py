@@ -1,10 +1,10 @@
 """The engine's own weights as the base of a delta: no copy is kept of them.
 
 `LiveParts` applies deltas in place to a bucket whose tensors are contiguous in the live parameters.
-For any other bucket a copy plan is read backwards: its parts are copied out of the live parameters
-into memory for one bucket, the changed elements are put there, and the plan copies it back. A
-tensor parallel worker holds only its shards of such a bucket. So digests are taken of shards, as
-sums that the engine's process adds up (`whole_digests`).
+For any other bucket a copy plan is run backwards: the bucket is gathered from the live parameters
+into a buffer, the changed elements are written there, and the plan copies it back. A tensor
+parallel worker holds only its shards of such a bucket: it computes sums over them, from which the
+engine's process makes digests of whole buckets (`whole_digests`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LiveBase:
     def __init__(
         self, plan: CopyPlan, replay: Replay, parameters: Parameters, device: torch.device
     ) -> None:
-        """Raises NotCopied when a parameter has another element type than what is copied to it."""
+        """Raises NotCopied if a copy of the plan converts its elements or repeats one."""
         for copy in (copy for part in plan.copies for copy in part):
             if parameters[copy.parameter].dtype != copy.dtype:
                 raise NotCopied(f"{copy.parameter} has another element type than its bucket")
@@ -93,16 +93,16 @@ class LiveBase:
 
     @property
     def holds_all(self) -> bool:
-        """Whether the worker holds all of each tensor."""
+        """Whether the worker holds every tensor whole, not a shard."""
         return all(self._holds_all)
 
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
-        """Takes the numbers of changed elements; returns the buckets as they will travel."""
+        """Takes each bucket's number of changed elements; returns the buckets in wire format."""
         self._changed = changed
         return on_the_wire(self._buckets, changed)
 
     def prepare(self) -> None:
-        """Allocates the memory of one bucket and cuts its views."""
+        """Allocates the buffer for one bucket, if some bucket needs it, and cuts views of it."""
         for place, parts in enumerate(self._parts):
             if parts is None or travels_whole(self._buckets[place], self._changed[place]):
                 self._replay.prepare(place, self._bucket(place))
@@ -134,7 +134,7 @@ class LiveBase:
         self._digests.add(place, self._where(place), self._handle)
 
     def read(self) -> list[Share]:
-        """Returns the worker's share of each bucket; waits for the current stream."""
+        """Returns the digest sums and shard names of each bucket; waits for the current stream."""
         found = [b"".join(tensors).hex() for tensors in self._digests.read(self._handle)]
         return list(zip(found, self._names, strict=True))
 
@@ -185,7 +185,7 @@ def _open_kernels(device: torch.device) -> CudaChanges | None:
 
 
 def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor) -> None:
-    """Writes the changed elements of a payload to their places; waits for nothing.
+    """Writes a payload's changed elements to their places in `elements`; never synchronises.
 
     `elements` covers whole blocks. A payload of undefined bytes, as after an abort, names no place
     outside of them.
@@ -196,7 +196,7 @@ def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor)
 
 
 def _views_by_tensor(plan: CopyPlan, place: int) -> list[set[tuple[View, int]]]:
-    """Returns the parts of each tensor that the plan copies, and the size of their elements."""
+    """Returns, for each tensor of a bucket, the views that the plan copies and element sizes."""
     starts = [span.offset_bytes for span in plan.buckets[place].spans]
     found: list[set[tuple[View, int]]] = [set() for _ in starts]
     for copy in plan.copies[place]:
@@ -211,9 +211,9 @@ def _name_of(parts: set[tuple[View, int]]) -> str:
 
 
 class LiveParts:
-    """Views of a bucket's tensors inside the live parameters; holding them keeps the memory.
+    """Views of a bucket's tensors inside the live parameters.
 
-    `pointer` and `bucket` are what digests take: the lowest address, and spans counted from there.
+    Digests are computed from `pointer`, the lowest address, and `bucket`, with offsets from it.
     """
 
     def __init__(self, bucket: Bucket, views: list[Tensor], kernels: CudaChanges | None) -> None:
@@ -263,7 +263,7 @@ class LiveParts:
 def live_parts(
     plan: CopyPlan, place: int, parameters: Parameters, kernels: CudaChanges | None
 ) -> LiveParts | None:
-    """Returns the parts of bucket `place`; None when a tensor does not lie in one piece."""
+    """Returns the parts of bucket `place`; None if a tensor is not contiguous and aligned."""
     bucket = plan.buckets[place]
     by_start: dict[int, Tensor] = {}
     for copy in plan.copies[place]:

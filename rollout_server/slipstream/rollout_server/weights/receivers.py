@@ -23,14 +23,14 @@ from torch._C import _distributed_c10d as c10d
 
 
 class HostReceiver(BucketReceiver):
-    """Receives buckets in main memory, two buffers in turn; subclasses take the bytes."""
+    """Receives buckets in two alternating buffers in main memory; subclasses fill them."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketReceiver`: two buffers in turn."""
+        """See `BucketReceiver`; without `own_buffers` two buffers alternate."""
         if incoming.own_buffers:
             self._buffers = []
             return []
@@ -61,7 +61,7 @@ class HostReceiver(BucketReceiver):
 
 
 class GlooReceiver(HostReceiver):
-    """See `BucketReceiver`: each bucket's sender broadcasts it; all waits are inside the calls."""
+    """See `BucketReceiver`: the sender of each bucket broadcasts it; `receive` blocks on each."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
@@ -227,7 +227,7 @@ class IpcReceiver(BucketReceiver):
                 yield data
 
     def close(self) -> None:
-        """See `BucketReceiver`; the engine computes with copies and needs no buffer any more."""
+        """See `BucketReceiver`; the engine needs no buffer any more: its parameters are copies."""
         self._link.close()
         # Buffers that are still being read stay mapped for ever: unmapping them would break a copy.
         if self._copying.acquire(timeout=_CLOSE_LIMIT_S):

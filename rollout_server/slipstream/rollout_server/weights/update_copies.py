@@ -6,7 +6,7 @@ bucket's deadline.
 
 `Copying` copies one update in two calls, of which the first never waits. Consumes: the buckets of a
 receiver, or staged ones. Produces: copies, one digest for each bucket. Waits for: the device, and
-for buckets unless the receiver enqueues. Unblocked by: the bytes, or the bucket's deadline.
+for buckets unless the receiver only enqueues. Unblocked by: the bytes, or the bucket's deadline.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Staging:
 
     @property
     def held_bytes(self) -> int:
-        """The memory that is kept."""
+        """Bytes of memory that are kept for the next update."""
         return 0 if self._memory is None else self._memory.numel()
 
     def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
@@ -98,7 +98,7 @@ class Staging:
             self.buffers, self.digests, self._error = buffers, digests, failure
 
     def _rooms(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns memory of each size, all in one piece."""
+        """Returns a buffer of each size, all cut from one allocation."""
         padded = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
         *starts, total = accumulate(padded, initial=0)
         memory = self._memory
@@ -118,7 +118,7 @@ class Staging:
 
 
 def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
-    """Returns the bytes that one worker may use to stage, with `held_bytes` that it uses already.
+    """Returns the bytes that one worker may stage, including `held_bytes` that it has allocated.
 
     On a CPU the workers of an engine share main memory.
     """
@@ -156,7 +156,7 @@ class Copying:
         self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """Makes copies that wait for nothing.
+        """Copies, if no copy has to wait for a bucket; otherwise leaves the work to `finish`.
 
         Raises WeightSyncError as in `BucketReceiver.receive`.
         """
@@ -164,7 +164,7 @@ class Copying:
             self._copy()
 
     def finish(self) -> list[bytes]:
-        """Returns the digests when all has arrived.
+        """Copies unless `begin` did; returns the digests when all buckets have arrived.
 
         Raises WeightSyncError after a missed deadline.
         """
@@ -179,7 +179,7 @@ class Copying:
         return digests
 
     def began_s(self) -> float:
-        """Returns when the device came to the copies, on the monotonic clock.
+        """Returns when the device reached the copies, on the clock of `time.perf_counter`.
 
         Call it when `finish` has returned and the device has just ended its work.
         """

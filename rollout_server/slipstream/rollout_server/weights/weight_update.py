@@ -43,10 +43,10 @@ ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a worker loaded an update; it spent `receive_s` waiting for buckets, `load_s` otherwise.
+    """How a worker loaded an update: it waited `receive_s` for buckets, the rest took `load_s`.
 
     `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
-    `has_plan`: a plan copies the next update of this layout.
+    `by_plan`: a copy plan loaded it; `has_plan`: one will load the next update of this layout.
     """
 
     digests: list[str]
@@ -120,7 +120,7 @@ class WeightUpdate:
 
         An empty `layout` stands for that of the update before. An update like the one before needs
         no call to the workers, which would delay the engine's steps, unless it is staged: then all
-        buckets arrive here. `is_busy`: requests run, for whose sake updates are staged.
+        buckets arrive here. `is_busy`: requests run; only then does "auto" stage an update.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
@@ -252,7 +252,7 @@ class WeightUpdate:
         return time.monotonic() - begun_s
 
     async def _copy(self, announced: _Announced, mark: str) -> tuple[float, list[Any]]:
-        """Copies behind a pause of this mark; returns its seconds and the workers' results."""
+        """Pauses and copies; returns the seconds of the pause and the workers' results."""
         paused = self._paused(announced.limit_s, mark)
         if not announced.is_short:
             # The end goes through the engine's thread, which must not wait there while it pauses.
@@ -266,7 +266,7 @@ class WeightUpdate:
         return await self._finish(announced)
 
     async def _begin(self, announced: _Announced, *mark: str) -> None:
-        """Lets the workers begin to copy; with `mark` behind a pause that they tell by it."""
+        """Has the workers begin to copy; `mark`: what they tell when the pause is complete."""
         try:
             await self._carry_out("slipstream_begin", announced.limit_s, *mark)
         except WeightSyncError:
@@ -276,7 +276,7 @@ class WeightUpdate:
             raise
 
     async def _finish(self, announced: _Announced) -> list[Any]:
-        """Returns the workers' results of an update that was begun."""
+        """Ends an update that was begun; returns the workers' results."""
         method = "slipstream_finish" if announced.is_short else "slipstream_receive"
         return await self._carry_out(method, announced.limit_s)
 
