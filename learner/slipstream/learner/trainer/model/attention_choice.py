@@ -32,9 +32,9 @@ def chosen_attention() -> str:
 
 
 def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
-    """Names the kernel of the last call of the attention, and what avoids it.
+    """Names the kernel of the last call of the attention, and a change that avoids this kernel.
 
-    `of_torch`: whether that attention leaves TransformerEngine out.
+    `of_torch`: whether that attention is torch's own, without TransformerEngine.
     """
     if of_torch:
         return f"torch {torch.__version__}", "another version of torch"
@@ -50,7 +50,7 @@ def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
 
 
 def describe(decision: dict[str, Any]) -> str:
-    """Describes TransformerEngine's last choice; `decision` holds the names of its module."""
+    """Describes TransformerEngine's last choice; `decision` is the namespace of its module."""
     found = decision["_attention_backends"]
     kinds = [name for key, name in _KINDS.items() if found[key]]
     parameters = found["attention_params"]

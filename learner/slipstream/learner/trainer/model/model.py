@@ -80,7 +80,7 @@ class ParallelModel:
 
     @property
     def has_engine_bits(self) -> bool:
-        """Whether it computes with the engine's kernels."""
+        """Whether the model computes with the engine's kernels."""
         return getattr(self.chunks[0].config, "agreement", "close") == "bits"
 
     def count_not_finite(self) -> int:
@@ -90,7 +90,7 @@ class ParallelModel:
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
 
     def gather_parameters(self) -> None:
-        """Completes the parameters before they are read; those of a frozen model always are."""
+        """Completes the parameters before they are read; a frozen model's are always complete."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class TrainedModel(ParallelModel):
     def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        `again` computes the same gradients again. It is called with half the scale of the loss
-        after numbers of float16 overflowed on any rank, until none does: no batch is left out.
+        `again` recomputes the same gradients. While float16 numbers overflow on any rank, it is
+        called with the loss scale that the scaler lowered: no batch is skipped.
         Raises UntrainableBatch, with unchanged weights and scale, if the norm is not finite.
         """
         before = None if self.scaler is None else self.scaler.state_dict()
@@ -136,9 +136,10 @@ class TrainedModel(ParallelModel):
             raise
 
     def _prepare_gradients(self) -> bool:
-        """Takes the gradients without their scale; False if they overflowed, and it is now lower.
+        """Unscales the gradients; False if they must be recomputed at a lower loss scale.
 
-        Does what Megatron's `prepare_grads` does in each part; the scale changes once for all.
+        Does what Megatron's `prepare_grads` does in each part of the optimizer, but updates their
+        common loss scale once. An overflow at the lowest scale still returns True.
         """
         if self.scaler is None:
             self.optimizer.prepare_grads()
@@ -173,7 +174,7 @@ class TrainedModel(ParallelModel):
         return norm
 
     def _faulty(self) -> str:
-        """Names the first of this rank's parameters whose gradients are not finite."""
+        """Returns text on this rank's parameters with gradients that are not finite; "" if none."""
         trained = {
             name: parameter.main_grad
             for chunk in self.chunks
@@ -199,7 +200,7 @@ class TrainedModel(ParallelModel):
                 )
 
     def gather_parameters(self) -> None:
-        """Completes an all-gather left to the next forward pass: exports would see old weights."""
+        """Completes an all-gather deferred to the next forward pass, as exports need."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -207,7 +208,7 @@ class TrainedModel(ParallelModel):
 
 @dataclass(frozen=True)
 class Policy(TrainedModel):
-    """The model that is published and samples."""
+    """The trained model whose weights are published to the rollout servers."""
 
     adapters: NamedAdapters = field(kw_only=True)
 
@@ -244,8 +245,8 @@ def shared_scaler(optimizer: Megatron) -> Megatron:
     """Makes all parts of an optimizer use the first one's scale of the loss; returns its scaler.
 
     Megatron gives each part a scaler of its own, but scales the loss only by the first one's:
-    after an overflow in one part the others would divide by a wrong scale. None if the scale is
-    constant, or there is none.
+    after an overflow in one part the others would divide by a wrong scale. Returns None if the
+    scale is constant, or there is none.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 

@@ -1,7 +1,7 @@
 """Several adapters of one policy, each with its optimizer's state; one at a time is in the model.
 
-A training step, a pass of a publish or a save works on the adapter that is active. So an adapter
-is trained exactly as if it were alone, in every layout: nothing of another adapter is there.
+A training step, a pass of a publish or a save works on the active adapter. So each adapter is
+trained exactly as if it were alone, in every layout: the model holds nothing of the others.
 """
 
 import copy
@@ -33,7 +33,7 @@ class NamedAdapters:
     """The adapters of a model, which all have the same shapes; the first one is in the model.
 
     `with adapters.active("math"): ...` puts another adapter in its place. Every adapter starts
-    with the same values. Without names there is one adapter, "", or none.
+    with the same values. Without names there is one adapter, named "", or none.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NamedAdapters:
         gather: Callable[[], None],
         memory: HostMemory,
     ) -> None:
-        """Collective with several names, for which every moment is made at once.
+        """Collective with several names: then it makes all moments of the optimizer.
 
         `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which
         `optimizer` updates. `memory` may keep these and the state of the active adapter on the
@@ -141,10 +141,10 @@ class NamedAdapters:
         return [group for optimizer in self._parts() for group in optimizer.param_groups]
 
     def _make_moments(self) -> None:
-        """Makes all moments, as zeros: an adapter that is not trained yet can be saved with them.
+        """Makes all moments, as zeros, so that an adapter can be saved before it is trained.
 
-        An update by zero gradients at a learning rate of 0 changes no weight; its count is taken
-        back.
+        It runs an update by zero gradients at a learning rate of 0, which changes no weight, and
+        resets the count of updates.
         """
         scale = None if self._scaler is None else self._scaler.state_dict()
         for chunk in self._chunks:

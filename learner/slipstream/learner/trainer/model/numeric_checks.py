@@ -1,14 +1,14 @@
-"""Checks of a loaded model before it trains: right attention on this machine, numbers in float16.
+"""Checks of a loaded model before it trains: attention's gradients, and the range of float16.
 
 Kernels differ by GPU, by library and by the size of heads, and some are wrong: for heads of 256
 dimensions on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and now and then
 NaN. A run would go on with them. So each kind of attention in a model is computed once more with
-plain operations in float64, over a few short packed sequences. A model that shares beginnings does
-so a second time, over sequences that share theirs: such calls may take another kernel.
+plain operations in float64, over a few short packed sequences. For a model that shares prefixes it
+is checked again over sequences with shared prefixes: such calls may take another kernel.
 
-float16 ends at 65504, where bfloat16 goes on to 3e38. The hidden states of some models are larger:
-they would train on nothing but infinities, or fail at a longer prompt. So the real weights see some
-sequences once, and the largest number that any layer takes or gives is measured.
+float16 ends at 65504, bfloat16 at 3e38. Some models have larger hidden states than float16 holds:
+they would train on infinities only, or fail at a longer prompt. So the loaded weights process some
+sequences once, and the largest number in any layer's inputs or outputs is measured.
 
 Produces: nothing, or ConfigError. Waits for: the other ranks, which compute parts of the same
 sequences. Unblocked by: their parts, or the limit of their group.
@@ -161,7 +161,7 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:
-    """Returns the norm of the difference over that of `right`."""
+    """Returns the norm of `found - right` divided by the norm of `right`."""
     found, right = found.detach().double(), right.detach()
     return float((found - right).norm() / right.norm())
 
@@ -212,9 +212,10 @@ def _shared(
 def _plain(
     kind: Kind, packed: Sequence[Tensor], paths: Sequence[Path], sinks: Tensor | None
 ) -> list[Tensor]:
-    """Returns `_COMPARED` in float64; `packed` are queries, keys, values and outputs' gradients.
+    """Returns the tensors that `_COMPARED` names, computed with plain operations in float64.
 
-    It holds the scores of one head at a time: those of all would fill a GPU.
+    `packed` has queries, keys, values and the gradient of the outputs. Only one head's scores are
+    held at a time: those of all would fill a GPU.
     """
     *inputs, gradient = packed
     outputs, *totals = (
@@ -244,7 +245,7 @@ def _plain(
 def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
     """Returns the outputs of a sequence's attention; `own` holds queries, keys and values.
 
-    The last key is that of the last query.
+    There may be more keys than queries: the last key belongs to the token of the last query.
     """
     query, key, value = own
     scores = query @ key.T * kind.scale
@@ -271,9 +272,9 @@ _TOKENS_SEED = 35
 
 
 def check_range(model: ParallelModel, *, max_tokens: int) -> None:
-    """Raises ConfigError if weights or activations of a float16 model come near its range's end.
+    """Raises ConfigError if weights or activations of a float16 model nearly leave its range.
 
-    Collective; `max_tokens` are those of a micro batch. The model does not change.
+    Collective; `max_tokens` is the limit of a micro batch. The model does not change.
     """
     if model.dtype != torch.float16:
         return

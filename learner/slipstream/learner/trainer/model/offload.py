@@ -56,7 +56,7 @@ class HostMemory:
         self._tensors.update(tensors)
 
     def offloads(self, part: Part) -> bool:
-        """Whether a part leaves the device with its last user."""
+        """Whether `part` moves to host memory after its last user."""
         return self._is_offloaded[part]
 
     @contextlib.contextmanager
@@ -149,7 +149,7 @@ def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator
 
 
 def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields what the optimizer updates in place of model parameters, none that it updates."""
+    """Yields the tensors that the optimizer updates, except those that are model parameters."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
     for part in optimizer.chained_optimizers:
         for group in () if part.is_stub_optimizer else part.optimizer.param_groups:

@@ -224,7 +224,7 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
 
 
 def _window_settings(hf_config: Megatron) -> dict[str, object]:
-    """Returns the settings of sliding windows: a window of N tokens includes the query's own."""
+    """Returns Megatron's settings of sliding windows: N tokens include the query's own."""
     size = getattr(hf_config, "sliding_window", None)
     kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
     if size is None or "sliding_attention" not in kinds:

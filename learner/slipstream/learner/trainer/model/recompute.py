@@ -24,18 +24,18 @@ _MARGIN = 0.05
 
 
 class GpuMemory:
-    """The memory of this rank's GPU, in bytes: torch's allocator, and what others leave."""
+    """The memory of this rank's GPU, in bytes: what tensors take, and what they may take."""
 
     def __init__(self, share: float | None) -> None:
         """`share`: `learner.gpu_memory_fraction`."""
         self._share = share
 
     def allocated(self) -> int:
-        """Returns what tensors take now."""
+        """Returns the bytes that tensors take now."""
         return torch.cuda.memory_allocated()
 
     def peak(self) -> int:
-        """Returns the most that tensors took since `watch`."""
+        """Returns the most bytes that tensors took at one time since `watch`."""
         return torch.cuda.max_memory_allocated()
 
     def watch(self) -> None:
@@ -51,7 +51,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Measured:
-    """Memory of a pass with one kept layer, in bytes a token of its largest micro batch."""
+    """Memory of a pass that recomputes all layers but one, in bytes per token of a micro batch."""
 
     # One layer's activations of one micro batch.
     layer: float
@@ -64,8 +64,8 @@ def recomputed_layers(
 ) -> int:
     """Returns how many of `layers` must recompute so that a pass fits into `free` bytes.
 
-    `in_flight`: micro batches whose activations a pipeline stage holds at one time. `rest` holds
-    those of one layer already.
+    `in_flight`: micro batches whose activations a pipeline stage holds at one time.
+    `measured.rest` includes the activations of one layer already.
     """
     of_layer = measured.layer * tokens * in_flight
     left = free - measured.rest * tokens
@@ -81,9 +81,9 @@ class Recompute:
     def __init__(
         self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
     ) -> None:
-        """Takes this rank's chunks without wrappers; at first one layer of each keeps its own.
+        """Takes this rank's unwrapped chunks; at first all layers recompute but one of each chunk.
 
-        With Mamba layers it stays so: a layer of another kind would be measured.
+        With Mamba layers this stays so: the layer that is measured might be of another kind.
         """
         blocks = [model.decoder for model in models]
         self._configs = {
@@ -119,7 +119,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def _kept_by_last(self) -> Iterator[list[int]]:
-        """Yields what the last layer keeps, in bytes, of each micro batch that goes through it."""
+        """Yields a list that gets the bytes that the last layer keeps of each micro batch."""
         begun: list[int] = []
         kept: list[int] = []
         hooks = [

@@ -15,11 +15,11 @@ _LOW = 0xFFFF
 
 
 def stochastic_bfloat16(masters: Tensor, *, seed: int) -> Tensor:
-    """Rounds float32 `masters` up or down to bfloat16, each way as often as it is near.
+    """Rounds float32 `masters` stochastically to bfloat16: the nearer value is the more likely.
 
     The choice is a function of the master's bits and `seed` alone: every layout, a replay and a
-    resume choose alike, and a weight whose master did not move stays as it is. A copy of `masters`
-    in int32 is made.
+    resume choose alike, and a weight whose master did not change does not change either. Makes an
+    int32 copy of `masters`.
     """
     bits = masters.contiguous().view(torch.int32)
     mixed = bits ^ (seed & 0x7FFFFFFF)
@@ -42,7 +42,7 @@ class Rounding:
         ...                                           # updates
         share = rounding.changed_share(ranks)         # since the last call
 
-    Megatron copies itself where there are no masters (float32), and with 8-bit weights or a
+    Megatron's own copying stays where there are no masters (float32), and with 8-bit weights or a
     precision-aware optimizer, whose masters are kept elsewhere: the share is then None.
     """
 

@@ -41,8 +41,8 @@ def forward_backward(
     """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
 
     Returns the loss of each micro batch, detached, on the last pipeline stage, and [] on the
-    others. `temperature` is that of sampled tokens; tokens that an environment gave have 1. Set
-    `entropy_gradient` if the loss itself depends on the entropies.
+    others. `temperature` applies to tokens that the policy sampled; those that an environment gave
+    have 1. Set `entropy_gradient` if the loss itself depends on the entropies.
     """
 
     def finish(
@@ -75,8 +75,8 @@ def forward_logprobs(
     """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
 
     There is one tensor for each micro batch on the last pipeline stage, and [] on the others. With
-    a `top_k` it is [tokens, 1 + 2 * top_k]: behind that of the target the ids of the most likely
-    tokens, and then their log-probabilities. `temperature` is as in `forward_backward`.
+    a `top_k` it is [tokens, 1 + 2 * top_k]: the target's log-probability, the ids of the most
+    likely tokens, then their log-probabilities. `temperature` is as in `forward_backward`.
     """
 
     def finish(
@@ -109,9 +109,9 @@ def forward_logprobs(
 def sequence_logprobs(
     model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
 ) -> list[LogprobArray]:
-    """Returns log-probabilities at temperature 1 of all tokens except each first one; collective.
+    """Returns one array of log-probabilities at temperature 1 for each sequence; collective.
 
-    Every rank gets one array for each sequence, without its first token.
+    Every rank gets all arrays. An array leaves out the first token of its sequence.
     """
     return masked_outputs(
         model,
@@ -176,7 +176,7 @@ def run_schedule(
 def _planned(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> AbstractContextManager[None]:
-    """Measures and plans recomputed layers around a training pass, for a critic's passes too."""
+    """Returns the context in which a training pass, also a critic's, plans recomputed layers."""
     if forward_only or not isinstance(model, TrainedModel) or model.recompute is None:
         return nullcontext()
     sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
@@ -184,14 +184,14 @@ def _planned(
 
 
 def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """Gives the forward pass within what hooks need of a micro batch."""
+    """Returns the context that gives hooks of the forward pass the data of `micro_batch`."""
     if model.vision is not None:
         return model.vision.images_of(micro_batch)
     return nullcontext() if model.sharing is None else model.sharing.positions_of(micro_batch)
 
 
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
-    """Returns the bounds of the sequences for the attention, with the experts for the routers."""
+    """Returns Megatron's packed-sequence parameters, with the experts that routers replay."""
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
     if micro_batch.paths is not None:
@@ -239,10 +239,10 @@ def _logprobs(
 def _trained_rows(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns the rows of sampled and of given tokens, on the device.
+    """Returns for each micro batch the trained rows of sampled and of given tokens, on the device.
 
-    They are found here: `nonzero` on a GPU would wait for it. At temperature 1 all count as
-    sampled.
+    They are found on the host: `nonzero` on a GPU would wait for it. Given tokens are the
+    environment's. At temperature 1 all count as sampled.
     """
     found = []
     for micro_batch in micro_batches:

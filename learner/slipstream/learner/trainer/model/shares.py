@@ -140,8 +140,8 @@ def _shared_plan(
 ) -> list[list[list[Bundle]]] | None:
     """Returns the bundles of each micro batch of each replica; None if nothing can be shared.
 
-    Long bundles share most, short ones fill micro batches and replicas evenly: bundles of several
-    lengths are planned, and the plan with the least work is taken.
+    Long bundles share most, short ones fill micro batches and replicas evenly. So it plans with
+    several limits of a bundle's length, and takes the plan with the least work.
     """
     assert model.sharing is not None
     tree = PrefixTree(sequences, members, min_shared=model.sharing.min_tokens)
