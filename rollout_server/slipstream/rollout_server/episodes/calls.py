@@ -31,8 +31,8 @@ Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentF
 class Judgement:
     """An environment's answer to a reply; `messages` follow unless the episode is `done`.
 
-    `tools` are those from now on (`TemplateInputs`), None for the same as before. `given_reply` is
-    the next reply, "" if the model replies.
+    `tools` are offered from now on (`TemplateInputs`); None: as before. `given_reply`: the next
+    reply, given by the environment; "": the model replies.
     """
 
     reward: float
@@ -60,7 +60,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The result of an agent; `shares` and `rewards` are those of its named branches."""
+    """The result of an agent; `shares` and `rewards` are by branch name."""
 
     reward: float
     metrics: dict[str, float]
@@ -85,7 +85,7 @@ class StreamSession:
     ) -> None:
         """`on_timeout` examines a call without an answer: the error that it returns is raised.
 
-        `on_close` is told whether the environment has answered a step.
+        `on_close` is called with whether the environment has answered a step.
         """
         self._table = table
         self._key = episode_key
@@ -95,7 +95,7 @@ class StreamSession:
         self._answers: Answers | None = None
 
     async def reset(self, task_index: int, seed: int) -> Opening:
-        """Starts the task; returns what the model reads first."""
+        """Starts the task; returns its first messages."""
         command = environment_pb2.ResetCommand(
             episode_key=self._key, task_index=task_index, seed=seed
         )
@@ -153,9 +153,9 @@ class StreamSession:
         return AgentEnd(result.reward, *map(dict, named.values()))
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
-        """Hands a part of the answer to an agent's call over.
+        """Sends the agent a part of the answer to its call.
 
-        Returns when the agent took it, and at once where it is the last part.
+        Returns when the agent has taken it, or at once if it is the last part.
         """
         command = environment_pb2.ReplyPart(
             episode_key=self._key,
@@ -234,13 +234,13 @@ def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessa
 
 
 def check_tools(tools: str, *, takes_tools: bool) -> None:
-    """Raises EnvironmentFailed for tools whose calls nothing in this run would read."""
+    """Raises EnvironmentFailed if there are tools but the run has no parser for their calls."""
     if tools and not takes_tools:
         raise misused(NEED_PARSER)
 
 
 def _tools(text: str) -> str | None:
-    """Returns the tools of a message; None where it names none, "" where it names an empty list."""
+    """Returns the tools in a message: None if the text is empty, "" if it is an empty list."""
     if not text:
         return None
     try:
@@ -340,7 +340,7 @@ class CallTable:
 
 
 def checked(message: environment_pb2.WorkerMessage) -> environment_pb2.WorkerMessage:
-    """Returns an answer; raises EnvironmentFailed where it is a failure."""
+    """Returns `message`; raises EnvironmentFailed if it reports a failure."""
     if message.WhichOneof("message") == "failure":
         failure = message.failure
         raise EnvironmentFailed(_kind(failure), failure.message[:MAX_MESSAGE_CHARACTERS])
@@ -348,14 +348,14 @@ def checked(message: environment_pb2.WorkerMessage) -> environment_pb2.WorkerMes
 
 
 def misused(cause: str) -> EnvironmentFailed:
-    """Returns the error of an environment that is at fault, such as against the protocol."""
+    """Returns an EnvironmentFailed of kind ENVIRONMENT: the environment is at fault."""
     return EnvironmentFailed(
         trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause[:MAX_MESSAGE_CHARACTERS]
     )
 
 
 def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFailed) -> None:
-    """Puts an answer into a queue; where it finds no room, a failure takes the last place."""
+    """Puts an answer into a queue; its last place gets a failure, later answers are dropped."""
     if answers.full():
         return
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):

@@ -56,7 +56,7 @@ class Dispatcher:
         max_episodes: int,
         closed: Callable[[fleet_pb2.LeaseReport], None],
     ) -> None:
-        """Runs its tasks in `group`; `closed` takes the report on each lease that is over."""
+        """Runs its tasks in `group`; calls `closed` with the report on each lease that is over."""
         self._tasks = group
         self._identity, self._services, self._sender = identity, services, sender
         self._slots = asyncio.Semaphore(max_episodes)

@@ -38,7 +38,7 @@ class PromptTooLong(Exception):
 
 
 class Ask(Protocol):
-    """Awaits a call that the episode may have to give up."""
+    """Awaits a call to the environment, which a cancelled episode interrupts."""
 
     async def __call__(self, call: Awaitable[Answer], /) -> Answer:
         """Returns the answer to `call`."""
@@ -48,11 +48,11 @@ class Give(Protocol):
     """Records the tokens of a reply that the environment gives."""
 
     def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
-        """Returns the tokens as if they had been sampled; `is_cut`: they are not the whole."""
+        """Returns the tokens as a `Generation`; `is_cut`: the reply was cut at a limit."""
 
 
 class EnvironmentTalk:
-    """The talk of one environment and the model; `run` it once."""
+    """Alternates between one environment and the model; `run` it once."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class EnvironmentTalk:
     async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
         """Plays the turns behind `opening`; returns how the episode ended.
 
-        PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
+        Raises PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
         """
         renderer, recording, sampling = self._renderer, self._recording, self._sampling
         history = await self._begin(opening, inputs)
@@ -140,7 +140,7 @@ class EnvironmentTalk:
         return History(renderer, opening.messages, inputs)
 
     async def _offer(self, inputs: TemplateInputs) -> None:
-        """Opens the reader of replies to `inputs`.
+        """Opens the parser of replies to prompts with `inputs`.
 
         Raises EnvironmentFailed for tools that this run cannot offer.
         """
@@ -150,7 +150,7 @@ class EnvironmentTalk:
             self._reader.check(inputs)
 
     def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
-        """Returns what the run's parsers read in the last reply; None if there are none."""
+        """Returns the last reply as parsed by the run's parsers; None if there are none."""
         if self._reader is None:
             return None
         tokens, reply = self._recording.conversation, self._recording.last_reply
@@ -222,9 +222,9 @@ class History:
         self.images: list[PlacedImage] = []
 
     def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
-        """Adds a reply and what follows it.
+        """Adds a reply and the messages that follow it.
 
-        Raises EnvironmentFailed for the result of an unknown call.
+        Raises EnvironmentFailed for the result of an unknown tool call.
         """
         self._call_ids |= {call.id for call in reply.tool_calls}
         for message in messages:
@@ -239,13 +239,13 @@ class History:
         self._messages += messages
 
     def prompt(self) -> list[int]:
-        """Returns the tokens of all messages, replies as messages too."""
+        """Returns the tokens of the whole conversation as one prompt, replies rendered too."""
         messages = self._whole(self._messages)
         return self._with_images(self._renderer.prompt(messages, self.inputs), messages)
 
     @property
     def can_continue(self) -> bool:
-        """Whether what follows the last reply can be appended to its tokens."""
+        """Whether the messages after the last reply can be appended to its tokens."""
         new = self._messages[self._num_read :]
         has_results = bool(self.inputs.tools) and any(each.role == "tool" for each in new)
         return not has_results or self._renderer.has_place_for_results(self.inputs)
@@ -268,6 +268,6 @@ class History:
         return tokens
 
     def _whole(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Returns the first messages with the replies in the place of their stand-ins."""
+        """Returns `messages`, from the first on, with replies in place of the `REPLY` markers."""
         replies = iter(self._replies)
         return [next(replies) if each is REPLY else each for each in messages]

@@ -31,9 +31,9 @@ Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
 @dataclass(order=True)
 class LoneTurn:
-    """One episode that waits for a worker; those with more attempts behind them go first.
+    """One episode that waits for a worker of its own; higher attempts go first.
 
-    In this order the culprit among suspects is set aside after the fewest ends of a worker.
+    In this order the fewest workers end before the task at fault has used up its attempts.
     """
 
     rank: tuple[int, int]
@@ -42,7 +42,7 @@ class LoneTurn:
     has_passed: bool = field(default=False, compare=False)
 
     def end(self, has_passed: bool) -> None:
-        """Ends the turn; after an episode that `has_passed` the worker can be used again."""
+        """Ends the turn; `has_passed`: the worker can be used for another episode."""
         self.has_passed = has_passed
         self.over.set()
 
@@ -83,7 +83,7 @@ class HostedEnvironment:
     async def open(
         self, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> StreamSession:
-        """Opens a session on the worker with the fewest.
+        """Opens a session on the worker with the fewest sessions.
 
         Raises EnvironmentFailed when no worker starts.
 
@@ -172,7 +172,7 @@ class ClientEnvironments:
         )
 
     async def run(self) -> None:
-        """Opens the stream when a session wants it; when the stream breaks, its calls fail."""
+        """Opens the stream when a session needs it; when the stream breaks, its calls fail."""
         while True:
             await self._wanted.wait()
             stream = self._stub.CallEnvironments(self._outgoing(), metadata=self._metadata)
@@ -268,7 +268,7 @@ class LoneWorkers:
     """Gives each episode a worker of its own; no worker runs while no episode waits."""
 
     def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
-        """Runs at most `count` workers at one time, their logs numbered behind as many others."""
+        """Runs at most `count` workers at one time, with the indices `count` .. 2 * `count` - 1."""
         self._make = make
         self._indices = range(count, 2 * count)
         self._turns: asyncio.PriorityQueue[LoneTurn] = asyncio.PriorityQueue()
@@ -317,7 +317,7 @@ class LoneWorkers:
     async def _serve(
         self, worker: EnvironmentWorker, loaded: asyncio.Event, first: LoneTurn
     ) -> None:
-        """Gives the worker to one episode after another, as long as each leaves it usable."""
+        """Gives the worker to one episode after another, until one fails or none waits."""
         await loaded.wait()
         turn = first
         while True:

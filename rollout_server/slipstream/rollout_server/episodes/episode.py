@@ -65,7 +65,7 @@ class AgentTalk:
         judge: Recorder | None,
         timeout_s: float,
     ) -> None:
-        """`judge`: recorder of judge calls; None if the server keeps no frozen version.
+        """`judge`: recorder of judge calls; None if the engine does not keep the initial model.
 
         `timeout_s`: how long the agent may take with no call open.
         """
@@ -152,7 +152,7 @@ class AgentTalk:
         return self._judge
 
     def _forget_answered(self) -> None:
-        """Forgets calls that are over; raises what ended one of them."""
+        """Forgets calls that are over; raises the error of one that failed."""
         for number, task in list(self._calls.items()):
             if task.done():
                 del self._calls[number]

@@ -53,7 +53,7 @@ class EpochCounters:
         self.all_ended = self.all_ended.plus(num_tokens)
 
     def broke_off(self) -> None:
-        """Notes that an episode ended without a trajectory: its tokens stay open."""
+        """Notes that an episode ended without a trajectory: its tokens still count as open."""
         self._is_broken_off = True
 
     def report(

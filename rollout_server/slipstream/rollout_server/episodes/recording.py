@@ -74,7 +74,7 @@ class Recording:
 
     @property
     def num_routed(self) -> int:
-        """Tokens of the conversation that goes on whose experts are recorded."""
+        """Number of tokens of the current conversation whose experts are recorded."""
         return sum(map(len, self.expert_ids)) - self.start
 
     @property
@@ -104,7 +104,7 @@ class Recording:
 
     @property
     def short_metrics(self) -> dict[str, float]:
-        """The metrics, cut to the number and to the names that a trajectory may carry."""
+        """The metrics, limited to the number and the length of names that a trajectory allows."""
         named = [*self.metrics.items()][:_MAX_METRICS] + [*self.counts.items()][:_MAX_METRICS]
         return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
 
@@ -122,7 +122,8 @@ class Recording:
     ) -> None:
         """Takes the tokens of all conversations of an agent, one branch after the other.
 
-        `shares` and `rewards` are those of named branches.
+        `shares`: factor on the advantage by branch name, 1 if missing; `rewards`: reward by branch
+        name; a missing one is the episode's.
         """
         for branch in conversations.branches:
             self._place(branch.images)
@@ -149,7 +150,7 @@ class Recording:
         self.counts[JUDGE_TOKENS] += num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
-        """Returns how many tokens the conversation may still take; `is_new`: a new conversation."""
+        """Returns how many more tokens this conversation may have; `is_new`: a new one instead."""
         if is_new and max(len(self.branches), 1) >= sampling.max_branches:
             return 0
         used = 0 if is_new else len(self.token_ids) - self.start
@@ -157,7 +158,7 @@ class Recording:
         return min(sampling.max_episode_tokens - used, left)
 
     def begin_branch(self) -> None:
-        """Ends the conversation; the next context is read from its own start."""
+        """Ends the current conversation; the next context begins a new one."""
         runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
         self.ended_branches += (Branch(runs),)
         if self.expert_ids:
@@ -167,7 +168,7 @@ class Recording:
         self.start = len(self.token_ids)
 
     def sequences(self) -> list[ScoredSequence]:
-        """Returns the tokens of each branch, or of all runs; call it after `close`."""
+        """Returns the tokens of each branch, or of the only conversation; call it after `close`."""
         found, run, token = [], 0, 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
@@ -184,7 +185,7 @@ class Recording:
 
     @property
     def conversation_images(self) -> list[PlacedImage]:
-        """The images of the conversation that goes on, by their places in it."""
+        """The images of the current conversation, by their places in it."""
         known = list(self.images)
         return [
             PlacedImage(place.offset - self.start, known[place.image])
@@ -219,9 +220,9 @@ class Recording:
 def _whole(
     branch: ConversationBranch, branches: Sequence[ConversationBranch]
 ) -> list[npt.NDArray[np.unsignedinteger]]:
-    """Returns the experts of all tokens of a branch; those that were never computed have none.
+    """Returns the experts of all tokens of a branch; [] if the engine records no experts.
 
-    The last token is one of them. Nothing is returned if the engine records no experts.
+    Tokens that were never computed, such as the last, get those of `_unknown`.
     """
     known = next((part for each in branches for part in each.expert_ids), None)
     if known is None:
@@ -232,6 +233,6 @@ def _whole(
 def _unknown(
     num_tokens: int, known: npt.NDArray[np.unsignedinteger]
 ) -> npt.NDArray[np.unsignedinteger]:
-    """Returns the experts of tokens that were never computed, in the form of `known`."""
+    """Returns placeholders, the greatest id, for the experts of tokens never computed."""
     nothing = np.iinfo(known.dtype).max
     return np.full((num_tokens, *known.shape[1:]), nothing, known.dtype)

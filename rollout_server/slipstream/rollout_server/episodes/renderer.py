@@ -129,9 +129,9 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens that a model would sample to reply `text` behind `messages`.
 
-        They are what the template writes behind its generation prompt, up to the token with which
-        it ends a reply, or the tokenizer's end of a sequence where it writes none. RenderingFailed
-        if it does not continue its generation prompt.
+        They are the tokens between the template's generation prompt and the end of the reply, with
+        the token that ends a reply: the template's, or else the tokenizer's EOS. Raises
+        RenderingFailed if the template does not write the reply behind its generation prompt.
         """
         prompt = self._text(tuple(messages), inputs)
         whole = self._text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
@@ -147,10 +147,10 @@ class Renderer:
         return [*self._tokenise(said + end), *([] if end or last is None else [last])]
 
     def _end_of_reply(self, inputs: TemplateInputs) -> tuple[str, str]:
-        """Returns what the template writes behind a last reply, and the end of any reply.
+        """Returns the text that the template writes behind the last reply, and the end of a reply.
 
-        The end goes up to a special token, with which a following message begins if need be; ""
-        without one.
+        The end reaches up to the first special token, if need be that with which the next message
+        begins; "" without one.
         """
         asked = ChatMessage("user", "a")
         closing = self._tail((asked, REPLY), inputs, is_closed=True)
@@ -164,7 +164,7 @@ class Renderer:
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Returns tokens of `messages` with those of their images, and where these begin.
+        """Returns `tokens` of `messages` with the image tokens inserted, and the placed images.
 
         Raises RenderingFailed for a model without vision, or for bytes that are no image.
         """
@@ -183,9 +183,9 @@ class Renderer:
 
     @property
     def writes_tools(self) -> bool:
-        """Whether a prompt says which tools are offered.
+        """Whether the template writes the offered tools into the prompt.
 
-        Raises RenderingFailed if it has no place.
+        Raises RenderingFailed if the template fails with tools.
         """
         asked = (ChatMessage("user", "a"),)
         return self._text(asked, TemplateInputs(TOOLS)) != self._text(asked, NO_INPUTS)
@@ -225,7 +225,7 @@ class Renderer:
     def _tail(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
-        """Returns the text behind the last stand-in for a reply."""
+        """Returns the rendered text after the last placeholder for a reply."""
         _, found, tail = self._text(messages, inputs, is_closed=is_closed).rpartition(PLACEHOLDER)
         if not found:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
@@ -234,7 +234,7 @@ class Renderer:
     def _text(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
-        """Returns what the template writes; without a generation prompt if it `is_closed`."""
+        """Returns the rendered text; `is_closed`: without a generation prompt at its end."""
         from jinja2.exceptions import TemplateError
 
         values = self._values

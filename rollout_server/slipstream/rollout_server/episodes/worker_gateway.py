@@ -41,8 +41,8 @@ _CLOSE_LIMIT_S = 10.0
 class BoundedLog:
     """A log in two files, each of at most half of `max_bytes`: `path`, and before it `PATH.1`.
 
-    The last half of `max_bytes` is thus always there. A file begins with a whole line, unless one
-    line alone is longer than a file. A log continues files that exist already.
+    The last `max_bytes` / 2 of the output are thus always there. A file begins with a whole line,
+    unless one line alone is longer than a file. A log continues files that exist already.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:

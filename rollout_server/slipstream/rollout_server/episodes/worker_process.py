@@ -1,8 +1,8 @@
 """One environment worker as a process: its start, its calls, its end and the cause of the end.
 
 The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker below it. When
-the keeper ends, all that the environment has started ends too, also when the server is killed. What
-a killed keeper leaves falls to the server, a reaper too, which ends it.
+the keeper ends, all that the environment has started ends too, also when the server is killed. The
+orphans of a killed keeper are reparented to the server, a subreaper too, which ends them.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker together with all that it has started; 0 stands for no limit."""
+    """Limits of a worker together with all processes that it has started; 0: no limit."""
 
     memory_bytes: int = 0
     processes: int = 0
@@ -86,7 +86,7 @@ class WorkerProcess:
         return cls(process, record, cause)
 
     def calls(self) -> CallRecord:
-        """Returns the calls that the worker answers at this moment, or answered when it ended."""
+        """Returns the calls that the worker is executing, or was executing when it ended."""
         return CallRecord.read(self._record)
 
     @property
@@ -126,7 +126,7 @@ class WorkerProcess:
         os.close(self._cause)
 
     async def _end_orphans(self) -> None:
-        """Ends what a keeper has left that was itself killed."""
+        """Ends the processes that a killed keeper has left behind."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
                 # A keeper that starts has a session of its own, and is not known yet.

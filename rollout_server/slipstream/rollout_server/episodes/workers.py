@@ -198,7 +198,7 @@ class EnvironmentWorker:
         self._gone.set()
 
     def _lose(self, cause: str, in_call: Collection[str]) -> None:
-        """Fails all calls; no attempt counts where several episodes shared the worker."""
+        """Fails all calls; the kind is BYSTANDER if several episodes shared the worker."""
         tasks = self.episodes
         self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
         kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
@@ -241,9 +241,10 @@ def _at(late: EnvironmentFailed, place: str) -> EnvironmentFailed:
 
 
 class Suspects:
-    """The suspects of one environment; pure state without I/O.
+    """The tasks of one environment that may end their worker; pure state without I/O.
 
-    A task that was in a call when its worker ended is a suspect until an episode of it has passed:
+    A task is suspect if a worker ended during a call of it, or if it has lost `MAX_LOST_WORKERS`
+    workers, until an episode of it has passed:
 
         lost([3, 4, 5], in_call=[4]) -> 4 runs alone; passed(4) -> 4 shares a worker again
     """
@@ -257,12 +258,12 @@ class Suspects:
         return task in self._suspected
 
     def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:
-        """Notes the end of a worker with episodes of `tasks`, which answered calls of `in_call`."""
+        """Notes the end of a worker of `tasks`; `in_call`: those with a call that was running."""
         self._lost.update(set(tasks))
         often = {task for task, times in self._lost.items() if times >= MAX_LOST_WORKERS}
         self._suspected |= often | set(in_call)
 
     def passed(self, task: int) -> None:
-        """Notes that an episode of this task was judged and its worker did not end."""
+        """Notes that an episode of this task was judged and its worker lived on."""
         self._suspected.discard(task)
         self._lost.pop(task, None)
