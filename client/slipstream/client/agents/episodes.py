@@ -147,7 +147,7 @@ class _Outcome:
 
 
 class AgentRun:
-    """A started run; `end` it in any case."""
+    """One run of the agent's code, which starts here; call `end` in any case."""
 
     def __init__(
         self, environment: AgentEnvironment[Any], task: object, endpoint: Endpoint
@@ -199,7 +199,7 @@ class AgentRun:
         return bool(done)
 
     async def _await_run(self, run: Callable[[], object], *, in_thread: bool) -> _Outcome:
-        """Never raises, except when it is cancelled: SystemExit would end the event loop."""
+        """Returns the outcome of `run`; raises only if cancelled: SystemExit would end the loop."""
         try:
             if in_thread:
                 self._start_thread(run)
@@ -241,7 +241,7 @@ class AgentRun:
 def _interrupt(thread: threading.Thread) -> None:
     """Raises EpisodeOver in `thread`; it takes effect when its next line of Python runs.
 
-    A thread that has ended is left alone: another one may have its number.
+    A thread that has ended is left alone: another thread may have its id by now.
     """
     if thread.ident is not None and thread.is_alive():
         raised = ctypes.py_object(EpisodeOver)

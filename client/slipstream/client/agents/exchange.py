@@ -43,7 +43,7 @@ class CallExchange:
     """
 
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
-        """`on_waiting` is told when the agent begins and ends to wait for replies."""
+        """`on_waiting` gets True when a first call is open, False when none is open any more."""
         self._on_waiting = on_waiting
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
@@ -57,14 +57,14 @@ class CallExchange:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes of bodies that are read, or wait for the server."""
+        """Bytes of request bodies that are being read, or that wait for the server."""
         return self._read_bytes + sum(len(message.body) for message in self._outbox)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[bytes], None]]:
-        """Reserves a call while its body is read; gives what counts a part of it.
+        """Reserves a call while its body is read; yields a function that counts a part of the body.
 
-        Both raise TooManyCalls.
+        The context manager and the function raise TooManyCalls.
         """
         if len(self._calls) + self.num_reading >= MAX_OPEN_CALLS:
             raise TooManyCalls
@@ -85,7 +85,7 @@ class CallExchange:
             self._read_bytes -= num_bytes
 
     def open(self, request: pb.AgentCall) -> PendingCall:
-        """Hands a request that was read to the server, and numbers it."""
+        """Numbers a request, and queues it for the server."""
         assert not self.has_ended
         self._num_calls += 1
         request.call = self._num_calls
@@ -96,7 +96,7 @@ class CallExchange:
         return call
 
     def close(self, call: PendingCall) -> None:
-        """Forgets a call; the server is told unless it has sent the last part of the reply."""
+        """Forgets a call; tells the server if that has taken it and not sent the last part."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return
@@ -118,7 +118,7 @@ class CallExchange:
     async def part(self, part: pb.ReplyPart) -> None:
         """Hands a part of a reply to its client; returns when the client has taken it.
 
-        A call that is no longer open takes nothing: its client hung up meanwhile.
+        A part of a call that is no longer open is dropped: its client hung up meanwhile.
         """
         call = self._calls.get(part.call)
         if call is None:
@@ -131,7 +131,7 @@ class CallExchange:
         await taken
 
     def end(self) -> None:
-        """Ends all calls, and `next`."""
+        """Ends all open calls; `next` returns None from now on."""
         self.has_ended = True
         self._outbox.clear()
         self._changed.set()

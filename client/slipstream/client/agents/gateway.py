@@ -52,7 +52,7 @@ Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(eq=False)
 class _Refusal(Exception):
-    """An error response; `kind` and `code` are the words that clients of both APIs know."""
+    """An error response; `kind` and `code` are its fields `type` and `code`, for both APIs."""
 
     status: int
     kind: str
@@ -61,7 +61,7 @@ class _Refusal(Exception):
 
 
 class _Connection(H11Protocol):
-    """A connection whose requests become whole in time, and that makes room while it rests."""
+    """A connection with a deadline for each request, which may be closed while it is idle."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Connection(H11Protocol):
         self._end()
 
     def _look(self, *, is_begun: bool) -> None:
-        """Notes whether the connection rests, and gives a request that `is_begun` its time."""
+        """Records whether the connection is idle; starts or cancels the deadline of a request."""
         state = self.conn.their_state
         # What follows the head of a refused request is read and forgotten.
         if state is h11.IDLE or self.conn.our_state is h11.DONE:
@@ -287,7 +287,7 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
 
 
 async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) -> bytes:
-    """Returns the body of a request; each part is counted when it comes."""
+    """Returns the body of a request; calls `count` with each part that arrives."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity") != b"identity":
         what = "the body must have no content-encoding"

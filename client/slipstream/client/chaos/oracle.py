@@ -1,4 +1,4 @@
-"""What a finished run's files say of it: its journal, its batches and its summary, and no more.
+"""Checks a finished run by nothing but its files: its journal, its batches and its summary.
 
 The oracle shares no code with the controller that wrote the journal, so one error cannot hide in
 both.
@@ -55,7 +55,11 @@ def examine(folder: Path) -> Findings:
 
 
 def _records(paths: Sequence[Path], found: Findings) -> Iterator[Record]:
-    """Yields the records of all controllers; each writes a log, behind the lines it has read."""
+    """Yields the run's records from the logs of all its controllers.
+
+    The log of a later controller begins after the lines that it has read of earlier logs. Later
+    lines of those are left out.
+    """
     logs = [_whole_lines(path, found) for path in paths]
     number = 0
     for place, (path, lines) in enumerate(zip(paths, logs, strict=True)):

@@ -69,7 +69,7 @@ class Process:
 
 
 def process_table(command: int) -> list[Process]:
-    """Returns the processes of the run that the process `command` started, with itself."""
+    """Returns the process with the pid `command`, and the processes of the run below it."""
     found = [Process("command", Descendant(command, _stat(command)[1]))]
     for place in descendants(command):
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ def process_table(command: int) -> list[Process]:
 def send(process: Process, number: signal.Signals) -> bool:
     """Sends a signal to exactly this process; returns whether it was still there.
 
-    It goes through a handle: the kernel may have given the pid to another process.
+    It goes through a pidfd: the kernel may have given the pid to another process.
     """
     try:
         handle = os.pidfd_open(process.place.pid)
@@ -128,7 +128,7 @@ async def kill(process: Process) -> bool:
 
 
 async def stop(process: Process, for_s: float) -> bool:
-    """Stops a process for a time; returns whether it stood still."""
+    """Stops a process for `for_s`; returns False if it was gone or did not stop in time."""
     if not send(process, signal.SIGSTOP):
         return False
     try:
@@ -150,7 +150,7 @@ async def _shown(process: Process, effect: Callable[[Process], bool]) -> bool:
 
 
 class Proxy:
-    """Carries TCP connections from a free port of loopback to `target`, and does them harm."""
+    """Carries TCP connections from a free port of loopback to `target`, and injects faults."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
@@ -184,7 +184,7 @@ class Proxy:
         return broken > 0
 
     async def half_open(self, for_s: float) -> bool:
-        """Carries nothing for a time, and says so to nobody; then breaks what hung."""
+        """Carries nothing for a time, then breaks all connections; returns whether any broke."""
         self._open.clear()
         await asyncio.sleep(for_s)
         broken = self._break()
@@ -192,7 +192,7 @@ class Proxy:
         return broken > 0
 
     async def delay(self, for_s: float, late_s: float = 0.2) -> bool:
-        """Delays each piece for a time; returns whether there was a connection to delay."""
+        """Delays each piece by `late_s` for `for_s`; returns whether a connection is open then."""
         self._late_s = late_s
         await asyncio.sleep(for_s)
         self._late_s = 0.0
@@ -245,7 +245,7 @@ class Tally:
 
     @property
     def effective_time(self) -> float:
-        """Share of the time between first and last step that steps of the usual length take."""
+        """The median step time times the steps, as a share of the time from first to last step."""
         pauses = [after - before for before, after in itertools.pairwise(self.steps_s)]
         return round(statistics.median(pauses) * len(pauses) / sum(pauses), 3) if pauses else 0.0
 
@@ -263,7 +263,7 @@ async def run_chaos(
 ) -> int:
     """Runs the settings in `path` under `kills` faults; returns 0 if all fired and nothing is lost.
 
-    `command` has the commands `run`, `rollout-server` and `replay`.
+    `command` is the command line before `run`, `rollout-server` and `replay`.
     """
     chosen = roles.split(",") if roles else list(ROLES)
     if kills < 0 or every_s < 0 or not set(chosen) <= set(ROLES):
@@ -317,7 +317,7 @@ async def run_chaos(
 
 
 class Chaos:
-    """A run's command, started until the run is over, and the faults of its processes."""
+    """Starts a run's command until the run is over, and injects faults into its processes."""
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class Chaos:
     async def run(
         self, kills: int, every_s: float, roles: Sequence[str], *, partitions: bool
     ) -> int:
-        """Does the faults while the run goes on; returns the exit code of its last command."""
+        """Injects faults while the run goes on; returns the exit code of its last command."""
         address = address_parts(self._config.controller.address)
         async with contextlib.AsyncExitStack() as stack:
             proxy = await stack.enter_async_context(Proxy(address)) if partitions else None
@@ -362,7 +362,7 @@ class Chaos:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        """Starts a command, which ends with this one; its output goes to the log of the chaos."""
+        """Starts a command, which ends with this one; its output goes to chaos.log."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
@@ -389,7 +389,7 @@ class Chaos:
             await asyncio.sleep(AGAIN_S)
 
     async def _keep_server(self, proxy: Proxy) -> None:
-        """Keeps one more rollout server, which knows the controller by the proxy only."""
+        """Keeps one more rollout server, which reaches the controller only through the proxy."""
         while True:
             name = ("--server-id", "cut-off", "--controller", proxy.address)
             process = await self.start("rollout-server", *self._settings, *name)
@@ -403,7 +403,7 @@ class Chaos:
     async def _harm(
         self, kills: int, every_s: float, roles: Sequence[str], proxy: Proxy | None
     ) -> None:
-        """Does the faults one by one, most of them when the run has got over the one before."""
+        """Injects the faults one by one, most of them after a step that followed the one before."""
         role, at_s = "", 0.0
         while True:
             is_last = self.tally.fired.total() == kills
@@ -431,7 +431,7 @@ class Chaos:
         os.kill(self._root, signal.SIGINT)
 
     async def _fault(self, roles: Sequence[str], proxy: Proxy | None) -> str:
-        """Does one fault and returns its name, or "" if its effect was not seen."""
+        """Injects one fault and returns its name, or "" if its effect was not seen."""
         rng = self._random
         if proxy is not None and rng.random() < CUT:
             how = rng.choice(("cut", "half_open", "delay"))
@@ -451,7 +451,7 @@ class Chaos:
         return f"kill {role}" if await kill(victim) else ""
 
     async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
-        """Waits for a new record of this kind; RunFailed if it `must` come and does not."""
+        """Waits for a new record of `kind`; raises RunFailed after `limit_s` if `must`."""
         until_s, before = time.monotonic() + limit_s, self._records[kind]
         while time.monotonic() < until_s:
             if self._records[kind] > before:
@@ -470,14 +470,14 @@ class Chaos:
 
 
 class JournalTail:
-    """Tells which records a journal has got since the last look."""
+    """Reads the records that were added to a journal since the last look."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
 
     def new_records(self) -> list[str]:
-        """The kinds of the records that are new."""
+        """Returns the kinds of the records that were added since the last call."""
         kinds = []
         for path in journal_logs(self._folder)[-2:]:
             with path.open("rb") as log:

@@ -190,7 +190,7 @@ class FileRows:
 
 
 class RunFolders:
-    """The runs below a folder, or the one run that the folder is."""
+    """The runs directly below a folder, or the one run if the folder is a run's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -204,9 +204,8 @@ class RunFolders:
     def overview(self) -> list[dict[str, Any]]:
         """Returns a table for each run: its name, when it last wrote, and its summary if it ended.
 
-        `has_trace`: whether there is a trace of a step.
-
-        The table of a run that has not ended has only its suspended environments.
+        Each table also has `has_trace`, whether there is a trace of a step, and the run's
+        suspended environments.
         """
         lines = []
         for name in self.names():
@@ -218,7 +217,7 @@ class RunFolders:
         return lines
 
     def metrics(self, name: str, begin: int) -> FileRows:
-        """Returns rows of metrics.jsonl from byte `begin` on, from 0 on some; raises UnknownRun."""
+        """Returns rows of metrics.jsonl from byte `begin` on, thinned if 0; raises UnknownRun."""
         path = self._of(name) / METRICS
         return _lines(path, begin) if begin else _thinned_lines(path)
 
@@ -228,7 +227,7 @@ class RunFolders:
         return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """Returns the steps with kept trajectories, and those of `step`, the newest one if None."""
+        """Returns the steps with kept trajectories, and those of `step` (None: of the newest)."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         for part in self._parts(self._of(name) / SAMPLES):
@@ -330,9 +329,9 @@ def _lines(path: Path, begin: int) -> FileRows:
 
 
 def _thinned_lines(path: Path) -> FileRows:
-    """Reads a whole file of metrics: of steps and of evaluations `MOST_POINTS`, evenly spaced.
+    """Reads a whole file of metrics, thinned to `MOST_POINTS` rows of steps, and of evaluations.
 
-    The `NEWEST` are there, too. A browser opens what is left of any run.
+    The rows are evenly spaced; the `NEWEST` are kept, too. A browser can then open any run.
     """
     counts, seen, end = Counter[bool](), Counter[bool](), 0
     rows = []
