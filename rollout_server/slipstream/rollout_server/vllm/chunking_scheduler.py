@@ -64,7 +64,7 @@ CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError when `fields` of vLLM's outputs are not those that can be joined here."""
+    """Raises ConfigError unless vLLM's outputs have exactly the `fields` that are joined here."""
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
@@ -124,10 +124,10 @@ class Chunk:
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Returns the number of blocks in the KV cache that requests can fill.
+    """Returns the number of KV-cache blocks that requests can use.
 
-    The number is twice that of all requests at full length; the second half is for prefixes. A
-    small model leaves room for millions of blocks, and vLLM creates an object for each.
+    It is enough for the most running requests at full length, twice: the second half is for cached
+    prefixes. A small model has room for millions of blocks, and vLLM creates an object for each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
@@ -137,7 +137,7 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
 
 
 class _Chunking(DraftingScheduler):
-    """Hands out requests in chunks, but as vLLM does those that ask for more log-probabilities.
+    """Hands out tokens in chunks, except for requests of more log-probabilities than the sampled.
 
     `add_request` opens a chunk, `update_from_output` fills it and hands it out when it is full or
     the request ends; a pause hands out all chunks. `finish_requests` drops it.
@@ -228,7 +228,7 @@ class _Chunking(DraftingScheduler):
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> SchedulerStats | None:
-        """See vLLM; once in `STATS_S` and behind the last request: each is a message."""
+        """See vLLM; makes them once in `STATS_S` seconds and after the last request."""
         now_s = time.monotonic()
         if now_s < self._next_stats_s and self.requests:
             return None

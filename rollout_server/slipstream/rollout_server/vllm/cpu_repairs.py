@@ -1,9 +1,9 @@
-"""What vLLM lacks on CPUs: drafts in its older worker, the only one there, and products by rows.
+"""What vLLM lacks on CPUs: drafts in its older model runner, and row-wise matrix products.
 
 vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
 writes floating-point values into a copy and drops that, so that drafts are verified with whatever
-the memory held. `repair_expansion` mends that. `compute_by_rows` replaces products and norms by
-such whose rows do not depend on the rows beside them. Import this module on CPUs only.
+the memory held. `repair_expansion` mends that. `compute_by_rows` replaces matrix products and norms
+by batch-invariant ones: a row does not depend on other rows. Import this module on CPUs only.
 """
 
 from typing import Any
@@ -58,7 +58,7 @@ class SharedTextProposer:
         """See vLLM; loads nothing."""
 
     def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
-        """The places of a row that have had a whole draft behind them only since this step."""
+        """Returns the places of a row that a whole draft follows only since this step."""
         known = self._ends.get(row, 0)
         is_same = known + len(sampled[row]) == end
         first = known - self._length + 1 if is_same else end - PROMPT_TOKENS
@@ -67,7 +67,7 @@ class SharedTextProposer:
 
 
 def repair_expansion() -> None:
-    """Makes the workers that this process forks later fill these values in."""
+    """Replaces vLLM's expansion of sampling values by `expand`, also in later forks."""
     cpu_triton_utils._expand_kernel_impl = expand
 
 
@@ -79,9 +79,9 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803 - vLLM's name
 ) -> None:
-    """Writes `values[n]` to `output` for each token of request n, `replace_to` for `replace_from`.
+    """Writes `values[n]` to `output` for each token of request n, which end at `cu_num_tokens[n]`.
 
-    The tokens of request n end at `cu_num_tokens[n]`.
+    Values equal to `replace_from` are replaced by `replace_to`.
     """
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = values.where(values != replace_from, replace_to).to(output.dtype)
@@ -89,9 +89,9 @@ def expand(
 
 
 def compute_by_rows() -> None:
-    """Replaces vLLM's products and norms in this process and those that it forks.
+    """Replaces vLLM's matrix products and norms in this process and those that it forks.
 
-    The weights of a layer then stay as they are loaded, and are multiplied from there.
+    Products then read a layer's weights as they were loaded, without prepacking.
     """
     utils.dispatch_cpu_unquantized_gemm = _dispatch
     RMSNorm.forward_native = RMSNorm.forward_cpu = _normed

@@ -1,4 +1,4 @@
-"""vLLM's worker for CPUs, with the experts that each token was sent to.
+"""vLLM's worker for CPUs, which also returns the experts that each token was routed to.
 
 vLLM (0.32.0) returns them from its second model runner, which needs Triton. CPUs run the first one:
 this worker feeds the same connector, so that scheduler, cached prefixes and outputs are vLLM's own.
@@ -28,7 +28,7 @@ class _Step:
 
 
 class RoutingWorker(CPUWorker):  # type: ignore[misc]
-    """Hands the experts of each step's tokens out with its sampled tokens."""
+    """Returns the experts of each step's tokens along with its sampled tokens."""
 
     _pending: PendingAuxOutput | None = None
 

@@ -38,7 +38,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
         """See vLLM, which goes through every block while the engine is paused.
 
-        Only cached blocks have anything to reset: vLLM is shown no others.
+        Only cached blocks have anything to reset: vLLM is given only those.
         """
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks
@@ -103,7 +103,7 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
 
 
 def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
-    """Returns the lengths of drafts, in tokens, by the number of replies of a step."""
+    """Returns the length of drafts in tokens; the index is the number of replies in a step."""
     return [
         max(0, min(draft_tokens, MOST_STEP_TOKENS // max(1, replies) - 1))
         for replies in range(most_replies + 1)
@@ -111,10 +111,10 @@ def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
 
 
 class DraftingScheduler(PausingScheduler):
-    """Gives running requests drafts as `DraftRule` allows; without drafts in vLLM's settings: none.
+    """Gives running requests drafts as `DraftRule` allows, if vLLM's settings have drafts.
 
-    Workers draft behind each step. Where vLLM plans ahead, the plan tells them how many tokens;
-    elsewhere this cuts their drafts.
+    Workers draft after each step. With asynchronous scheduling the plan of a step tells them the
+    length of drafts; otherwise the scheduler truncates their drafts.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DraftingScheduler(PausingScheduler):
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """See vLLM, which calls it where it does not plan ahead; cuts the drafts."""
+        """See vLLM, which calls it only without asynchronous scheduling; truncates the drafts."""
         length = self._next_length()
         drafts = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, drafts))

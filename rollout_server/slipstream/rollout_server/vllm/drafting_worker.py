@@ -1,7 +1,7 @@
 """vLLM's worker for GPUs with drafts from `DraftTable`, made behind each step on the GPU itself.
 
-The scheduler plans a step before it knows the tokens of the step before. Drafts that are made where
-these tokens are leave that as it is.
+vLLM's asynchronous scheduler plans a step before it knows the tokens of the step before. Drafts
+made on the GPU, where these tokens are, need no change to that.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
 
 
 def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows and places of the prompts that a step computes with a whole draft behind them."""
+    """Returns rows and places of the prompt tokens of a step that a whole draft follows."""
     rows, places = [], []
     for index in np.flatnonzero(batch.is_prefilling_np):
         first = int(batch.num_computed_tokens_np[index])

@@ -169,7 +169,7 @@ class VllmEngine:
 
     @property
     def requests(self) -> EngineRequests:
-        """The open requests, and what is counted of them."""
+        """The open requests and their counters."""
         return self._requests
 
     def use(self) -> EngineUse:
@@ -326,15 +326,16 @@ class VllmEngine:
 
 
 class WorkerCalls:
-    """Calls all workers; takes the answers of vLLM or of the direct line, whichever come first."""
+    """Calls all workers; returns the answers of vLLM or the direct line, whichever are first."""
 
     def __init__(self, llm: AsyncLLM, line: DirectLine) -> None:
         self._llm, self._line = llm, line
 
     async def call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        """Returns all workers' answers; EngineDied, or WeightSyncError when vLLM's call fails.
+        """Returns all workers' answers to a call of `method`.
 
-        A call once made runs to its end, also when its caller no longer waits.
+        Raises EngineDied, or WeightSyncError when vLLM's call fails. A call once made runs to its
+        end, also when its caller no longer waits.
         """
         # With arguments it must not overtake the order to pause, which goes through vLLM.
         if method in _BESIDE_ENGINE and not arguments and self._line.is_up:

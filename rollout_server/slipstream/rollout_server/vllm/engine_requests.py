@@ -71,7 +71,7 @@ class EngineRequests:
         return len(self._open)
 
     def use(self) -> EngineUse:
-        """The engine's work so far; see `Engine`."""
+        """Returns the engine's counters; see `Engine.use`."""
         return EngineUse(
             generated_tokens=self.counter.generated_tokens,
             returned_tokens=self._returned_tokens,
@@ -85,7 +85,7 @@ class EngineRequests:
 
     @contextlib.asynccontextmanager
     async def admitted(self, request_id: str) -> AsyncIterator[bool]:
-        """Holds a request open; False: it was cancelled before the engine knew it."""
+        """Keeps a request open in the block; yields False if it was cancelled while it was held."""
         self._open[request_id] = False
         self._clock.enter()
         try:
@@ -162,7 +162,7 @@ class Prompts:
     ) -> TokensInput | MultiModalInput:
         """Returns vLLM's input. Raises ValueError for an image that cannot be read.
 
-        vLLM keeps features of images by name: new weights make other features, so names have the
+        vLLM caches image features by name. New weights give other features, so names contain the
         version.
         """
         if not images:
@@ -184,7 +184,7 @@ class Prompts:
         )
 
     def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
-        """Returns the pixels of an image for vLLM, and which of its tokens take features."""
+        """Returns an image's pixels for vLLM, and a mask of its tokens that take image features."""
         processor = load_processor(self._folder)
         pixels = processor.pixels(data)
         rows, columns = (side // processor.merge for side in pixels.grid[1:])

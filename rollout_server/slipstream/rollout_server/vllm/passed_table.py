@@ -67,7 +67,7 @@ def argument_types() -> dict[str, Any]:
 
 
 def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN401 - any type
-    """The reason why `value` is not of type `kind`; empty: it is, or only vLLM can tell."""
+    """Returns why `value` is not of type `kind`; "" if it is, or if only vLLM can tell."""
     if kind is None:
         return ""
     try:
@@ -103,7 +103,10 @@ def _describe(
 
 
 def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
-    """The part of pydantic's `location` that leads into `value`; its rest names alternatives."""
+    """Returns the leading part of pydantic's `location` that indexes into `value`.
+
+    The rest names alternatives of a union.
+    """
     found: list[str] = []
     inner: Any = value
     for part in location:
@@ -127,7 +130,7 @@ def _unknown(name: str, known: Iterable[str], *, section: str) -> str:
 
 
 def _fields(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:  # noqa: ANN401 - any type
-    """The fields of the class of settings that `path` leads to inside a value of type `kind`."""
+    """Returns field types, by name, of the settings class at `path` inside type `kind`."""
     owner = next((each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each)), None)
     fields = {name: f.annotation for name, f in getattr(owner, "__pydantic_fields__", {}).items()}
     return _fields(fields.get(path[0]), path[1:]) if path else fields

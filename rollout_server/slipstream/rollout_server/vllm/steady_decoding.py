@@ -53,7 +53,7 @@ def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bo
 
 
 class KnownSlots:
-    """Replaces `KVCacheManager.allocate_slots`, whose answer is known inside of a block.
+    """Replaces `KVCacheManager.allocate_slots`; skips it for tokens inside a KV-cache block.
 
     A token that is neither the first nor the last of a block needs no new block, and fills none.
     """
@@ -83,7 +83,7 @@ class KnownSlots:
 
 
 class SteadyRequest:
-    """A request that gets nothing but tokens in the middle of its reply."""
+    """A request whose steps in the middle of its reply yield a token and nothing else."""
 
     __slots__ = ("_ends_at", "_request", "_stops")
 
@@ -94,7 +94,7 @@ class SteadyRequest:
 
     @staticmethod
     def fits(request: Request, parameters: SamplingParams) -> bool:
-        """Whether `request` gets nothing but tokens."""
+        """Whether `request` needs nothing but tokens: no grammar, images or other extras."""
         return not (
             request.use_structured_output
             or request.has_encoder_inputs
@@ -163,7 +163,7 @@ class SteadyPlanner:
     def steady_requests(self, steady: Callable[[str], bool]) -> list[Request]:
         """The requests of the next steady step; empty when vLLM must plan the next step.
 
-        `steady` tells by a request's id whether its next output is only a token.
+        `steady`: whether the next output of the request with an id is only a token.
         """
         scheduler = self._scheduler
         running: list[Request] = scheduler.running

@@ -1,4 +1,4 @@
-"""vLLM's models for images alone, with or without torchvision.
+"""vLLM's models with images as their only other modality, with or without torchvision.
 
 vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
 requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the same
@@ -20,7 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 
 def stand_in_for_torchvision(family: str, name: str) -> None:
-    """Puts transformers' PIL module of a family where its image processor cannot be imported.
+    """Installs transformers' PIL module as a family's image processing if torchvision is missing.
 
     vLLM's models import the processor by `name`, and functions that both modules have.
     """
@@ -37,12 +37,12 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_
 
 
 class ImagesAlone:
-    """Answers vLLM's questions about a model's images before it starts."""
+    """Tells vLLM, before it starts, that a model takes images alone, and their most tokens."""
 
     ctx: Any
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns the kinds of inputs besides text; None for any number of them."""
+        """Returns the kinds of inputs besides text and the most of each, None for no limit."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(
@@ -108,7 +108,7 @@ class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen35Images:
-    """Answers for a Qwen3.5's images, without its classes of `delta_models`."""
+    """Tells vLLM about a Qwen3.5's images without importing its class in `delta_models`."""
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class ReplyRecord:
         self._logprobs: list[float] = []
 
     def take(self, output: RequestOutput) -> CompletionOutput:
-        """Adds the tokens of an output, and returns the part of it that is new."""
+        """Adds an output's new tokens to the record, and returns its completion."""
         (completion,) = output.outputs
         self.token_ids += completion.token_ids
         self._logprobs += _sampled_logprobs(completion.logprobs)
@@ -163,7 +163,10 @@ def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's Fl
 def scores_of(
     outputs: Sequence[RequestOutput | BaseException], sequences: Sequence[Sequence[int]]
 ) -> LogprobArray:
-    """Returns the log-probability of every token but each sequence's first; raises a failure."""
+    """Returns the log-probability of every token but each sequence's first, in one array.
+
+    Raises the first exception among `outputs`.
+    """
     values: list[float] = []
     for output, sequence in zip(outputs, sequences, strict=True):
         if isinstance(output, BaseException):
@@ -174,19 +177,19 @@ def scores_of(
 
 
 def is_read_by_us(options: TextOptions) -> bool:
-    """Whether a reply without stop texts is read by `ReplyText`, and not by vLLM.
+    """Whether a reply without stop texts is detokenised by `ReplyText`, not by vLLM.
 
-    vLLM reads tokens one by one, and their log-probabilities too. That takes most of the server's
-    time; to read all that are new at once takes next to none.
+    vLLM detokenises one token at a time, and the tokens of log-probabilities too. That takes most
+    of the server's time; detokenising all new tokens at once takes next to none.
     """
     return options.num_logprobs is None and options.spaces_between_special_tokens
 
 
 class ReplyText:
-    """The text of one reply, read as its tokens come; vLLM reads the same token by token.
+    """Detokenises one reply incrementally; the text is that which vLLM reads token by token.
 
-    The token that ended the reply is left out, and so are the bytes of a character that is cut.
-    Bytes inside a reply that are no text become U+FFFD; vLLM loses some of the text behind them.
+    The stop token is left out, and so are the bytes of an incomplete last character. Invalid UTF-8
+    inside a reply becomes U+FFFD; vLLM loses some of the text behind it.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class ReplyText:
         self._start, self._told, self._said = 0, len(self._ids), 0
 
     def read(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
-        """Returns the text that is new with the reply's next tokens.
+        """Returns the text that the reply's next tokens add.
 
         `finish_reason` is vLLM's; None if more tokens come.
         """
@@ -228,7 +231,7 @@ class ReplyText:
         return new
 
     def parts(self, new: TextPart, finish_reason: str | None) -> list[TextPart]:
-        """Returns a part of the reply with its text, or a part for each of its tokens."""
+        """Returns `new` with its text, or one part for each token if the request streams tokens."""
         is_split = self._options.is_streamed and self._options.parts == "tokens"
         if not is_split or not new.token_ids:
             return [dataclasses.replace(new, text=self.read(new.token_ids, finish_reason))]

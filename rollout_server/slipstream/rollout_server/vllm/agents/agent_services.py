@@ -1,4 +1,4 @@
-"""Opens what episodes need of vLLM's server when the first of them comes: most runs need nothing.
+"""Opens the parts of vLLM's server that episodes need on first use: most runs need none.
 
 Agents need its HTTP API, other environments the parsers of replies.
 """
@@ -38,13 +38,13 @@ class Agents:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether calls of tools in replies can be read."""
+        """Whether the run has a parser for tool calls in replies."""
         return self._settings.tool_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
-        """Returns the reader of replies to these inputs; None if there is nothing to read in them.
+        """Returns the parser of replies to these inputs; None if there is nothing to parse.
 
-        The first call opens it, in a thread. ConfigError: it does not start.
+        The first call opens it, in a thread; raises ConfigError if it does not start.
         """
         if not inputs.tools and self._settings.reasoning_parser is None:
             return None
@@ -53,7 +53,10 @@ class Agents:
         return await asyncio.shield(self._reading)
 
     async def api(self) -> AgentApi:
-        """Returns the API; the first call opens it, in a thread. ConfigError: it does not start."""
+        """Returns the API.
+
+        The first call opens it, in a thread; raises ConfigError if it does not start.
+        """
         if self._opening is None:
             self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         return await asyncio.shield(self._opening)

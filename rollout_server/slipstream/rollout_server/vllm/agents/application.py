@@ -172,7 +172,7 @@ class PromptRenderer:
     def _render(
         self, messages: list[Message], params: ChatParams, found: Found | None, most: int
     ) -> list[int] | None:
-        """Returns the tokens behind `found`; None if the template cannot continue it."""
+        """Returns the tokens of the messages after `found`; None if it cannot be continued."""
         if found is None:
             return self._tokens(self._text(messages, params), most)
         known = found.num_messages
@@ -222,7 +222,7 @@ class PromptRenderer:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises errors of messages as vLLM's errors, which reach the agent."""
+    """Turns a ValueError about messages into vLLM's error, which is reported to the agent."""
     try:
         yield
     except ValueError as error:
@@ -302,7 +302,7 @@ class RecordingClient:
         request_id: str,
         **others: Any,  # noqa: ANN401 - vLLM's own
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See vLLM; of the parameters only those count that the run leaves to a request."""
+        """See vLLM; uses only the parameters that the run lets a request choose."""
         current = CURRENT.get()
         call = None if current is None else current[1].call
         if current is None or call is None:
@@ -359,8 +359,8 @@ async def _outputs(
 def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple[FastAPI, FastAPI]:
     """Builds the application of requests without tools, and that of requests with tools.
 
-    vLLM's parsers of calls cut calls out of replies to requests without tools too, and lose them.
-    It takes a second or two and no event loop: call it in a thread.
+    With a tool parser, vLLM would cut tool calls out of replies to requests without tools too, and
+    lose them. Call this in a thread: it takes a second or two and needs no event loop.
     """
     model = parts.vllm_config.model_config
     shown = model.multimodal_config

@@ -24,7 +24,7 @@ _MAX_ID_BYTES = 1024
 
 
 class ReplyReader:
-    """Reads whole replies; it keeps nothing of them."""
+    """Parses whole replies into reasoning, tool calls and text; stateless."""
 
     def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
         """Raises what vLLM raises for parsers that do not fit the tokenizer."""
@@ -63,7 +63,7 @@ class ReplyReader:
     def read(
         self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
     ) -> ParsedReply:
-        """Returns what a sampled reply to `prompt` holds.
+        """Returns the parsed parts of a sampled reply to `prompt`.
 
         Raises GenerationFailed if the parser breaks.
         """
@@ -105,7 +105,7 @@ class ReplyReader:
         )
 
     def _make_request(self, inputs: TemplateInputs) -> ChatCompletionRequest:
-        """Returns the request for which vLLM would read a reply."""
+        """Returns the chat request that vLLM's parsers need to parse a reply."""
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
         if inputs.tools:
             asked["tools"] = json.loads(inputs.tools)

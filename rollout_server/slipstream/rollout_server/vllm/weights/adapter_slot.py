@@ -71,7 +71,7 @@ WITHOUT_ADAPTERS = AdapterRequests(LoraSection())
 
 
 def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
-    """Returns vLLM's arguments for the adapters of `lora`; none unless servers get them apart.
+    """Returns vLLM's arguments for the adapters of `lora`; none if they are published merged.
 
     vLLM's CPU kernels compute a request without an adapter with the last place for one (index -1),
     so one more place stays empty there.
@@ -101,7 +101,7 @@ class Arriving:
     def __init__(
         self, buckets: tuple[Bucket, ...] = (), scale: float = 0.0, *, number: int = 1
     ) -> None:
-        """`scale` multiplies what each adds; the `number` adapters share `buckets` equally.
+        """`scale`: LoRA scale of each; `number`: adapters, each with an equal part of `buckets`.
 
         Without `buckets` there are no adapters.
         """

@@ -1,8 +1,8 @@
 """A copy plan for a model some of whose matrices vLLM keeps in FP8.
 
-The copies of such a matrix go to a landing, plain memory beside the engine's. With the last copy
-the matrix is quantised from there into the live one, in place, as vLLM's loader would do it.
-Matrices that do not arrive at the same time share a landing.
+The copies of such a matrix go to a landing, an unquantised buffer beside the engine's weights. The
+last copy is followed by quantising it from there into the live matrix, in place, as vLLM's loader
+would do it. Matrices that do not arrive at the same time share a landing.
 
 vLLM keeps such a layer's matrix transposed in float8, with a scale for each of its rows. No
 checkpoint holds that form: a loader needs the matrix as it was before.
@@ -42,7 +42,7 @@ _SMALLEST = 512
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """Room for a quantised matrix [rows, columns] and the scales of its rows [rows, 1]."""
+    """Buffers of a quantised matrix [rows, columns] and its scales [rows, 1]."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -66,7 +66,7 @@ class Fp8Linear:
         return Fp8Linear(weight, torch.empty_like(self.scale), self.dtype)
 
     def quantise(self, plain: torch.Tensor, largest: torch.Tensor) -> None:
-        """Fills the room from `plain` as vLLM's loader does, bit for bit; waits for nothing.
+        """Quantises `plain` into the buffers, bit for bit as vLLM's loader; never synchronises.
 
         `largest` [rows, 1] has the greatest absolute value of each row; tensor parallel workers
         take them of whole rows.
@@ -83,7 +83,7 @@ class Fp8Linear:
 
 
 def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Linear]:
-    """Maps the name of each weight that is quantised to the engine's live room for it."""
+    """Returns the engine's live buffers of each quantised weight, by name."""
     return {name: _live(name, layer) for name, layer in _layers(model)}
 
 
@@ -91,8 +91,8 @@ def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Linear]:
 def loadable(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Yields the parameters of `model` as its loader takes them, none of them quantised.
 
-    Quantised weights have plain ones in their place meanwhile, in main memory. Nothing may be
-    written to these: no page of them is in use.
+    In the block, unquantised stand-ins in main memory replace quantised weights. Nothing may be
+    written to these: their pages were never touched.
     """
     kept = []
     try:
@@ -120,7 +120,7 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _as_loaded(name: str, layer: Any) -> Any:  # noqa: ANN401 - vLLM's classes of parameters
-    """Returns the weight without memory as vLLM's loader takes it."""
+    """Returns the weight on the meta device, in the form that vLLM's loader takes."""
     found = get_layerwise_info(layer).restore_metadata[0].get("weight")
     if found is None or found.dim() != 2:
         raise NotCopied(f"{name} is loaded in another form than as a matrix")
@@ -229,7 +229,7 @@ class Fp8Replay(Replay):
     def __init__(
         self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
     ) -> None:
-        """Takes landings that were `kept`, or allocates what is needed for the largest buckets."""
+        """Uses the landings in `kept`, or allocates landings that matrices share."""
         self._linears, parts_by_name = plan.linears, plan.parts()
         self._landings = kept or _landings(plan.linears, parts_by_name)
         plain = {name: landing.plain for name, landing in self._landings.items()}
@@ -251,7 +251,7 @@ class Fp8Replay(Replay):
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def run(self, place: int, buffer: torch.Tensor) -> None:
-        """Makes the copies of a bucket, and quantises what is complete with it."""
+        """Makes the copies of a bucket, and quantises the matrices that it completes."""
         super().run(place, buffer)
         for part in self._by_bucket[place]:
             part.measure(buffer, self._landings[part.copy.parameter])
@@ -261,7 +261,7 @@ class Fp8Replay(Replay):
 
 
 class Fp8Check(PlanCheck):
-    """Proves the plan's quantised matrices too: quantised again, they equal the loader's bits."""
+    """Checks quantised matrices too: quantised here they must equal the loader's, bit by bit."""
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
@@ -272,7 +272,7 @@ class Fp8Check(PlanCheck):
         self._arrived: dict[str, list[torch.Tensor]] = {name: [] for name in plan.linears}
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
-        """See `PlanCheck`; the memory of a quantised matrix is held until it was found."""
+        """See `PlanCheck`; the buckets of a quantised matrix are held until it is checked."""
         for name, parts in self._parts.items():
             self._arrived[name] += [buffer for part in parts if part.copy.bucket == place]
         super().add(place, buffer)
@@ -308,7 +308,7 @@ class Fp8Check(PlanCheck):
 def _landings(
     linears: Mapping[str, Fp8Linear], parts: Mapping[str, Sequence[_Part]]
 ) -> dict[str, _Landing]:
-    """Gives each matrix a landing that no other matrix has while it arrives."""
+    """Returns a landing for each matrix, shared only by matrices that do not arrive together."""
     spans = {name: (of[0].copy.bucket, of[-1].copy.bucket) for name, of in parts.items()}
     sizes: list[int] = []
     busy: list[int] = []

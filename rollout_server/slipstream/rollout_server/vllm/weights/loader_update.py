@@ -3,7 +3,7 @@
 Consumes: buckets. Produces: a loaded model, and its copy plan or a log line why it has none. Waits
 for: each bucket. Unblocked by: the bucket, or its deadline.
 
-Some layers of vLLM change their weights after loading, so that a copy is not enough.
+Some layers of vLLM transform their weights after loading: for them a copy is not enough.
 """
 
 import re
@@ -80,12 +80,12 @@ def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
 
 
 def loaded_name(parameter: str) -> str:
-    """Returns the name that loaders use: they do not see a layer's room for an adapter."""
+    """Returns the name that loaders use, without the `base_layer` of an adapter's wrapper."""
     return parameter.replace(".base_layer.", ".")
 
 
 def repack_kept_linears(model: torch.nn.Module) -> None:
-    """Packs again the weights of modules that keep `.weight` beside a prepacked matrix.
+    """Repacks the weights of modules that keep `.weight` beside a prepacked matrix.
 
     vLLM for CPU packs a tied head at the start. No weight arrives under the head's name later, so
     the head would compute with the old weights for ever (0.32.0).
@@ -207,7 +207,7 @@ def log_loader(reason: str) -> None:
 
 
 class LoaderUpdate:
-    """The loader's way: the layers are taken apart, `receive` fills them, `finish` completes them.
+    """Reloads a model through vLLM's loader: `receive` fills the layers, `finish` completes them.
 
     After an error the reload must be finalised, and the model needs a whole new update.
     """

@@ -32,9 +32,9 @@ _LAUNCHED = _nccl_variables()
 
 @contextlib.contextmanager
 def launched_nccl_variables() -> Iterator[None]:
-    """Undoes in the block what vLLM has set for engines whose results may not depend on the batch.
+    """Undoes, in the block, the NCCL variables that vLLM sets for batch-invariant engines.
 
-    The trainer sets none of it, and members that differ wait for each other for ever. vLLM's own
+    The trainer sets none of them, and members with different values hang. vLLM's own
     `unpinned_nccl_env` needs NCCL 2.29.7. An older NCCL reads its variables once, at the first
     communicator, which is the one for weights: such an engine has one worker.
     """

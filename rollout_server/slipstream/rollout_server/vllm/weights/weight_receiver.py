@@ -50,7 +50,7 @@ BACKEND = "slipstream"
 
 
 class Joining:
-    """Joins a communicator on a thread: the engine computes meanwhile."""
+    """Joins a communicator on a thread, while the engine computes."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         self.communicator_id = membership.communicator.communicator_id
@@ -99,7 +99,7 @@ class Joining:
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Which communicator to join: a `PublishOrder`, and the rank of the engine's worker 0."""
+    """The communicator to join: a serialised `PublishOrder`, and the rank of worker 0 in it."""
 
     order: bytes
     first_rank: int
@@ -181,7 +181,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
-        """Takes the announcement of an update, whose layout is that of the last `learn`.
+        """Announces an update, whose layout is that of the last `learn`.
 
         `stage`: receive it beside the live weights, if a plan can copy it.
         """
@@ -366,7 +366,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
 
     def _settle(self) -> None:
-        """Completes the new weights, also where a layer keeps a second form of them."""
+        """Completes the new weights; repacks those of which a layer keeps a second form."""
         self._wait_for_device()
         if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
             loader_update.repack_kept_linears(self.model)

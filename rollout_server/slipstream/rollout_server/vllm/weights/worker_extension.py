@@ -120,14 +120,14 @@ class WorkerExtension:
         return self._answer(call, receive)
 
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off, to show what it is for."""
+        """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
 
     def _tell_when_paused(self, mark: str) -> None:
-        """Tells `mark` whenever vLLM waits for the device: with that it completes a pause.
+        """Sends `mark` to the server whenever vLLM synchronises the device, which ends a pause.
 
-        While the device copies new weights there is no wait: the steps before them are over, and
-        the engine preempts its requests meanwhile.
+        While new weights are copied the synchronisation is skipped: the steps before them are over,
+        and the engine preempts its requests meanwhile.
         """
         self._pausing = mark
         if "synchronize_device" in vars(self):
@@ -160,7 +160,7 @@ def _unlink_shared_memory() -> None:
 
 
 def _enqueueing(work: Callable[[int], object], device: torch.device) -> Callable[[int], object]:
-    """Returns `work` for another thread, its device work ordered behind the engine's steps.
+    """Returns `work` for another thread, on the stream of the engine's steps.
 
     Call this in the engine's thread.
     """
