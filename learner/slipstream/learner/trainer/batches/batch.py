@@ -71,9 +71,9 @@ class Batch:
                 )
 
     def by_adapter(self, names: Sequence[str]) -> list[tuple[str, Batch]]:
-        """Returns the part of each adapter that has trajectories, in the order of `names`.
+        """Returns the name and the trajectories of each adapter that has some, ordered by `names`.
 
-        Raises RunFailed for a trajectory of an adapter that is not among them.
+        Raises RunFailed for a trajectory whose adapter is not among `names`.
         """
         for trajectory in self.trajectories:
             if trajectory.adapter not in names:
@@ -112,7 +112,7 @@ def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
 
 
 def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
-    """Returns the error that names the trajectories of these sequences, a few in its message."""
+    """Returns the error for the trajectories of the sequences at `indices`; it names a few."""
     owners = dict.fromkeys(batch.owners[index] for index in indices)
     ids = [batch.trajectories[owner].trajectory_id for owner in owners]
     more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
@@ -121,9 +121,10 @@ def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> Untrainable
 
 
 def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if no token was sampled, or no step can take the values.
+    """Raises UntrainableBatch without sampled tokens, or for too long sequences or unknown tokens.
 
-    Sequences are padded to a `multiple` of tokens, and fit a micro batch of `max_tokens` then.
+    A sequence padded to a `multiple` of tokens must fit a micro batch of `max_tokens`, and token
+    ids must be below `vocab_size`.
     """
     trajectories = batch.trajectories
     if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
@@ -146,7 +147,7 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
 
 
 def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if the served reference's top k of a trajectory are missing."""
+    """Raises UntrainableBatch if a trajectory lacks the served reference's `top_k` tokens."""
 
     def fits(trajectory: Trajectory) -> bool:
         found = trajectory.reference

@@ -32,9 +32,10 @@ class SequenceImage:
 def images_of(
     trajectory: Trajectory, tokens: slice, processor: ImageProcessor
 ) -> tuple[SequenceImage, ...]:
-    """Returns the images among some `tokens` of a trajectory, by their places in these.
+    """Returns the images within `tokens` of a trajectory, with offsets from the slice's start.
 
-    Raises UntrainableBatch for an image that cannot be read, or that has other tokens.
+    Raises UntrainableBatch for an image that cannot be read, or whose tokens in the trajectory
+    differ from the processor's.
     """
     name, found = trajectory.trajectory_id, []
     for offset, image in trajectory.image_places:
@@ -55,7 +56,7 @@ def images_of(
 def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
     """Raises UntrainableBatch on every rank for images whose pixels cannot be read; collective.
 
-    Each rank reads its share of the images that some token shows.
+    Each rank reads its share of the images that have tokens in a trajectory.
     """
     shown_by: dict[bytes, list[str]] = {}
     for trajectory in trajectories:
@@ -91,7 +92,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
-        """Joins the images of sequences, which follow each other and have these `lengths`."""
+        """Joins the images of consecutive sequences, which have these `lengths` in tokens."""
         num_rows, start = 0, 0
         rows = np.full(sum(lengths), -1, dtype=np.int64)
         positions, pixels, grids = [], [], []
@@ -128,9 +129,10 @@ class ImageInputs:
 def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
     """Returns the positions of one sequence's tokens, int64 [tokens, 3].
 
-    `spans` has offset, height and width in tokens of each image. A token of text moves all axes by
-    one. The tokens of an image have one time and their places in it; the text behind goes on after
-    the largest position so far. Source: arXiv:2409.12191, section 2.1.
+    The axes are time, height and width. `spans` has offset, height and width in tokens of each
+    image. A text token advances all axes by one. The tokens of an image share one time and differ
+    by row and column; text after it continues behind the largest position so far. Source:
+    arXiv:2409.12191, section 2.1.
     """
     found = np.empty((length, _AXES), dtype=np.int64)
     place, position = 0, 0

@@ -1,8 +1,8 @@
 """Packing of sequences of uneven length into micro batches of bounded size: pure functions.
 
 A micro batch is one row of tokens, with its sequences one after the other, or with the segments of
-bundles, which hold common beginnings of sequences once. The target of a position is the token that
-it predicts.
+bundles, which hold shared prefixes of sequences once. The target of a position is the token that it
+predicts.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def _packed(
 def _filler(
     multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
-    """Returns the filler that completes `num_tokens` to a multiple, at least one token; or none.
+    """Returns the filler that pads `num_tokens` to a multiple above 0; [] if nothing is missing.
 
     It has no loss, and the padding of each field that `sequences` have.
     """

@@ -76,7 +76,7 @@ class _Work:
         return _Work(sizes, costs, self.max_tokens)
 
     def levelled(self, number: int) -> _Bins | None:
-        """Returns `number` micro batches of about equal cost, else about equal tokens, or None."""
+        """Returns `number` micro batches level in cost, else in tokens; None if they cannot fit."""
         return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
             self.sizes, self.sizes, self.max_tokens, number
         )
@@ -101,7 +101,7 @@ def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
 
 
 def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over ranks, then over micro batches: this makes the ranks most equal.
+    """Splits sequences over ranks, then over micro batches: this balances the ranks best.
 
     The costliest micro batch comes first on each rank. Returns None when a rank's sequences do not
     fit `number` micro batches.
@@ -120,7 +120,7 @@ def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
 
 
 def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over micro batches, then these over ranks: this fills them most."""
+    """Splits sequences over micro batches, then these over ranks: this fills micro batches best."""
     bins = work.levelled(number * dp_size)
     return None if bins is None else _deal(bins, work.costs, dp_size)
 
@@ -152,7 +152,7 @@ def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> 
 
 
 def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
-    """Fills micro batches in turn; each takes the longest sequence that fits, and again."""
+    """Fills one micro batch after another, each time with the longest sequence that still fits."""
     waiting: dict[int, list[int]] = {}
     for place, size in enumerate(sizes):
         waiting.setdefault(size, []).append(place)
@@ -172,7 +172,7 @@ def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
 
 
 def _deal(bins: _Bins, costs: list[int], dp_size: int) -> Plan:
-    """Deals micro batches in rounds, costliest first, the costliest to the least loaded rank."""
+    """Deals micro batches in rounds, costliest first; the least loaded rank gets the costliest."""
     totals = [sum(costs[index] for index in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda place: -totals[place])
     ranks: Plan = [[] for _ in range(dp_size)]

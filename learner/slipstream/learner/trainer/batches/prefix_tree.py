@@ -1,4 +1,4 @@
-"""Common beginnings of sequences, computed once: pure functions.
+"""Shared prefixes of sequences, computed once: pure functions.
 
 The members of a group begin with the same prompt, and branches of an episode with the same turns.
 A *bundle* is a set of sequences cut into segments: a segment that several sequences have in common
@@ -73,10 +73,10 @@ def num_squares(bundle: Bundle) -> int:
 
 
 class PrefixTree:
-    """Sequences sorted so that those with a common beginning are neighbours.
+    """Sequences sorted so that those with a common prefix are neighbours.
 
-    A common beginning shorter than `min_shared` tokens is not shared. The same sequences give the
-    same bundles.
+    A prefix shorter than `min_shared` tokens is not shared. The same sequences give the same
+    bundles.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PrefixTree:
 
     @property
     def share(self) -> bool:
-        """Whether any two sequences may share a beginning."""
+        """Whether any two sequences may share a prefix."""
         return any(len(run.indices) > 1 for run in self._runs)
 
     def bundles(self, max_tokens: int) -> list[Bundle]:
@@ -136,9 +136,9 @@ class PrefixTree:
             self._add(bundle, part, start, parent)
 
     def _trained(self, run: _Run, start: int) -> list[tuple[int, int]]:
-        """Returns the first position from `start` on that each sequence trains, and the sequence.
+        """Returns each sequence's first trained position from `start` on, and its index; sorted.
 
-        It is the length of a sequence that trains none. The earliest comes first.
+        For a sequence without one, the position is its length.
         """
         found = []
         for index in run.indices:
@@ -150,9 +150,10 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class _Run:
-    """Sequences in the order of their tokens; `common` counts those equal to the one before.
+    """Sequences in the order of their tokens, with common prefix lengths of neighbours.
 
-    The first entry of `common` means nothing.
+    `common` has each sequence's number of leading tokens equal to the previous one's; its first
+    entry has no meaning.
     """
 
     indices: list[int]

@@ -24,7 +24,7 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
 
 @dataclass
 class SharedSequences(RoutedSequences):
-    """The object that Megatron passes to every layer with a micro batch of shared beginnings.
+    """The object that Megatron passes to every layer with a micro batch of shared prefixes.
 
     For the rotary embedding the micro batch is one sequence, whose angles `PrefixSharing` arranges
     by token. The true bounds are in `bounds` and `paths`.

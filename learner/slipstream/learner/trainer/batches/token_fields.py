@@ -1,7 +1,7 @@
 """The table of token fields: every array with an entry for each token, from trajectories to a GPU.
 
 A training sequence holds the fields as numpy arrays, a micro batch as tensors. All code between
-them walks the table: reading trajectories, padding, filler, joining, cutting for shared beginnings
+them walks the table: reading trajectories, padding, filler, joining, cutting for shared prefixes
 and for context parallel ranks, and copies to a device. A new field is one line of `TokenFields`.
 """
 
@@ -45,7 +45,7 @@ class Column:
         return np.full((length, *like.shape[1:]), value, dtype=like.dtype)
 
     def joined(self, arrays: Sequence[NumpyArray | None], lengths: Sequence[int]) -> NumpyArray:
-        """Joins the arrays of sequences with these `lengths`, of which at least one is known."""
+        """Joins the arrays of sequences with these `lengths`; at least one is not None."""
         like = next(array for array in arrays if array is not None)
         assert self.has_unknown or all(array is not None for array in arrays), (
             "all sequences of a step have a field, or none"
@@ -63,7 +63,7 @@ def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN
 
 
 def _joined(name: str) -> Read:
-    """Returns the reader of a trajectory's field, which a step has if all trajectories have it."""
+    """Returns a function that joins field `name` of trajectories; None if any of them lacks it."""
 
     def read(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
         arrays = [getattr(trajectory, name) for trajectory in trajectories]
@@ -89,7 +89,7 @@ def _behavior_logprobs(trajectories: Sequence[Trajectory], _: int) -> NumpyArray
 class TokenEstimates(Generic[Array]):
     """Estimates for sampled tokens, which come from the rewards, a reference model and a critic.
 
-    A run may lack the models. Arrays are [sampled tokens] of one trajectory.
+    Estimates of models that a run lacks are None. Arrays are [sampled tokens] of one trajectory.
     """
 
     advantages: Array = field(metadata=_column(np.float32))

@@ -26,7 +26,7 @@ Item = TypeVar("Item", bound=np.generic)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSequence(TokenFields[NumpyArray]):
-    """One sequence; the last position predicts nothing."""
+    """A sequence to train, with its token fields; the last position predicts nothing."""
 
     # Weight of its tokens in the loss.
     loss_weight: float = 1.0
