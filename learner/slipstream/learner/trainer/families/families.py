@@ -58,7 +58,7 @@ class DenseBridge(FamilyBridge):
 
 @recipe_for(MistralForCausalLM, "mistral")
 class MistralBridge(DenseBridge):
-    """Mistral: a Llama whose queries may see a window only.
+    """Mistral: a Llama with optional sliding-window attention.
 
     Bridge's own recipe has windows of one token more than transformers and vLLM.
     Source: arXiv:2310.06825, section 2.
@@ -209,7 +209,7 @@ class ErnieBridge(DenseBridge):
 
 
 class _SharedBridge(FamilyBridge):
-    """The layers that the families share."""
+    """Decoders with shared experts, whose first layers are dense."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         dense = settings.first_k_dense_replace
@@ -246,7 +246,7 @@ class _SigmoidBridge(_SharedBridge):
 
 @recipe_for(Glm4MoeForCausalLM, "glm4_moe")
 class Glm4MoeBridge(_SigmoidBridge):
-    """GLM-4.5: positions turn half of each head.
+    """GLM-4.5: rotary embeddings cover half of each head.
 
     Source: arXiv:2508.06471, section 2.1.
     """

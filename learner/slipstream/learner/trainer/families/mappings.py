@@ -28,7 +28,7 @@ SHARED = f"{DECODER}mlp.shared_experts."
 
 
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
-    """Returns mappings from Megatron's names to the files' names of the same tensors."""
+    """Returns mappings for tensors that differ by name only: Megatron's name -> the files'."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
 
 
@@ -44,7 +44,7 @@ def renamed_files(mapping: Megatron, placed: Callable[[str], str]) -> Megatron:
 
 
 def ends() -> list[Megatron]:
-    """Returns the mappings of embedding, last norm and projection to the vocabulary."""
+    """Returns the mappings of embedding, final norm and output layer."""
     return renamed(
         {
             "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -91,7 +91,7 @@ def _query_key_value(kind: str) -> Megatron:
 
 
 def gated(ours: str, theirs: str) -> list[Megatron]:
-    """Returns the mappings of a gated MLP, given the two names of its folder."""
+    """Returns the mappings of a gated MLP, given its prefix in Megatron and in the files."""
     return [
         GatedMLPMapping(
             megatron_param=f"{ours}linear_fc1.weight",
@@ -133,7 +133,7 @@ def recipe_for(source: type, model_type: str, provider: Megatron | None = None) 
 class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
     """The settings of a decoder with RMSNorm, gated MLPs and rotary positions, without biases.
 
-    `place_norms` says what Megatron has no settings for.
+    Places and widths of norms, for which Megatron has no settings, are set by `place_norms`.
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
@@ -160,19 +160,19 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
         return MegatronMappingRegistry(*self._mappings())
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        """Changes `provider` as a family needs it, whose config.json has `settings`."""
+        """Changes `provider` as the family needs it; `settings` are those of config.json."""
 
     def _mappings(self) -> list[Megatron]:
-        """Returns the mappings of a family."""
+        """Returns the family's mappings from Megatron's parameters to tensors of the files."""
         raise NotImplementedError
 
 
 def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
-    """Sets where `spec.layer_spec` puts norms, and that it makes the layers on every device.
+    """Sets where `spec.layer_spec` puts norms, and makes it build the layers on every device.
 
-    `place` of a norm is "before" attention and MLP, "after" them, or "around": both. With `whole`,
-    a norm is over all queries of a token together, and another over all keys; `qk_layernorm` stays
-    off, with which Megatron would sum the gradients of different heads over tensor parallel ranks.
+    `place` is "before" attention and MLP, "after" them, or "around" for both. With `whole`, one
+    norm is over all queries of a token together and one over all keys; `qk_layernorm` stays off,
+    since with it Megatron would sum the gradients of different heads over tensor parallel ranks.
     """
     from slipstream.learner.trainer.layers import spec
 
@@ -191,7 +191,7 @@ def norms_after() -> list[Megatron]:
 
 
 def scale_embeddings(provider: Megatron, factor: float) -> None:
-    """Makes the model multiply its embeddings by `factor`, rounded to their precision."""
+    """Makes the model multiply its embeddings by `factor`, rounded to the embeddings' type."""
 
     def scaled(_module: object, _arguments: object, states: Tensor) -> Tensor:
         return states * torch.tensor(factor, dtype=states.dtype, device=states.device)
@@ -206,9 +206,10 @@ def scale_embeddings(provider: Megatron, factor: float) -> None:
 
 
 class FusedExperts:
-    """Reads the tensor of all experts of a layer once, and puts those of all ranks together.
+    """A mixin for files that hold all experts of a layer in one tensor.
 
-    It stands before the class of a bridge.
+    It reads that tensor once, and stacks the experts of all ranks for an export. It precedes the
+    bridge's class among the bases.
     """
 
     hf_config: Megatron
@@ -224,7 +225,7 @@ class FusedExperts:
     def maybe_modify_loaded_hf_weight(
         self, hf_param: str | dict[str, str], hf_state_dict: Mapping[str, Tensor]
     ) -> Tensor | dict[str, Tensor]:
-        """Returns what a parameter is made of; matrices of experts as Megatron has them."""
+        """Returns the tensors that a parameter is made of, experts' matrices as Megatron's."""
         if not isinstance(hf_param, str):
             return {name: hf_state_dict[theirs] for name, theirs in hf_param.items()}
         if ".mlp.experts." not in hf_param:
@@ -243,7 +244,7 @@ class FusedExperts:
         converted_weights_dict: dict[str, Tensor],
         _hf_state_dict: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Returns tensors of the files; {} until the last expert of a layer comes."""
+        """Returns tensors of the files; {} until all experts of a layer are converted."""
         if ".mlp.experts." not in task.param_name:
             return converted_weights_dict
         ((name, tensor),) = converted_weights_dict.items()
@@ -262,7 +263,7 @@ class FusedExperts:
 
 
 class _OneExpert(AutoMapping):  # type: ignore[misc]
-    """A matrix of one expert in the tensor of all, which has its columns as rows."""
+    """The mapping of one expert's matrix to the tensor of all experts, which has it transposed."""
 
     is_turned = True
 
@@ -275,22 +276,22 @@ class _OneExpert(AutoMapping):  # type: ignore[misc]
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the expert's matrix, or one of each rank of experts."""
+        """Returns the expert's matrix, or one matrix for each expert parallel rank."""
         found = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: self._as_in_files(tensor) for name, tensor in found.items()}
 
     def _validate_patterns(self, *_args: object, **_named: object) -> None:
-        """Lets the files' name have no place for the number of an expert."""
+        """Accepts a files' name without a wildcard for the number of the expert."""
 
     def _as_in_files(self, tensor: Tensor) -> Tensor:
         return (tensor.mT if self.is_turned else tensor).contiguous()
 
 
 class _OneGatedExpert(_OneExpert):
-    """Gate and up of one expert, one behind the other."""
+    """The mapping of one expert's gate and up projections, fused in the tensor of all experts."""
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
-        """Returns this rank's parts of both matrices."""
+        """Returns this rank's parts of the gate and up projections, as one matrix."""
         expert = extract_expert_number_from_param(self.megatron_param)
         gate, up = hf_weights[expert].chunk(2)
         parts = {"gate": gate.contiguous(), "up": up.contiguous()}
@@ -300,7 +301,7 @@ class _OneGatedExpert(_OneExpert):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns both matrices, or those of each rank of experts."""
+        """Returns the fused gate and up projections, for each expert parallel rank if several."""
         found = self._both().megatron_to_hf(megatron_weights, megatron_module)
         if not found:
             return {}
@@ -314,21 +315,21 @@ class _OneGatedExpert(_OneExpert):
 
 
 class _OneExpertAsIs(_OneExpert):
-    """A matrix of one expert in a tensor of all that has matrices as Megatron has them."""
+    """Like `_OneExpert`, for files that hold the matrices as Megatron does, not transposed."""
 
     is_turned = False
 
 
 class _OneGatedExpertAsIs(_OneGatedExpert):
-    """Gate and up of one expert in such a tensor."""
+    """Like `_OneGatedExpert`, for files that hold the matrices as Megatron does."""
 
     is_turned = False
 
 
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
-    """Returns the mappings of the router and of all experts of a layer together.
+    """Returns the mappings of the router, and of experts that lie in one tensor for each layer.
 
-    `is_turned`: see `FusedExperts`.
+    `is_turned`: whether the files hold their matrices transposed, see `FusedExperts`.
     """
     folder = f"{LAYER}mlp.experts."
     gated, plain = _OneGatedExpertAsIs, _OneExpertAsIs

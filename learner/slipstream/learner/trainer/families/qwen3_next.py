@@ -52,9 +52,9 @@ _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", 
 
 
 def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
-    """Makes a decoder of delta nets and gated attention, whose norms multiply by 1 + weight.
+    """Sets `provider` to delta nets and gated attention, with norms that multiply by 1 + weight.
 
-    Layers that predict further tokens are neither loaded nor exported.
+    Layers for multi-token prediction are neither loaded nor exported.
     """
     provider.layernorm_zero_centered_gamma = True
     provider.qk_layernorm = True
@@ -77,7 +77,7 @@ def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
 
 
 def delta_nets() -> list[Megatron]:
-    """Returns the mappings of delta nets and attention, without the projections into a net."""
+    """Returns the mappings of delta nets and attention, without the nets' input projections."""
     pairs = {
         f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
         for ours, name in (
@@ -111,7 +111,7 @@ class Qwen3NextBridge(FamilyBridge):
         converted_weights_dict: dict[str, Tensor],
         adapter_weights: Megatron,
     ) -> dict[str, Tensor]:
-        """Returns matrices with their adapters' products; Bridge knows no fused `in_proj`."""
+        """Returns matrices with their adapters merged; Bridge knows no fused `in_proj`."""
         (adapter,) = adapter_weights
         rows = adapter.linear_out_weight.weight
         parts = _parts(megatron_model[0].config, converted_weights_dict, rows)
@@ -135,7 +135,7 @@ class Qwen3NextBridge(FamilyBridge):
         linear_out_tensor: Tensor,
         is_expert: bool = False,
     ) -> dict[str, Tensor] | None:
-        """Returns the second factor of each of the files' matrices; None if there is one."""
+        """Returns lora_B split by the files' matrices; None if they are not fused in Megatron."""
         config = megatron_model[0].config
         parts = _parts(config, base_hf_weight_names, linear_out_tensor)
         if parts is not None:
@@ -155,7 +155,7 @@ class Qwen3NextBridge(FamilyBridge):
 
 
 def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor] | None:
-    """Returns the rows of a delta net's `in_proj` by the files' names; None for other matrices.
+    """Returns `rows` of a delta net's `in_proj` by the files' names; None for other matrices.
 
     `rows`, those of all tensor parallel ranks, may have any number of columns.
     """
@@ -173,9 +173,9 @@ _INPUTS = ("qkv", "z", "b", "a")
 
 
 class _Inputs(MegatronParamMapping):  # type: ignore[misc]
-    """The projections into a delta net: one matrix in Megatron, four in the files.
+    """The mapping of a delta net's input projections: one matrix in Megatron, four in the files.
 
-    A rank's matrix has its heads' rows of queries, keys, values, gates, betas and alphas.
+    A rank's matrix has the rows of queries, keys, values, gates, betas and alphas of its heads.
     """
 
     def __init__(self, megatron_param: str, hf_param: dict[str, str]) -> None:
@@ -213,7 +213,7 @@ class _Inputs(MegatronParamMapping):  # type: ignore[misc]
 
 
 def _rows(config: Megatron) -> list[int]:
-    """Returns the rows of queries, keys, values, gates, betas and alphas on all ranks."""
+    """Returns how many rows queries, keys, values, gates, betas and alphas have on all ranks."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     values = heads * config.linear_value_head_dim
@@ -221,7 +221,7 @@ def _rows(config: Megatron) -> list[int]:
 
 
 class _Layers(FamilyBridge):
-    """The layers of a Qwen3.5: those of Qwen3-Next, with other projections and gated MLPs.
+    """The layers of Qwen3.5: those of Qwen3-Next, with separate projections and gated MLPs.
 
     Source: arXiv:2412.06464 for the delta net, transformers for the rest.
     """
@@ -238,7 +238,7 @@ class _Layers(FamilyBridge):
         return [*delta_nets(), _Inputs(f"{ATTENTION}in_proj.weight", names)]
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the matrices behind attention."""
+        """Returns the mappings of the feed-forward layers."""
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
 
@@ -266,7 +266,7 @@ class Qwen35MixtureBridge(_MixtureLayers):
 
 @recipe_for(Qwen3_5ForConditionalGeneration, "qwen3_5")
 class Qwen35VisionBridge(_Layers, VisionBridge):
-    """Qwen3.5: a tower like Qwen3-VL's, without deeper features."""
+    """Qwen3.5: a tower like Qwen3-VL's, without DeepStack features."""
 
     tower = Qwen3_5VisionModel
     tower_folder = "model.visual."
@@ -275,7 +275,7 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
 
 @recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
 class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
-    """Qwen3.5 with experts, which lie together in the files as Megatron has them."""
+    """Qwen3.5 with experts, which the files hold in one tensor, not transposed."""
 
     is_turned = False
     tower = Qwen3_5MoeVisionModel
@@ -283,5 +283,5 @@ class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
     decoder_folder = "model.language_model."
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the matrices behind attention."""
+        """Returns the mappings of the feed-forward layers."""
         return [*fused_experts(is_turned=False), *shared_expert()]

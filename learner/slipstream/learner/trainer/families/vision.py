@@ -3,7 +3,7 @@
 Megatron-Bridge's own models of Qwen2.5-VL and Qwen3-VL take no packed sequences, and one of them
 needs TransformerEngine. Here the decoder is that of every other family. transformers' vision tower
 stands beside the embedding on the first pipeline stage, whole on every tensor parallel rank.
-Hooks put its features in the place of embeddings, and turn heads by the positions of images.
+Hooks replace embeddings by its features, and rotate heads by the positions of images.
 
 Without images in episodes, Gemma 3 and Mistral 3 train their decoder only, and their tower stays
 as it is in the folder.
@@ -61,7 +61,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 
 class VisionBridge(FamilyBridge):
-    """The parts that models with a vision tower share; each class sets the three below."""
+    """The parts that models with a vision tower share; each class sets the three attributes."""
 
     tower: Megatron
     # Folders of the tower and of the decoder in the files.
@@ -96,17 +96,17 @@ class VisionBridge(FamilyBridge):
         raise NotImplementedError
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the matrices behind attention."""
+        """Returns the mappings of the feed-forward layers."""
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
     def _placed(self, mapping: Megatron) -> Megatron:
-        """Returns a mapping of the decoder with the names of this family's files."""
+        """Returns `mapping`, of the decoder, changed to the names of this family's files."""
         return renamed_files(mapping, lambda name: name.replace("model.", self.decoder_folder, 1))
 
 
 @recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
 class Qwen25VisionBridge(VisionBridge):
-    """Qwen2.5-VL: a tower with windows before a Qwen2.
+    """Qwen2.5-VL: a tower with window attention before a Qwen2.
 
     Source: arXiv:2502.13923, section 2.1.
     """
@@ -126,7 +126,7 @@ class Qwen25VisionBridge(VisionBridge):
 
 @recipe_for(Qwen3VLForConditionalGeneration, "qwen3_vl")
 class Qwen3VisionBridge(VisionBridge):
-    """Qwen3-VL: a tower whose deeper features are added behind the first layers of a Qwen3.
+    """Qwen3-VL: a tower whose DeepStack features are added after the first layers of a Qwen3.
 
     Source: arXiv:2511.21631, section 2.
     """
@@ -159,7 +159,7 @@ class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
 
 
 class Vision:
-    """Makes the chunks of a model take the images of micro batches.
+    """Lets the chunks of a model compute micro batches with images.
 
     with vision.images_of(micro_batch):
         output = chunk(...)
@@ -197,7 +197,7 @@ class Vision:
 
     @contextmanager
     def images_of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Gives the forward pass within the images of `micro_batch`."""
+        """Makes the forward pass inside the context use the images of `micro_batch`."""
         self._images = micro_batch.images
         try:
             yield
@@ -205,7 +205,7 @@ class Vision:
             self._images, self._features = None, []
 
     def _by_positions(self, rotary: Megatron, _arguments: object, angles: Tensor) -> Tensor | None:
-        """Returns the angles of each token in place of those of each position."""
+        """Returns the rotary angles of each token by its positions; None without images."""
         if self._images is None:
             return None
         frequencies = rotary.inv_freq.float()
@@ -214,10 +214,10 @@ class Vision:
         return torch.cat((half, half), dim=-1)[:, None, None].to(angles.dtype)
 
     def _embedded(self, embedding: Megatron, _arguments: object, states: Tensor) -> Tensor:
-        """Puts features in the place of the embeddings of images' tokens.
+        """Returns the embeddings, with those of image tokens replaced by features.
 
-        Without images a tower that is trained sees one without effect: Megatron waits for the
-        gradients of all parameters.
+        Without images, a trained tower computes a tiny one with zero gradients: Megatron waits for
+        the gradients of all parameters.
         """
         images = self._images
         if images is None:
@@ -240,7 +240,7 @@ class Vision:
         return added
 
     def _placed(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which tokens of this rank are of images, and their features; 0 elsewhere."""
+        """Returns a mask of this rank's image tokens, and their features; 0 for other tokens."""
         assert self._images is not None
         rows = self._images.rows
         is_image = (rows >= 0)[:, None, None]
@@ -254,7 +254,7 @@ class Vision:
 
 
 class _NestedBridge(FamilyBridge):
-    """Places the tensors of a text recipe where the files have them; it stands before that class.
+    """A mixin that gives a text recipe the names of a model with a tower; it precedes the recipe.
 
     Files have one of two forms of names: the published one, and that of transformers' modules.
     """
@@ -268,7 +268,7 @@ class _NestedBridge(FamilyBridge):
         return super().provider_bridge(SimpleNamespace(config=decoder))
 
     def build_conversion_tasks(self, hf_pretrained: Megatron, chunks: list[Megatron]) -> Megatron:
-        """Returns what Bridge loads and exports, by the folder's form of names."""
+        """Returns Bridge's tasks for loading and export, with the folder's form of names."""
         self._held = hf_pretrained.state.source.get_all_keys()
         return super().build_conversion_tasks(hf_pretrained, chunks)
 
