@@ -1,6 +1,6 @@
-"""Checks of an environment's arguments, each refused in one line with its name and the rule.
+"""Checks of an environment's arguments; each raises ConfigError with the name and the rule.
 
-`Split` is made of two of them: it divides tasks into train and held out.
+`Split`, made of two arguments, divides tasks into training and held-out ones.
 """
 
 import hashlib
@@ -12,25 +12,25 @@ from slipstream.core.errors import ConfigError
 
 
 def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
-    """Refuses a value that is not `allowed`, by the argument's name."""
+    """Raises ConfigError, which names `argument`, if `value` is not in `allowed`."""
     if value not in (allowed := tuple(allowed)):
         raise ConfigError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def check_at_least(argument: str, value: int | None, least: int) -> None:
-    """Refuses a number below `least`, by the argument's name; None is no number."""
+    """Raises ConfigError, which names `argument`, if `value` is below `least`; None passes."""
     if value is not None and value < least:
         raise ConfigError(f"{argument} must be at least {least}, got {value}")
 
 
 def check_above_0(argument: str, value: float) -> None:
-    """Refuses a number that is not above 0, or not finite, by the argument's name."""
+    """Raises ConfigError, which names `argument`, unless `value` is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{argument} must be above 0, got {value}")
 
 
 def check_holds(argument: str, text: str, field: str) -> None:
-    """Refuses a text in which `field`, such as {question}, does not occur."""
+    """Raises ConfigError unless `text` contains `field`, such as {question}."""
     if field not in text:
         raise ConfigError(f"{argument} must contain {field}, got {text!r}")
 

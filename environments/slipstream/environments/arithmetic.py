@@ -25,7 +25,7 @@ INSTRUCTIONS = {
 
 
 class Addition(NamedTuple):
-    """One task."""
+    """One task: `left operation right`."""
 
     left: int
     operation: str
@@ -75,7 +75,7 @@ class Arithmetic(Environment[Addition]):
         format: Literal["number", "line"] = "number",
         format_credit: float = 0.1,
     ) -> None:
-        """`num_tasks`: different tasks, None for no end. `instruction` contains "{task}"."""
+        """`num_tasks`: number of different tasks, None: no end. `instruction` has "{task}"."""
         self._min_digits = digits if min_digits is None else min_digits
         if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
             raise ValueError(

@@ -131,7 +131,7 @@ class Command(AgentEnvironment[Row]):
         return AgentOutcome(said.pop("reward"), metrics | said)
 
     def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
-        """Returns the command, in the sandbox if there is one, which allows one port at most."""
+        """Returns the command, in a sandbox if it is on, which allows only `port` (0: none)."""
         if self._confined is None:
             return command
         plan = Plan(
@@ -160,7 +160,7 @@ class Command(AgentEnvironment[Row]):
     async def _score(
         self, task: Row, folder: Path, variables: Mapping[str, str], ended: ProgramEnd
     ) -> dict[str, float]:
-        """Returns the reward, under its name, and metrics."""
+        """Returns the metrics, with the reward as "reward". Raises ValueError without a score."""
         if self._score_command:
             judged = await run_program(
                 self._inside(_filled(self._score_command, task), folder),
@@ -199,7 +199,7 @@ class Command(AgentEnvironment[Row]):
 def _sandbox_limits(limits: ProgramLimits) -> Limits:
     """Returns the limits of the sandbox for those of a program.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if memory or processes are unlimited, or if sandlock does not work here.
     """
     if not (limits.memory_bytes > 0 and limits.processes > 0):
         raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
@@ -258,7 +258,7 @@ def _filled(command: Sequence[str], task: Row) -> list[str]:
 
 
 def _fill(text: str, task: Row) -> str:
-    """Puts the task's fields into a text; what is no text itself as JSON."""
+    """Replaces {NAME} of each field by its value, as JSON unless it is a text."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in task:

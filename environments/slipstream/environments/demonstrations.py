@@ -42,9 +42,10 @@ class Demonstrations(Environment[Conversation]):
         shuffle_seed: int | None = None,
         limit: int | None = None,
     ) -> None:
-        """`messages` names a column, or `prompt` and `reply` name two; `system` comes first.
+        """Conversations are in the column `messages`, or in the columns `prompt` and `reply`.
 
-        Raises ConfigError, which names what cannot work, with the row.
+        `system` is the text of a message before each. Raises ConfigError, which names the argument
+        or row at fault.
         """
         if (prompt is None) != (reply is None):
             raise ConfigError(
@@ -70,12 +71,12 @@ class Demonstrations(Environment[Conversation]):
         return self._conversations
 
     def reset(self, task: Conversation) -> ResetResult:
-        """Shows the beginning, and gives the first reply."""
+        """Returns the messages before the first reply, and that reply."""
         self._left = list(task[1:])
         return ResetResult(task[0].messages, reply=task[0].reply)
 
     def step(self, reply: str) -> StepResult:
-        """Goes on behind the reply, which is the one that it gave."""
+        """Returns the next turn, or reward 1 after the last; `reply` is the one given before."""
         if not self._left:
             return StepResult(reward=1.0)
         turn = self._left.pop(0)
@@ -107,7 +108,7 @@ def _cell(row: Row, column: str, where: str) -> Cell:
 
 
 def _turns(messages: Sequence[Message], where: str) -> Conversation:
-    """Returns the turns up to the last reply; what follows it is read by nobody."""
+    """Returns the turns up to the last reply; messages after it are dropped."""
     turns: list[Reply] = []
     read: list[Message] = []
     for message in messages:

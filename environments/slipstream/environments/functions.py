@@ -1,4 +1,4 @@
-"""Functions that the model writes, and tests from a file that examine them in sandboxes."""
+"""Coding tasks: tests from a file check, in sandboxes, functions that the model writes."""
 
 import ast
 import asyncio
@@ -43,7 +43,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Exam:
-    """One task: the question, the tests, what runs before them, and the functions' names."""
+    """One task: the question, the code before the tests, the tests, and the functions' names."""
 
     question: str
     setup: str
@@ -53,7 +53,7 @@ class Exam:
 
 @dataclass(frozen=True)
 class ExamColumns:
-    """Names of columns. Without `function` the names that tests use and do not define count."""
+    """Names of columns. Without `function` the tests' undefined names are the functions."""
 
     question: str
     tests: str
@@ -120,8 +120,8 @@ class Functions(Environment[Exam]):
     """Asks for functions and runs tests against the last block of code of the reply.
 
     The tests run in one sandbox and the code in another: code under test can read neither the
-    tests nor the expected values, and says nothing about the verdict. Functions take and return
-    values of Python's own types; arguments are passed by value.
+    tests nor the expected values, and does not report the verdict. Functions take and return
+    values of Python's built-in types; arguments are passed by value.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Functions(Environment[Exam]):
     ) -> None:
         """`question`, `tests`, `setup` and `function` are columns of the .jsonl or .parquet file.
 
-        Tests are a list of Python texts, or one text; one that defines `check` is called with the
-        function. Without `function` all names are examined that tests use and do not define.
-        `limit_s` is the limit of one call; `max_running` that of replies that are examined at one
-        time, 0: as many as there are cores. Raises ConfigError for arguments that cannot work.
+        Tests are a list of Python texts, or one text; if a test defines `check`, it is called with
+        the function. Without `function` all names are examined that tests use and do not define.
+        `limit_s` is the limit of one call; `max_running` is the number of replies that are examined
+        at once, 0: one for each core. Raises ConfigError for arguments that cannot work.
         """
         check_choice("reward", reward, ("share", "all"))
         check_holds("instruction", instruction, "{question}")
@@ -219,11 +219,10 @@ class Functions(Environment[Exam]):
 
 
 def _missing(finished: Finished, num_tests: int) -> list[str]:
-    """Returns outcomes of tests that the examiner did not come to.
+    """Returns the outcomes of the `num_tests` tests that the examiner did not reach.
 
-    Raises ValueError if that is a fault.
-
-    A limit is no fault: values of the code under test can make a test too long or too large.
+    Values of the code under test can make a test exceed a limit. Raises ValueError if the examiner
+    ended without one, which is a fault of the tests.
     """
     if not finished.ended_by:
         last = finished.stderr.decode(errors="replace").strip().splitlines()[-1:]

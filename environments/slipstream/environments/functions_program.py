@@ -4,9 +4,9 @@
 
 The examiner has the tests and the expected values. Where a test calls a function that is examined,
 it gets a stand-in that writes the call as a line of JSON and reads the value from the next line.
-The candidate has the functions and answers such calls. So code under test sees arguments, and
-nothing of the test, its values or its verdict; a value is one of Python's own, whose `==` is true
-to what it says.
+The candidate has the functions and answers such calls. So code under test sees the arguments, but
+not the test, its expected values or its verdict; the test gets values of built-in types only, whose
+`==` the code under test cannot override.
 
 Nothing but Python's own library is imported: this file alone lies in the sandbox.
 """
@@ -34,7 +34,7 @@ class EndedError(BaseException):
 
 
 def encode(value: Value) -> Value:
-    """Returns a value of Python's own types as a value of JSON. Raises TypeError for any other."""
+    """Returns the JSON form of a value of built-in types. Raises TypeError for other types."""
     match value:
         case None | bool() | str():
             return value
@@ -61,7 +61,7 @@ def encode(value: Value) -> Value:
 
 
 def decode(value: Value) -> Value:
-    """Returns the value that `encode` was given."""
+    """Returns the value whose JSON form `encode` returned."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -83,7 +83,10 @@ _KINDS: dict[str, Callable[[Value], Value]] = {
 
 
 def examine(hears: IO[str], says: IO[str]) -> None:
-    """Runs the tests one by one; says {"outcome": ...} after each."""
+    """Runs the tests in turn, and writes {"outcome": ...} to `says` after each one.
+
+    Calls of examined functions are written to `says` too; their answers come from `hears`.
+    """
     with open("exam.json", encoding="utf-8") as file:
         exam = json.load(file)
     names = {name: _stand_in(name, hears, says) for name in exam["functions"]}

@@ -45,7 +45,7 @@ MAX_ANSWER_BYTES = 4 << 20
 
 
 class Form(BaseModel, strict=True):
-    """The part of an answer that is read; `kind` names it in errors."""
+    """The fields of a server's answer that are used; `kind` describes the answer in errors."""
 
     kind: ClassVar[str]
 
@@ -65,7 +65,7 @@ class _Completion(Form):
 
 
 class CallLimits(TypedDict, total=False):
-    """Limits of the calls to a server of scores: 16 open ones, 60 s for each, 5 repetitions."""
+    """Limits of calls to a scoring server; by default 16 open calls, 60 s each, 5 retries."""
 
     max_open: int
     timeout_s: float
@@ -73,7 +73,7 @@ class CallLimits(TypedDict, total=False):
 
 
 class JudgeOptions(CallLimits, total=False):
-    """The arguments of a `Judge` that say how it is asked, as `Judge` describes them."""
+    """Optional arguments of `Judge`, which describes them."""
 
     answer: Literal["number", "json"]
     lowest: float
@@ -96,7 +96,7 @@ class Judge:
 
     One instance serves all episodes of a worker: make it in `__init__`. At most `max_open` calls
     are open at one time. The openai package repeats a call up to `max_retries` times after 408,
-    409, 429, 5xx, a broken connection or `timeout_s`, later each time, or when `retry-after` says.
+    409, 429, 5xx, a broken connection or `timeout_s`, with growing pauses or by `retry-after`.
     """
 
     def __init__(
@@ -136,9 +136,10 @@ class Judge:
         self._max_tokens = max_tokens
 
     async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
-        """Returns the judge's number. Raises JudgeError, which names why there is none.
+        """Returns the judge's score. Raises JudgeError, which names why there is none.
 
-        With the `endpoint` of an episode the model as the run started judges.
+        `fields` fill the prompt. With the `endpoint` of an agent's episode the judge is the model
+        as it was at the start of the run.
         """
         if endpoint is None and not self._is_anywhere:
             raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
@@ -177,7 +178,7 @@ class Judge:
 
 
 class JudgeServer:
-    """A server of scores, whose failures are JudgeError with its name."""
+    """A client of a scoring server; raises failures as JudgeError with the server's name."""
 
     def __init__(
         self,
@@ -210,7 +211,10 @@ class JudgeServer:
         form: type[Answer],
         endpoint: Endpoint | None = None,
     ) -> Answer:
-        """Returns the answer of the server, or of the judge of an episode's `endpoint`."""
+        """Posts `body` to `url`, and returns the answer as a `form`.
+
+        With an episode's `endpoint`, the judge behind it is asked in place of the server.
+        """
         client = self._client
         if endpoint is not None:
             judge = endpoint.judge()
@@ -355,9 +359,9 @@ class Rewarded(_Questions):
 
 
 class JudgedByStart(AgentEnvironment[Row]):
-    """Asks and scores as `Judged` does; the judge is the model as the run started.
+    """Asks and scores like `Judged`; the judge is the model as it was at the start of the run.
 
-    The run's own servers keep it beside the adapters, with `lora.publish = "adapters"`.
+    It needs `lora.publish = "adapters"`: the run's servers keep that model beside the adapters.
     """
 
     asks_start = True
@@ -397,13 +401,13 @@ class _Classes(Form):
 
 
 class RewardModel:
-    """Asks a model for sequence classification for the score of a conversation.
+    """Scores a conversation with a sequence classification model on a server.
 
         model = RewardModel("http://127.0.0.1:9000/v1", "reward")
         score = await model.score([{"role": "user", ...}, {"role": "assistant", ...}])
 
     The server applies the model's chat template. One instance serves all episodes of a worker. At
-    most `max_open` calls are open at one time; each is repeated as those of `Judge` are.
+    most `max_open` calls are open at one time; they are retried like those of `Judge`.
     """
 
     def __init__(
@@ -416,7 +420,7 @@ class RewardModel:
         api_key: str = "none",
         **limits: Unpack[CallLimits],
     ) -> None:
-        """The score is the output number `label` of the model's head, as a probability or raw.
+        """The score is output `label` of the model's head, raw unless `as_probability`.
 
         Raises ConfigError for arguments that cannot work.
         """

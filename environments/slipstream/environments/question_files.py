@@ -1,7 +1,7 @@
-"""Reads questions and answers from files and data sets of the hub, and says what is wrong in them.
+"""Reads questions and answers from files and hub data sets, and reports faults in them.
 
-The front matter of a data set's README says what the files of a split are, else their usual names
-do. Parquet and JSON lines are read.
+The files of a split are those that the front matter of the data set's README names, else those with
+the usual names. Parquet and JSON lines are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row: TypeAlias = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class HubData:
-    """A split of a data set; without `revision` it is the newest, without `config` the default."""
+    """A split of a data set on the hub; by default its newest revision and default config."""
 
     name: str
     config: str | None = None
@@ -44,7 +44,7 @@ class HubData:
 
 
 def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> Iterable[Row]:
-    """Returns the rows of a split; what the hub was asked for once is read from its cache.
+    """Downloads the files of a split unless they are in the hub's cache, and returns its rows.
 
     `read_file` reads one file. Raises ConfigError, which says in one line what cannot be read.
     """
@@ -54,7 +54,7 @@ def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> 
 
 
 def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
-    """Brings the files of the split onto this machine; returns their paths in order."""
+    """Downloads the files of the split, and returns their paths in order."""
     patterns = _patterns(data, configs)
     folder = data.files.bring(patterns)
     found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
@@ -70,7 +70,7 @@ def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
 
 
 def _configs(readme: Path) -> list[dict[str, Any]]:
-    """Returns the front matter's `configs`."""
+    """Returns `configs` from the front matter of a README, or [] without one."""
     if not readme.is_file():
         return []
     from huggingface_hub import metadata_load
@@ -142,9 +142,9 @@ def read_questions(
     """Returns the questions of a file or of a data set on the hub in its order, each once.
 
     `question` and `answer` name columns; a dot leads into a column of objects. A question is a
-    text, or a list of messages with role and content. Without `answer` no column is read for it.
-    Raises ConfigError, which names the row, or the columns that exist, when the file cannot be
-    used.
+    text, or a list of messages with role and content. If `answer` is None, answers are empty.
+    `duplicates` says whether a repeated question is an error or is dropped. Raises ConfigError,
+    which names the row, or the columns that exist, when the file cannot be used.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
     for number, row in enumerate(read_rows(path), start=1):
@@ -236,9 +236,9 @@ def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
 
 
 def message_of(cell: Cell, where: str) -> Message:
-    """Returns one of a column's messages.
+    """Returns the message in one object of a column; `where` names its place in errors.
 
-    Raises ConfigError for one whose role or content is no text.
+    Raises ConfigError if its role or content is no text.
     """
     if not isinstance(cell, Mapping) or not {"role", "content"} <= set(cell):
         raise ConfigError(f"{where} must hold messages with role and content")

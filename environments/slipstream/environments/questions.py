@@ -148,7 +148,7 @@ class JudgeFunction:
     def __init__(self, reference: str) -> None:
         """`reference` is "module:function".
 
-        Raises ConfigError that names the arguments which no judge is given.
+        Raises ConfigError if there is no such function, or it needs arguments that no judge gets.
         """
         self._reference = reference
         self._call = import_function("judge", reference)
@@ -160,7 +160,7 @@ class JudgeFunction:
         return "answer" in self._taken
 
     async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
-        """Returns what the function says. Raises EnvironmentFailed if that is no verdict."""
+        """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
         known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):
@@ -177,9 +177,9 @@ class JudgeFunction:
 
 
 def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the arguments by name.
+    """Returns the names of those `ARGUMENTS` that `function` takes.
 
-    Raises ConfigError if the function needs others, or no reply.
+    Raises ConfigError if it requires others, or does not take `reply`.
     """
     taken: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -228,7 +228,7 @@ class MathJudge:
         self._lock = asyncio.Lock()
 
     async def compare(self, answer: str, reply: str) -> MathVerdict:
-        """Whether `reply` gives `answer`. Raises ValueError when `answer` is no mathematics."""
+        """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics."""
         async with self._lock:
             process = await self._started()
             request = {"answer": answer, "reply": reply[-MAX_CHARACTERS:]}

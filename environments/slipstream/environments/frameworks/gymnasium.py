@@ -57,9 +57,9 @@ class Gymnasium(Environment[int]):
     ) -> None:
         """`instruction` opens the first message; `action_names` are words for numbered actions.
 
-        `observe` is "module:function" of observation and info, and returns a text. `act` is one of
-        reply and action space; it returns an action, or raises ValueError with what the model
-        should write. Raises ConfigError for arguments that cannot work.
+        `observe` names a "module:function" that turns observation and info into a text. `act` names
+        one that turns reply and action space into an action, or raises ValueError with what the
+        model should write. Raises ConfigError for arguments that cannot work.
         """
         for name, value, least in (
             ("max_illegal", max_illegal, 1),
@@ -111,7 +111,7 @@ class Gymnasium(Environment[int]):
         return StepResult(float(reward), done=False, messages=shown, metrics=self._metrics())
 
     def close(self) -> None:
-        """Frees what the environment took."""
+        """Closes the environment of gymnasium."""
         if self._game is not None:
             self._game.close()
 
@@ -129,7 +129,7 @@ class Gymnasium(Environment[int]):
         return text_of(self._game.observation_space, observation)
 
     def _try_out(self, action_names: Sequence[str], act: str | None) -> ActionReader:
-        """Begins one episode, so that what cannot work is refused before anything starts."""
+        """Begins one episode to check the arguments, and returns the reader of actions."""
         import_act = import_function("act", act) if act else None
         try:
             self._game = self._make()
@@ -150,9 +150,9 @@ class ActionReader:
     def __init__(
         self, space: Space, names: Sequence[str], function: Callable[..., Any] | None
     ) -> None:
-        """With `function` it alone decides.
+        """Reads actions by `function` if given, else as one of `names`, numbers or text.
 
-        Raises ConfigError when the space has no actions as text.
+        Raises ConfigError if `names` do not fit the space, or its actions have no text form.
         """
         self._space, self._function = space, function
         self._names = list(names)
@@ -245,7 +245,7 @@ def text_of(space: Space, value: Value) -> str:
 
 
 def show_rendering(drawn: Value) -> str:
-    """Returns what an environment drew, with [ ] around what it coloured."""
+    """Returns an ANSI rendering as plain text, with [ ] around its coloured parts."""
     if not isinstance(drawn, str):
         raise ConfigError("render_mode = 'ansi' draws no text here; give observe")
     return CODE.sub("", COLOURED.sub(r"[\1]", drawn)).strip("\n")

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv 0.10, which answer on a server of their own.
+"""Environments of OpenEnv 0.10, which run on servers of their own.
 
     [[environments]]
     name = "game"
@@ -123,7 +123,7 @@ class OpenEnv(Environment[Start]):
         self._turns = 0
 
     def tasks(self) -> TaskSequence[Start]:
-        """Returns what each reset is given."""
+        """Returns the tasks, each the arguments of a reset."""
         return self._tasks
 
     async def reset(self, task: Start) -> list[Message]:
@@ -135,7 +135,7 @@ class OpenEnv(Environment[Start]):
         return [*system, Message("user", self._observe(seen["observation"]))]
 
     async def step(self, reply: str) -> StepResult:
-        """Acts as the reply says."""
+        """Sends the action of the reply; returns its reward and the next observation."""
         self._turns += 1
         try:
             action = self._action(reply)
@@ -158,7 +158,7 @@ class OpenEnv(Environment[Start]):
             await socket.close()
 
     async def _open(self, task: Start) -> dict[str, Any]:
-        """Opens a session and resets it; a server that is full is asked again for a while."""
+        """Opens a session and resets it; retries for `full_timeout_s` while the server is full."""
         loop = asyncio.get_running_loop()
         full_at_s = loop.time() + self._full_timeout_s
         while True:
@@ -219,7 +219,7 @@ class OpenEnv(Environment[Start]):
         raise RuntimeError(f"the OpenEnv server refuses {kind}: {message} ({code})")
 
     def _chosen(self, seen: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics that were asked for.
+        """Returns the values of the metrics that the argument `metrics` names.
 
         Raises RuntimeError for one that is no number.
         """
@@ -278,9 +278,9 @@ def _said(error: BaseException) -> str:
 
 
 def action_maker(rule: str | Mapping[str, Any]) -> Callable[[str], Action]:
-    """Returns the function of a reply that `rule` stands for; it raises NoAction.
+    """Returns the function that turns a reply into an action by `rule`, or raises NoAction.
 
-    Raises ConfigError when `rule` is none.
+    Raises ConfigError if `rule` is invalid.
     """
     if rule == "json":
         return _json_action
@@ -307,9 +307,9 @@ class NoAction(Exception):
 
 
 def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
-    """Returns the function of an observation that `rule` stands for.
+    """Returns the function that turns an observation into a text by `rule`; None: into JSON.
 
-    Raises ConfigError if it is none.
+    Raises ConfigError if `rule` is invalid.
     """
     if rule is None:
         return lambda observation: _as_text(
@@ -351,7 +351,7 @@ def _json_action(reply: str) -> Action:
 
 
 def _filled(rule: Cell, reply: str) -> Cell:
-    """Puts the reply into the texts of a rule; a text that is {number} alone becomes a number."""
+    """Replaces {reply} and {number} in the texts of a rule; "{number}" alone gives a number."""
     if isinstance(rule, Mapping):
         return {name: _filled(value, reply) for name, value in rule.items()}
     if isinstance(rule, list):
@@ -379,9 +379,9 @@ class ServerProcess:
     """
 
     def __init__(self, command: Sequence[str], *, is_container: bool = False) -> None:
-        """Raises ConfigError when `command` is no program with `{port}` in an argument.
+        """Raises ConfigError if `command` is no list with `{port}` in an argument.
 
-        A container's port takes connections before its server does, so its health is asked.
+        A container's port accepts connections before its server does, so /health is polled.
         """
         if isinstance(command, str) or not command or not any("{port}" in c for c in command):
             raise ConfigError(
@@ -395,9 +395,9 @@ class ServerProcess:
         self._port = 0
 
     async def base_url(self) -> str:
-        """Returns the address of the server, which answers. Raises RuntimeError when it has ended.
+        """Starts the server unless it runs, and returns its address once it answers.
 
-        The episode's own limit bounds the wait.
+        Raises RuntimeError if it ends while it starts. The episode's own limit bounds the wait.
         """
         async with self._starting:
             is_new = False
@@ -419,7 +419,7 @@ class ServerProcess:
         return f"{self._command[0]} ended with code {code}; the worker's log has its output"
 
     async def close(self) -> None:
-        """Ends the server, which the end of the worker does otherwise."""
+        """Ends the server now rather than with the worker."""
         if self._process is not None:
             await asyncio.to_thread(_stop, self._process)
 
@@ -458,7 +458,7 @@ class ServerProcess:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server at the end of the worker; a container's client passes the signal on."""
+    """Ends a server; Docker's client passes the signal on to its container."""
     process.terminate()
     try:
         process.wait(STOP_LIMIT_S)

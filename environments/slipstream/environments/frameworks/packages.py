@@ -1,4 +1,4 @@
-"""Finds what a framework needs: its package, a function of the user's, a name among many."""
+"""Imports a framework's package and a user's functions, and reports unknown names."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ def import_package(module: str, *, install: str) -> ModuleType:
 
 
 def needs(module: str, package: str, advice: str) -> None:
-    """Raises ConfigError with `advice` when `module` is not there."""
+    """Raises ConfigError with `advice` if an import of `module` finds a module missing."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -39,9 +39,9 @@ def needs(module: str, package: str, advice: str) -> None:
 
 
 def import_function(argument: str, reference: str) -> Callable[..., Any]:
-    """Imports the function that `argument` names as "module:function".
+    """Imports the function that `reference` names as "module:function".
 
-    Raises ConfigError otherwise.
+    Raises ConfigError, which names `argument`, if there is no such function.
     """
     module, _, name = reference.partition(":")
     if not (module and name):
@@ -57,7 +57,7 @@ def import_function(argument: str, reference: str) -> Callable[..., Any]:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Returns the refusal "`what` `name`" with the names of `known` that are most like it."""
+    """Returns an error that begins with `what` and `name`, and suggests names of `known`."""
     if near := near_names(name, known := sorted(known)):
         return ConfigError(f"{what} {name!r}; {did_you_mean(near)}")
     shown = ", ".join([*known[:MAX_SHOWN_NAMES], *["..."] * (len(known) > MAX_SHOWN_NAMES)])

@@ -126,9 +126,9 @@ class ReasoningGym(Environment[Entry]):
         return StepResult(score, metrics={name[:MAX_NAME]: score} | metrics)
 
     def _make(self, seed: int) -> Generator:
-        """Makes a data set of the package.
+        """Creates a data set of the package.
 
-        Raises ConfigError, which says which of its rules is broken.
+        Raises ConfigError with the package's own error if its configuration is invalid.
         """
         try:
             if len(self._specs) == 1:
@@ -177,9 +177,10 @@ class ReasoningGym(Environment[Entry]):
 
 
 class Chance:
-    """A state of `random` and numpy that is in force inside `with`, and goes on where it stopped.
+    """A random state of `random` and numpy that is used only within `with chance.in_use()`.
 
-    Frameworks draw from the random numbers of the whole process, which all episodes share.
+    Each use continues where the last one stopped. Frameworks draw from the global generators of the
+    process, which all episodes share.
     """
 
     def __init__(self, seed: int) -> None:
@@ -190,7 +191,7 @@ class Chance:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Takes the place of the process's numbers."""
+        """Replaces the process's global random state within the block."""
         import numpy
 
         python_outside, numpy_outside = random.getstate(), numpy.random.get_state()
@@ -247,7 +248,7 @@ def _check_options(name: str, config: Mapping[str, Any], library: ModuleType) ->
 
 
 def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
-    """Returns what cuts the answer out of a reply."""
+    """Returns the function that extracts the answer, or None, from a reply."""
     cuts: dict[str, Callable[[str], str | None]] = {
         "tags": library.utils.extract_answer,
         "whole": str.strip,

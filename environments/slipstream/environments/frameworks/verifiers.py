@@ -99,9 +99,10 @@ class Verifiers(AgentEnvironment[Any]):
 
     @contextlib.contextmanager
     def _key_variable(self, endpoint: Endpoint) -> Iterator[str]:
-        """Puts the episode's key where verifiers looks for keys; gives the variable's name.
+        """Sets an environment variable to the episode's API key; yields the variable's name.
 
-        Programs that verifiers starts do not inherit variables with API_KEY in their names.
+        verifiers reads keys from variables. Programs that it starts do not inherit variables with
+        API_KEY in their names.
         """
         name = f"SLIPSTREAM_API_KEY_{next(self._numbers)}"
         os.environ[name] = endpoint.api_key
@@ -119,7 +120,7 @@ class Serving:
         self._ready: asyncio.Future[None] | None = None
 
     async def begin(self) -> None:
-        """Starts it once; raises what its start raised."""
+        """Starts the services unless they run; raises the error with which the start failed."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._holding = asyncio.get_running_loop().create_task(self._hold(self._ready))
@@ -141,7 +142,7 @@ class Serving:
 
 
 def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:
-    """Returns the environment's table with a runtime and a harness for each agent.
+    """Returns the environment's table with our defaults for each agent's runtime and harness.
 
     verifiers' own defaults need a login, or a program that is downloaded for each episode.
     """
@@ -218,7 +219,7 @@ def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> Ag
 
 
 def _numbers(trace: Foreign) -> dict[str, float]:
-    """Returns the rewards of a trace before their weights, its metrics, and its length."""
+    """Returns a trace's unweighted rewards, its metrics, and `turns` and `truncated`."""
     rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     counted = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
@@ -226,7 +227,7 @@ def _numbers(trace: Foreign) -> dict[str, float]:
 
 
 def _failure(episode: Foreign) -> str:
-    """Returns the first error of an episode in words."""
+    """Returns the first error of an episode, or without any how its traces stopped."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
@@ -239,7 +240,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _first_line(error: Foreign) -> str:
-    """Returns the first mistake that pydantic found, with its place."""
+    """Returns a line on the first error in a ValidationError of pydantic, with its location."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     return f"verifiers refuses {place or 'the table'}: {first['msg']}, got {first['input']!r}"

@@ -29,7 +29,7 @@ ENDED = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """Asks for replies, and answers their calls of tools, until a reply calls none."""
+    """Requests replies and runs their tool calls until a reply has none."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -96,7 +96,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 async def _answered(
     asked: Foreign, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
 ) -> Foreign:
-    """Returns the message with the result of one call; the model reads what was wrong with it."""
+    """Runs one tool call; returns the message with its result, or with an error for the model."""
     name = asked.function.name
     try:
         arguments = json.loads(asked.function.arguments or "{}")

@@ -1,7 +1,6 @@
-"""The names with which users run programs that nobody trusts.
+"""The names that users need to run untrusted programs in a sandbox.
 
-They are imported when they are first named: the launcher, which starts with each program, needs
-none of them.
+They are imported on first use: the launcher, which starts with each program, needs none of them.
 """
 
 from typing import TYPE_CHECKING

@@ -26,7 +26,10 @@ _END_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of a program with all that it starts; 0 stands for no limit, but not of the first."""
+    """Limits of a program with all that it starts.
+
+    0 means no limit for `memory_bytes` and `processes` only.
+    """
 
     seconds: float
     output_bytes: int
@@ -77,7 +80,10 @@ async def run_program(
     limits: ProgramLimits,
     with_errors: bool = True,
 ) -> ProgramEnd:
-    """Runs `command` in `folder`; `with_errors`: its stderr belongs to its output."""
+    """Runs `command` in `folder`, with `variables` as its environment, and returns how it ended.
+
+    `with_errors`: its stderr belongs to its output; else it goes to this process's stderr.
+    """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),
         *(*limits.arguments(), "--cause-fd", "1", "--", *command),
@@ -110,14 +116,14 @@ async def run_program(
 
 
 def own_program(module: str) -> list[str]:
-    """Returns a command that runs `main` of a module of ours with the arguments that follow."""
+    """Returns the prefix of a command that runs `main` of our `module`; its arguments follow."""
     begin = f"{_OWN_PATH}from {module} import main; main(sys.argv[1:])"
     path = json.dumps([os.path.abspath(each) for each in sys.path if each])
     return [sys.executable, "-I", "-c", begin, path]
 
 
 class _Output:
-    """The output of a program: `kept` is its end."""
+    """Reads the output of a program; `kept` has its last `KEPT_BYTES` bytes."""
 
     def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
         self._stream = stream
@@ -125,7 +131,7 @@ class _Output:
         self.kept = bytearray()
 
     async def read(self) -> bool:
-        """Reads to the end; returns True as soon as there is more than the limit."""
+        """Reads to the end and returns False, or True as soon as the limit is exceeded."""
         while self._left >= 0:
             chunk = await self._stream.read(_CHUNK_BYTES)
             if not chunk:

@@ -36,7 +36,7 @@ _LAST_SIGNAL = 64
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Ends as the program ends."""
+    """Runs the program in its sandbox, and ends with its code or signal."""
     plan = Plan.of(arguments[0])
     if plan.cause_fd > 2:
         os.set_inheritable(plan.cause_fd, False)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
-    """Starts the program; returns what waits for its status, -N for signal N."""
+    """Starts the program; returns a function that waits for its status, -N for signal N."""
     import sandlock
 
     give_up_privileges()
@@ -91,7 +91,7 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
 
 def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
-    """Starts the program; returns what waits for its status, -N for signal N."""
+    """Starts the program; returns a function that waits for its status, -N for signal N."""
     read_end, write_end = os.pipe()
     os.write(write_end, filter_program())
     os.close(write_end)
@@ -118,7 +118,7 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
 
 def _set_own_limits(plan: Plan) -> None:
-    """Sets the limits that sandlock keeps by itself."""
+    """Sets the limits of memory and open files, which sandlock sets by itself."""
     resource.setrlimit(resource.RLIMIT_DATA, (plan.limits.memory_bytes, plan.limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (plan.limits.open_files, plan.limits.open_files))
 
@@ -130,7 +130,7 @@ def _readable(plan: Plan) -> list[str]:
 
 
 def _watched(wait: Callable[[], int], plan: Plan) -> int:
-    """Returns the program's status; ends it at the limits of time and of the folder."""
+    """Returns the program's status; kills this launcher at a limit of time or of the folder."""
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
     until_s = time.monotonic() + plan.limits.seconds

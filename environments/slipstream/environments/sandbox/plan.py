@@ -16,8 +16,9 @@ class Limits:
     """Limits of a program with all that it starts.
 
     `processor_s`, `open_files` and `file_bytes` hold for each of its processes. `folder_bytes` are
-    on the disk: what a program has removed and still holds open counts up to `file_bytes` for each
-    of its `open_files`. `output_bytes` hold for stdout and stderr each.
+    on the disk; a file that is removed but still open does not count there, so each process can
+    hold up to `file_bytes` in each of its `open_files` besides. `output_bytes` hold for stdout and
+    stderr each.
     """
 
     seconds: float = 10.0
@@ -41,10 +42,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launcher's instructions. At `cause_fd` it names the limit that ended the program.
+    """A launcher's instructions; it writes the limit that ended the program to `cause_fd`.
 
-    The program may write below `folder`, begins in `cwd`, the folder unless named, and may connect
-    to `port` of 127.0.0.1, which sandlock alone can allow; 0 is no port.
+    The program may write below `folder`, starts in `cwd` (empty: in `folder`), and may connect to
+    `port` of 127.0.0.1 (0: to none), which only sandlock can allow.
     """
 
     backend: Backend
@@ -57,7 +58,7 @@ class Plan:
 
     @staticmethod
     def of(text: str) -> Plan:
-        """Returns the plan that `text` gave."""
+        """Returns the plan in a JSON text of the method `text`."""
         table = json.loads(text)
         return Plan(**table | {"limits": Limits(**table["limits"])})
 

@@ -73,9 +73,10 @@ class Sandbox:
         readable: Sequence[str] = (),
         backend: Backend | None = None,
     ) -> None:
-        """Without `backend` the first of `BACKENDS` that works here.
+        """Takes the first of `BACKENDS` that works here, unless `backend` is given.
 
-        Raises ConfigError if none does.
+        `readable` are further paths that programs may read. Raises ConfigError if a limit is not
+        above 0, or the backend does not work.
         """
         self.limits = limits or Limits()
         if wrong := self.limits.wrong():
@@ -105,7 +106,7 @@ class Sandbox:
     async def start(
         self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
     ) -> AsyncIterator[StartedProgram]:
-        """Starts a program to talk with; at the end of the context nothing is left of it."""
+        """Starts a program and yields it; the end of the context ends it and removes its files."""
         owned = OwnedFolder("sandbox")
         folder = str(owned.path)
         try:
@@ -168,7 +169,7 @@ class StartedProgram:
     """A program in a sandbox: `stdin` and `stdout` are its pipes, `finish` waits for its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, cause_fd: int) -> None:
-        """`cause_fd` is read at the end, and closed."""
+        """`cause_fd`: a pipe with the limit that ended the program; it is closed at the end."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -179,7 +180,7 @@ class StartedProgram:
         self._errors = _Output(process.stderr, limits.output_bytes)
 
     async def finish(self) -> Finished:
-        """Waits for the end of the program; what was read of `stdout` before is not in `stdout`."""
+        """Waits for the program's end; the result's `stdout` lacks what was already read."""
         output = _Output(self.stdout, self._limits.output_bytes)
         ended_by = ""
         reading = {output.reading, self._errors.reading}
@@ -224,7 +225,7 @@ class StartedProgram:
 
 
 class _Output:
-    """The beginning of what a program writes to one pipe; reads on its own from the start."""
+    """Reads one pipe of a program in a task of its own; `kept` has the first `most` bytes."""
 
     def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
         self._stream, self._most = stream, most
@@ -258,7 +259,7 @@ def first_backend() -> Backend:
 
 @functools.cache
 def why_not(backend: Backend) -> str:
-    """Says in one line why a backend does not work here, having tried it; "" if it does."""
+    """Tries a backend; returns in one line why it does not work here, or "" if it does."""
     if not machine_is_known():
         return f"it needs Linux on x86_64 or aarch64, this is {platform.system()} on " + (
             platform.machine()
@@ -298,7 +299,7 @@ def _lack_of_landlock(backend: Backend) -> str:
 
 
 def launched(plan: Plan, command: Sequence[str]) -> list[str]:
-    """Returns a command that runs `command` in a sandbox, below a keeper of the caller's."""
+    """Returns a command that runs `command` in a sandbox; the caller puts it below a keeper."""
     return [*own_program("slipstream.environments.sandbox.launcher"), plan.text(), *command]
 
 
@@ -308,7 +309,7 @@ def _variables(folder: str) -> dict[str, str]:
 
 
 def _limit_named_in(cause: str) -> str:
-    """Returns the name of the limit that launcher and keeper mean; "" if they say nothing."""
+    """Returns the name of the limit in a message of launcher or keeper; "" if it is empty."""
     if not cause.strip():
         return ""
     names = [field.name for field in fields(Limits) if field.name in cause.split()]
