@@ -1,6 +1,6 @@
 """Low-rank adapters of single experts, and the merged matrices of an export.
 
-Bridge gives all experts of a rank one adapter, so that the model would depend on the number of
+Bridge gives all experts of a rank one common adapter, so the model would depend on the number of
 ranks. Here every expert has its own. The module imports Megatron, so import it only after
 `compat.install`.
 """
@@ -24,10 +24,10 @@ from torch import Tensor
 class ExpertAdapter(torch.nn.Module):
     """The adapters of the matrices in one `GroupedLinear`: each adds scale * B A.
 
-    Both factors are split over the expert tensor parallel ranks. The first factor of a matrix that
-    is split by rows is split by rows too, and its outputs are gathered. That of a matrix that is
-    split by columns is split by columns, its outputs are summed, and each rank computes the rows of
-    the second factor that it holds: the other ranks' rows are added where outputs are summed.
+    Both factors are split over the expert tensor parallel ranks: B, the second, always by rows, A,
+    the first, like its matrix. If the matrix is split by rows, the outputs of A are gathered. If it
+    is split by columns, they are summed, and each rank's outputs are those of its rows of B and 0
+    elsewhere, since the outputs of the matrix are summed over the ranks later.
     """
 
     def __init__(self, base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
@@ -47,7 +47,7 @@ class ExpertAdapter(torch.nn.Module):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """Returns one expert's addition to [tokens, out]; a rank's part if outputs are summed."""
+        """Returns one expert's addition to this rank's outputs of its matrix, [tokens, out]."""
         group = self._group
         inner = self.first(self.dropout(inputs), expert)
         if self._by_rows:
@@ -82,7 +82,7 @@ class ExpertAdapter(torch.nn.Module):
     def factors(self, place: int) -> tuple[Tensor, Tensor]:
         """Returns both factors of one expert, split like its matrix; collective over the group.
 
-        The product of both is this rank's part of what merging adds, without the scale.
+        Their product, times the scale, is what merging adds to this rank's part of the matrix.
         """
         first = self.first.get_parameter(f"weight{place}").detach()
         second = self.second.get_parameter(f"weight{place}").detach()
@@ -103,7 +103,7 @@ def add_adapter(base: GroupedLinear, *, rank: int, scale: float, dropout: float)
 
 
 class _Changed:
-    """A conversion task of Bridge whose weight is another tensor, made when it is read."""
+    """A conversion task of Bridge whose weight is replaced by a tensor computed on each read."""
 
     def __init__(self, task: Megatron, weight: Callable[[], Tensor]) -> None:
         self._task, self._weight = task, weight
@@ -122,15 +122,15 @@ def has_adapters(module: Megatron) -> bool:
 
 
 def merged_tasks(tasks: list[Megatron]) -> list[Megatron]:
-    """Returns tasks that export experts' matrices with their adapters' products."""
+    """Returns tasks that export experts' matrices with their adapters merged."""
     return [_Changed(t, _merging(t)) if has_adapters(t.megatron_module) else t for t in tasks]
 
 
 def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> list[Megatron]:
     """Returns tasks that export one factor, lora_A or lora_B, under the names of the matrices.
 
-    Only those of `modules` have adapters, here or on another pipeline stage.
-    `tasks` must be new: Bridge keeps the shapes of what a task has exported.
+    Only matrices whose names contain one of `modules` have adapters, on any pipeline stage.
+    `tasks` must be new: Bridge caches the shapes that a task has exported.
     """
     chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
     return [
@@ -173,10 +173,11 @@ def _merging(task: Megatron) -> Callable[[], Tensor]:
 
 
 def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
-    """Lays a factor out as the mapping of its matrix expects: gate above up, split in the same way.
+    """Returns a function that makes this rank's part of a factor for the mapping of its matrix.
 
-    A mapping joins the parts of all ranks along the dimension that it splits. A factor that is
-    whole on every rank is cut first.
+    The mapping joins the parts of all ranks along the dimension in which the matrix is split, so a
+    factor that is whole on every rank is cut. For a matrix split by rows (gate above up), lora_A is
+    repeated: once for each of both.
     """
     adapter: ExpertAdapter = task.megatron_module.adapter
 
@@ -194,5 +195,5 @@ def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
 
 
 def _own(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's part in memory of its own: NCCL gathers no parts with gaps."""
+    """Returns this rank's part of `whole` along `dim`, contiguous as NCCL needs it."""
     return whole.chunk(group.size(), dim=dim)[group.rank()].contiguous()

@@ -72,10 +72,10 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
 @contextmanager
 def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
-    """Gives passes in which adapters drop a share of their inputs, `config.lora.dropout`.
+    """Applies the dropout of adapters, `config.lora.dropout`, to passes inside the context.
 
     The dropped inputs depend only on `run.seed` and `place`, so a step that is trained again drops
-    the same. All other passes drop nothing.
+    the same. Passes outside the context drop nothing.
     """
     if not config.lora.dropout:
         yield
@@ -95,9 +95,9 @@ def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> It
 
 @contextmanager
 def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
-    """Seeds torch's generators, and the states that Megatron keeps beside them.
+    """Seeds torch's generators, and inside the context also the states of Megatron's RNG tracker.
 
-    With sequence parallelism its layers draw from such a state.
+    With sequence parallelism Megatron's layers draw from a state of the tracker.
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -116,7 +116,7 @@ def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
 
 
 def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
-    """The layers of the adapters that drop inputs."""
+    """Returns the dropout layers of the adapters."""
     return [
         module
         for chunk in chunks
@@ -129,7 +129,7 @@ def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
 def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
     """Draws A uniformly within 1 / sqrt(inputs), like PEFT, and sets B to 0.
 
-    Megatron's own values would depend on the layers that come before on this pipeline stage.
+    Megatron's own values would depend on the earlier layers of this pipeline stage.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
     from slipstream.learner.trainer.adapters.expert_adapters import ExpertAdapter
