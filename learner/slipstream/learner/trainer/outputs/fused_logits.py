@@ -1,8 +1,9 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
 """Sums over the vocabulary and gradients of logits as Triton kernels: one pass each, on a GPU.
 
-The reference is `logits`, which uses torch's operations. These kernels take logits as they were
-projected and make no other tensor of [tokens, vocabulary], except a gradient of another type.
+The reference is `logits`, which uses torch's operations. These kernels take raw logits, before
+`logits.prepared`, and make no other tensor of [tokens, vocabulary] except a gradient of another
+type.
 Triton is installed only with torch's CUDA build, so import this module only there.
 """
 
@@ -18,7 +19,7 @@ _WARPS = 8
 
 
 def reduce(logits: Tensor, places: Tensor, columns: LogitColumns, sums: Sums) -> None:
-    """Fills `sums` like `logits.reduce`, for logits as they were projected."""
+    """Fills `sums` like `logits.reduce`, but takes raw logits, before `logits.prepared`."""
     _reduce_kernel[(len(logits),)](
         logits,
         logits.stride(0),
@@ -41,7 +42,7 @@ def gradient(
     bends: tuple[Tensor, Tensor] | None,
     grad: Tensor,
 ) -> None:
-    """Writes the gradient of `logits.gradient` into `grad`, for logits as they were projected.
+    """Writes the result of `logits.gradient` into `grad`, but takes raw logits.
 
     `grad` may be `logits` itself, or a tensor of another type with the same strides.
     """

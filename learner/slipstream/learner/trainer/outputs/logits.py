@@ -16,7 +16,7 @@ PADDING_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class LogitColumns:
-    """The meaning of the columns of a chunk of logits."""
+    """The padding, temperature and cap of a chunk of logits."""
 
     # The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     num_tokens: int
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 def prepared(logits: Tensor, columns: LogitColumns) -> Tensor:
     """Returns logits divided by the temperature, at least float32, with padding columns masked.
 
-    They are capped before if `columns` has a cap. `logits` may be overwritten.
+    If `columns` has a cap, they are capped before the division. `logits` may be overwritten.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if columns.cap is not None:

@@ -64,8 +64,9 @@ def vocab_parallel_logprobs(
 
     `targets` is [tokens], or [tokens, targets] with as many log-probabilities for each token.
     `hidden` [tokens, hidden size] is the same on all ranks of the group; its gradient is this
-    rank's term of a sum. `weight` [padded vocabulary / size of group, hidden size] is this rank's
-    part. Only the positions `rows` are computed, the others are 0. Collective over the group.
+    rank's term of the sum over them. `weight` [padded vocabulary / size of group, hidden size] is
+    this rank's part. Only the positions `rows` are computed, the others are 0. Collective over the
+    group.
     """
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
@@ -77,7 +78,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Computes logits in chunks. Only these are changed in place, never a saved tensor."""
+    """Computes log-probabilities and entropies; changes chunks of logits in place, nothing else."""
 
     @staticmethod
     def forward(
@@ -224,7 +225,7 @@ class _Part:
         slopes: Tensor,
         bends: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Returns the gradient of `logits.gradient` in the weight's type."""
+        """Returns the gradient with respect to the projected logits, in the weight's type."""
         if self._is_fused:
             from slipstream.learner.trainer.outputs import fused_logits
 
@@ -249,7 +250,7 @@ class _Part:
 
 
 class _WeightGrad:
-    """A sum over chunks, in float32 if there are several: rounding each chunk would lose digits."""
+    """The weight's gradient, summed over chunks; in float32 if there are several, for accuracy."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -278,7 +279,8 @@ class _WeightGrad:
 def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Returns log(sum of exp(logit)) and the expected logit over all ranks' vocabularies.
 
-    Each rank's sums are relative to its own peak. `rows.wanted` becomes the targets' logits.
+    Each rank's sums are relative to its own peak. With a `group` it is collective, and writes the
+    targets' logits into `rows.wanted`.
     """
     peaks, totals, expected, wanted = rows
     if group is None:
