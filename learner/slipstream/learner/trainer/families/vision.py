@@ -216,8 +216,8 @@ class Vision:
     def _embedded(self, embedding: Megatron, _arguments: object, states: Tensor) -> Tensor:
         """Returns the embeddings, with those of image tokens replaced by features.
 
-        Without images, a trained tower computes a tiny one with zero gradients: Megatron waits for
-        the gradients of all parameters.
+        Without images, a trained tower computes the smallest image, with gradients of 0: Megatron
+        waits for the gradients of all parameters.
         """
         images = self._images
         if images is None:

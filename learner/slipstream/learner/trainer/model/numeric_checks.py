@@ -3,8 +3,8 @@
 Kernels differ by GPU, by library and by the size of heads, and some are wrong: for heads of 256
 dimensions on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and now and then
 NaN. A run would go on with them. So each kind of attention in a model is computed once more with
-plain operations in float64, over a few short packed sequences. For a model that shares prefixes it
-is checked again over sequences with shared prefixes: such calls may take another kernel.
+plain operations in float64, over a few short packed sequences. In a model that shares prefixes each
+kind is checked again over sequences with shared prefixes: such calls may take another kernel.
 
 float16 ends at 65504, bfloat16 at 3e38. Some models have larger hidden states than float16 holds:
 they would train on infinities only, or fail at a longer prompt. So the loaded weights process some

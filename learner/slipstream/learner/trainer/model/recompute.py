@@ -51,7 +51,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Measured:
-    """Memory of a pass that recomputes all layers but one, in bytes per token of a micro batch."""
+    """Memory of a pass that keeps one layer, in bytes per token of its largest micro batch."""
 
     # One layer's activations of one micro batch.
     layer: float
