@@ -355,6 +355,9 @@ class Chaos:
                     if task.done():
                         await task
                 code = await running
+                if following.done():
+                    # It failed behind the last fault: steps are missing from the effective time.
+                    await following
                 return 0 if code == 128 + signal.SIGINT else code
             finally:
                 for task in tasks:

@@ -334,7 +334,7 @@ class Evaluator:
             granted.append(group)
         if granted:
             scheduler.send_evaluation(round_.session, granted)
-        self._scheduler.reserved[round_.session.key] = len(round_.waiting)
+        scheduler.reserved[round_.session.key] = len(round_.waiting)
 
     def _collect(self, round_: Round) -> None:
         for group_id, group in list(round_.running.items()):
