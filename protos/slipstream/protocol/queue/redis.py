@@ -3,8 +3,8 @@
 Consumes: `put`. Produces: stream entries, whose bytes are counted in the same transaction.
 Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted too.
 
-The server is Redis or Valkey from 6.2 on. It must fsync every write, never evict and load its files
-whole; the receiver checks this.
+The server is Redis or Valkey from 6.2 on. It must fsync every write and never evict: the receiver
+checks this, and warns where the server does not show its settings.
 """
 
 from __future__ import annotations

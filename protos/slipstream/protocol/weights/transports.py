@@ -18,7 +18,7 @@ class Place:
     host: str
     # The driver's name of each member's GPU; empty: they compute on the CPU.
     gpus: tuple[str, ...] = ()
-    # The result of `nccl_environment.agreed_settings`.
+    # The result of `nccl_group.agreed_settings`.
     nccl: Mapping[str, str] = field(default_factory=dict)
 
 
