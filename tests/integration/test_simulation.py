@@ -1,15 +1,18 @@
 """Seeded runs on a virtual clock with faults; `tests/simulation/run.py` plays more of them."""
 
 import gc
+import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from simulation import run
 from simulation.mutants import NAMED, catching_seed
-from simulation.world import World, shared_memory
+from simulation.world import Result, World, shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 700
@@ -40,6 +43,38 @@ def test_no_rule_breaks_whatever_fails(folder: Path, part: int) -> None:
             command = f"python tests/simulation/run.py --seeds {seed}:{seed + 1}"
             wrong.append(f"{found[0]}; play it again: {command}")
     assert not wrong
+
+
+class FailingWorld:
+    """Fails in one seed, and ends its process in another."""
+
+    def __init__(self, seed: int, *_: object, **__: object) -> None:
+        self.seed = seed
+
+    def run(self) -> Result:
+        if self.seed == 3:
+            raise ValueError("odd")
+        if self.seed == 4:
+            os._exit(9)
+        return Result(self.seed, [], "", Counter(), 0.0, Counter(steps=1))
+
+
+def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "World", FailingWorld)
+    found = list(run.Schedules(folder, verbose=False).play(range(12), 2))
+    assert sorted(result.seed for result in found) == list(range(12))
+    failed = {result.seed: result.violations for result in found if result.violations}
+    assert failed == {
+        3: ["the rig failed: ValueError: odd"],
+        4: ["its process ended with 9"],
+    }
+
+
+def test_no_schedule_begins_after_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "World", FailingWorld)
+    assert not list(run.Schedules(folder, until_s=0.0, verbose=False).play(range(12), 2))
 
 
 def test_a_seed_plays_the_same_run_in_every_process(folder: Path) -> None:

@@ -99,10 +99,13 @@ class OwnedJournal(Journal):
     """The product's journal; the end of its process closes its file, which frees the lock."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
         process: Process | None = PROCESS.get()
         assert process is not None
-        process.files += [self._file, self._lock_file]
+        try:
+            super().__init__(folder)
+        finally:
+            # It may have died half-way.
+            process.files += [vars(self)[n] for n in ("_file", "_lock_file") if n in vars(self)]
 
 
 def close_files(process: Process) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
-def judge(world: World) -> int:
-    """Adds what is wrong to the violations of `world`; returns the number of trained tokens."""
+def judge(world: World) -> Counter[str]:
+    """Adds what is wrong to the violations of `world`; returns how much it trained, by kind."""
     return _Judge(world).run()
 
 
@@ -36,9 +36,9 @@ class _Judge:
         self._leased: dict[tuple[str, str], tuple[int, int]] = {}
         self._ends: Counter[str] = Counter()
         self._tokens: Counter[int] = Counter()
-        self.trained = 0
+        self.trained: Counter[str] = Counter()
 
-    def run(self) -> int:
+    def run(self) -> Counter[str]:
         self._read_journal()
         self._check_acknowledged()
         self._check_leased()
@@ -73,6 +73,7 @@ class _Judge:
                 evaluated.append(record["version"])
                 if record["episodes"] + record["failed"] != NUM_TASKS:
                     self._wrong.append(f"an evaluation has other than {NUM_TASKS}: {record}")
+        self.trained["steps"] = len(steps)
         for step, (record, place) in batches.items():
             self._read_batch(step, record, place, is_trained=step in steps)
         if not self._world.violations and len(steps) != self._world.shape.steps:
@@ -114,16 +115,7 @@ class _Judge:
     def _read_batch(
         self, step: int, record: dict, place: tuple[int, int], *, is_trained: bool
     ) -> None:
-        path = batch_path(self._folder, step, attempt_of(record["batch_id"]))
-        if not path.is_file():
-            self._wrong.append(f"{path.name} is missing")
-            return
-        data = path.read_bytes()
-        if zlib.crc32(data) != record["crc32"]:
-            self._wrong.append(f"{path.name} is damaged")
-            return
-        for message in trainer_pb2.RecordedBatch.FromString(data).trajectories:
-            trajectory = trajectory_from_pb(message)
+        for trajectory in self._recorded(record):
             # Members that were put back were acknowledged with their first batch.
             self._ended.setdefault(trajectory.trajectory_id, place)
             self._ends[trajectory.trajectory_id] += 1
@@ -135,13 +127,21 @@ class _Judge:
             versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
             for token, version in zip(sampled, versions, strict=True):
                 self._check_token(step, token, version)
-                self.trained += is_trained
+            self.trained += Counter(trajectories=is_trained, tokens=is_trained * len(sampled))
+
+    def _recorded(self, record: dict) -> list[Trajectory]:
+        """The trajectories of a batch; none if its file is missing or damaged, which is wrong."""
+        path = batch_path(self._folder, record["step"], attempt_of(record["batch_id"]))
+        data = path.read_bytes() if path.is_file() else b""
+        if zlib.crc32(data) != record["crc32"]:
+            self._wrong.append(f"{path.name} is {'damaged' if data else 'missing'}")
+            return []
+        batch = trainer_pb2.RecordedBatch.FromString(data)
+        return [trajectory_from_pb(message) for message in batch.trajectories]
 
     def _set_aside(self, record: dict, place: tuple[int, int], ids: list[str]) -> None:
         """Notes who was acknowledged with a batch that was set aside."""
-        path = batch_path(self._folder, record["step"], attempt_of(record["batch_id"]))
-        there = trainer_pb2.RecordedBatch.FromString(path.read_bytes()).trajectories
-        for trajectory in map(trajectory_from_pb, there):
+        for trajectory in self._recorded(record):
             self._ended[trajectory.trajectory_id] = place
         self._ends.update(ids)
         for trajectory_id in ids:
@@ -210,9 +210,10 @@ class _Judge:
         ledger = summary["ledger"]
         if ledger["difference"]:
             self._wrong.append(f"the ledger's difference is {ledger['difference']}")
-        if ledger["trained"] != self.trained:
+        tokens = self.trained["tokens"]
+        if ledger["trained"] != tokens:
             self._wrong.append(
-                f"the ledger says {ledger['trained']} trained tokens, there are {self.trained}"
+                f"the ledger says {ledger['trained']} trained tokens, there are {tokens}"
             )
 
 

@@ -15,6 +15,10 @@ from typing import Any
 START_S = 1000.0
 UNIX_S = 1.7e9
 CLOCK_RESOLUTION_S = 1e-9
+# The set of all tasks, which has another name from Python 3.12 on.
+_ALL_TASKS: Any = getattr(asyncio.tasks, "_scheduled_tasks", None)
+if _ALL_TASKS is None:
+    _ALL_TASKS = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
 # The simulated process whose code runs now; None for the rig itself.
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
@@ -292,7 +296,7 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         (secrets, "token_hex", lambda n=32: source.randbytes(n).hex()),
         (secrets, "randbits", source.getrandbits),
         # Nobody asks for all tasks.
-        (asyncio.tasks._all_tasks, "add", lambda task: None),
+        (_ALL_TASKS, "add", lambda task: None),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:

@@ -102,7 +102,8 @@ class Result:
     digest: str
     fired: Counter[str]
     virtual_s: float
-    trained_tokens: int = 0
+    # Steps, trajectories and tokens.
+    trained: Counter[str]
 
 
 _real_version = metadata.version
