@@ -297,9 +297,9 @@ def test_memory_of_a_rank_is_estimated_as_it_was_measured(result: str, layers: i
     )
     turns = json.loads((RESULTS / f"{result}.json").read_text())["turns"]["slipstream"]
     parameters = sum(math.prod(size) for _, size in shape.tensors())
-    kept = fit.kept_bytes(config, sizes)
+    kept = fit.estimate_kept(config, sizes)
     assert kept is not None
-    estimated = (18 * parameters + sum(kept)) / fit.GIB
+    estimated = (18 * parameters + kept.layers + kept.logits) / fit.GIB
     assert estimated == pytest.approx(max(turn["peak_gib"] for turn in turns), rel=0.08)
 
 
@@ -312,13 +312,16 @@ def test_a_micro_batch_that_will_not_fit_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:2])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def told(tokens: int) -> Finding:
+    def told(tokens: int, recompute: str = "auto") -> Finding:
         model = {"path": "model", "dtype": "bfloat16"}
-        config = config_of(model=model, learner={"micro_batch_tokens": tokens})
+        learner = {"micro_batch_tokens": tokens, "recompute": recompute}
+        config = config_of(model=model, learner=learner)
         return {each.area: each for each in check_fit(config, GPUS[:2])}["GPU memory"]
 
-    few, many = told(16384), told(131_072)
+    few, many, kept = told(16384), told(131_072), told(131_072, "off")
     assert few.verdict is Verdict.OK
     assert few.seen.endswith("rank, without about 29.7 GiB for the tokens of a micro batch")
-    assert many.verdict is Verdict.ADVICE
-    assert 'learner.recompute = "auto"' in many.remedy
+    assert many.verdict is Verdict.OK
+    assert many.seen.endswith("micro batch, of which recomputed layers leave 28.1 GiB or more")
+    assert kept.verdict is Verdict.ADVICE
+    assert "learner.micro_batch_tokens" in kept.remedy

@@ -50,8 +50,7 @@ NEW_ERROR = re.compile(r"\S.* (ERROR|CRITICAL) ")
 # What a user can do about it stands before the numbers of torch, which are many.
 _LESS_MEMORY = (
     "the GPU's memory is full: lower learner.micro_batch_tokens, or what engines on that GPU take "
-    "(rollout_server.gpu_memory_utilization), spread the model (learner.parallel), or set "
-    'learner.recompute = "auto"'
+    "(rollout_server.gpu_memory_utilization), or spread the model (learner.parallel)"
 )
 
 

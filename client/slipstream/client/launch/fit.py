@@ -142,8 +142,19 @@ class Needs:
     saved_bytes: float
     # The part of `saved_bytes` that belongs to experts.
     saved_expert_bytes: float = 0.0
-    # Bytes of a rank's activations, and of its logits if all are kept; None: not estimated.
-    kept_bytes: tuple[float, float] | None = None
+    # What a rank keeps of a micro batch; None: not estimated.
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Estimated bytes that a rank keeps of a micro batch until its backward pass."""
+
+    # Activations of all layers; of one layer, with the inputs of the others, which recompute.
+    layers: float
+    recomputed: float
+    # All logits.
+    logits: float
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
@@ -229,31 +240,36 @@ def needs_of(config: Config) -> Needs | None:
         worker_bytes=parameters * weight_bytes / config.rollout_server.tensor_parallel_size,
         saved_bytes=parameters * saved_bytes,
         saved_expert_bytes=experts * saved_bytes,
-        kept_bytes=kept_bytes(config, read_model_sizes(config.model.path)),
+        kept=estimate_kept(config, read_model_sizes(config.model.path)),
     )
 
 
-def kept_bytes(config: Config, sizes: ModelSizes) -> tuple[float, float] | None:
-    """Estimates the bytes that a rank keeps of activations and of logits; None if it cannot.
+def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
+    """Estimates what a rank keeps of a micro batch; None if it cannot.
 
-    It can for dense decoders that recompute nothing: a layer keeps inputs and outputs of its matrix
-    products in 16 bits. With all that a rank holds, three estimates were within 8 % of the peaks
-    that were measured on an H200 (benchmarks/results/learner.md).
+    It can for dense decoders without `recompute_granularity` or `cpu_offloading`: a layer keeps
+    inputs and outputs of its matrix products in 16 bits. With all that a rank holds, three
+    estimates without recomputation were within 8 % of the peaks that were measured on an H200
+    (benchmarks/results/learner.md).
     """
     learner, parallel = config.learner, config.learner.parallel
     is_dense = not (sizes.experts or sizes.latent_size or sizes.linear_heads)
     others = {"recompute_granularity", "cpu_offloading"} & learner.transformer.keys()
-    if not is_dense or others or config.model.dtype == "float32" or learner.recompute == "auto":
+    if not is_dense or others or config.model.dtype == "float32":
         return None
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    whole = 3 * sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    entering = 2 * sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
     split = 2 * queries + 2 * keys + 3 * sizes.ffn
+    of_layer = 3 * entering + 2 * split / parallel.tp
     # The first stage of a pipeline keeps as many micro batches as there are stages.
-    layers = sizes.layers * 2 * (whole + split / parallel.tp)
+    layers, recomputed = sizes.layers * of_layer, of_layer + (sizes.layers - 1) * entering
+    if sizes.deep_layers:
+        recomputed = layers
     logits = LOGIT_BYTES * sizes.vocab / parallel.tp
     if config.debug.head_dtype == "model":
         logits /= 2
-    return learner.micro_batch_tokens * layers, learner.micro_batch_tokens * logits
+    tokens = learner.micro_batch_tokens
+    return Kept(tokens * layers, tokens * recomputed, tokens * logits)
 
 
 def disk_for(config: Config) -> Finding:
@@ -332,12 +348,14 @@ def _memory(
     room = min(known) * min(1 - sharing * share, config.learner.gpu_memory_fraction or 1.0)
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     more = ACTIVATION_SHARE * room
-    if needs.kept_bytes is not None:
-        layers, logits = needs.kept_bytes
+    if needs.kept is not None:
         # With more logits than this the backward pass computes them again, a few at a time.
-        most = 1.5 * config.debug.kept_logits_share * min(known)
-        more = layers + min(logits, most)
+        logits = min(needs.kept.logits, 1.5 * config.debug.kept_logits_share * min(known))
+        more = needs.kept.layers + logits
         seen += f", without about {more / GIB:.1f} GiB for the tokens of a micro batch"
+        if needs.rank_bytes + more > room and config.learner.plans_recompute:
+            more = needs.kept.recomputed + logits
+            seen += f", of which recomputed layers leave {more / GIB:.1f} GiB or more"
     if needs.rank_bytes > room:
         remedy = (
             "raise learner.parallel.tp, pp or, for experts, ep, set "
@@ -350,7 +368,7 @@ def _memory(
         yield advice(
             "GPU memory",
             f"{seen}: too little is left for activations",
-            'lower learner.micro_batch_tokens, or set learner.recompute = "auto"',
+            "lower learner.micro_batch_tokens",
         )
     else:
         yield ok("GPU memory", seen)

@@ -304,11 +304,6 @@ def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterat
             f"learner.parallel.cp must be 1 for a {sizes.folder_class}: chunks of a sequence would "
             f"cut its images, got {learner.parallel.cp}"
         )
-    if sizes.deep_layers and learner.recompute == "auto":
-        yield (
-            f'learner.recompute must be "off" for a {sizes.folder_class}: features of images are '
-            "added between its layers, got 'auto'"
-        )
     if sizes.deep_layers and learner.transformer.get("recompute_granularity") == "full":
         yield (
             "learner.transformer.recompute_granularity must be selective or left out for a "

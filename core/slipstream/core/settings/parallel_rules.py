@@ -219,9 +219,6 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
 def _recompute_problems(learner: LearnerSection) -> Iterator[str]:
     transformer, parallel = learner.transformer, learner.parallel
     granularity = transformer.get("recompute_granularity")
-    if learner.recompute == "auto" and (granularity or transformer.get("cpu_offloading")):
-        key = "recompute_granularity" if granularity else "cpu_offloading"
-        yield f"learner.recompute = 'auto' plans for itself: learner.transformer.{key} excludes it"
     others = [key for key in ("recompute_method", "recompute_num_layers") if transformer.get(key)]
     if granularity not in (None, "full", "selective"):
         yield (

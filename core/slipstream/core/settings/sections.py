@@ -368,9 +368,10 @@ class LearnerSection(Section):
     devices: tuple[int | str, ...] | None = None
     # Largest share of a GPU's memory that torch may hold in a rank.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
-    # Layers whose activations the backward pass computes again, as in `learner.transformer` (`off`)
-    # or as GPU memory needs (`auto`).
-    recompute: Literal["off", "auto"] = "off"
+    # Whether the backward pass computes activations again: of as many layers as GPU memory needs
+    # (`auto`), or of none (`off`). `recompute_granularity` or `cpu_offloading` in `transformer`
+    # decides instead. A Qwen3-VL keeps all activations.
+    recompute: Literal["off", "auto"] = "auto"
     # CPU threads of each rank. 0 means all.
     threads: int = Field(1, ge=0)
     # Decoupled weight decay. Norms and biases have none.
@@ -401,6 +402,12 @@ class LearnerSection(Section):
     # Silence of a rank, in a collective or while a disk moves no byte, after which the trainer
     # stops.
     timeout_s: Silence = 600.0
+
+    @property
+    def plans_recompute(self) -> bool:
+        """Whether the trainer plans by itself which activations are computed again."""
+        by_hand = ("recompute_granularity", "cpu_offloading")
+        return self.recompute == "auto" and not any(map(self.transformer.get, by_hand))
 
 
 Quantization = Literal["off", "fp8_per_channel"]

@@ -124,7 +124,9 @@ def load_trained(
         }
     )
     recompute = None
-    if config.learner.recompute == "auto" and ranks.device.type == "cuda":
+    # Layers that are computed again would miss features that a vision tower adds between them.
+    is_plain = model.vision is None or not model.vision.depth
+    if config.learner.plans_recompute and is_plain and ranks.device.type == "cuda":
         memory = GpuMemory(config.learner.gpu_memory_fraction)
         recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     if load_weights:

@@ -44,7 +44,6 @@ def test_images_need_a_model_that_sees() -> None:
             },
             "reference.server gets no images",
         ),
-        ({"learner": {"recompute": "auto"}}, "learner.recompute must be"),
         ({"learner": {"transformer": FULL}}, "learner.transformer.recompute_granularity must be"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

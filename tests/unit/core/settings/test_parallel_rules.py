@@ -238,21 +238,6 @@ TABLES: list[tuple[dict[str, Any], str]] = [
         "learner.transformer.cpu_offloading excludes recompute_granularity",
     ),
     (
-        {
-            "recompute": "auto",
-            "transformer": {
-                "recompute_granularity": "full",
-                "recompute_method": "block",
-                "recompute_num_layers": 1,
-            },
-        },
-        "'auto' plans for itself: learner.transformer.recompute_granularity excludes it",
-    ),
-    (
-        {"recompute": "auto", "transformer": {"cpu_offloading": True}},
-        "'auto' plans for itself: learner.transformer.cpu_offloading excludes it",
-    ),
-    (
         {"transformer": {"moe_token_dispatcher_type": "allgather"}},
         "must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'",
     ),
@@ -291,6 +276,20 @@ def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
         "transformer": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     }
     assert problems(learner, DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        ({}, True),
+        ({"recompute": "off"}, False),
+        ({"transformer": {"recompute_granularity": "selective"}}, False),
+        ({"transformer": {"cpu_offloading": True}}, False),
+        ({"transformer": {"cpu_offloading": False}}, True),
+    ],
+)
+def test_recomputation_is_planned_unless_a_setting_decides_it(learner, expected):
+    assert LearnerSection(**learner).plans_recompute is expected
 
 
 # what differs in config.json, part of the message

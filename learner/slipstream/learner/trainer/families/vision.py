@@ -177,7 +177,8 @@ class Vision:
         self._smallest = smallest_image(hf_config)
         self._images: ImageInputs | None = None
         self._features: list[Tensor] = []
-        depth = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
+        # Number of the first decoder layers to whose outputs features are added.
+        self.depth = depth = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
         for chunk in chunks:
             if has_axes:
                 chunk.rotary_pos_emb.register_forward_hook(self._by_positions)

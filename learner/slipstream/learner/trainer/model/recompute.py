@@ -1,9 +1,10 @@
 """How many layers compute their activations a second time, planned by the memory of the GPU.
 
 The first training pass keeps the activations of one layer and recomputes all others, so that it
-fits wherever training fits at all. It measures what the layer keeps and what else the pass takes.
-From the second pass on, when the optimizer has its state, as many layers keep theirs as there is
-memory for. All ranks recompute equally many, because a recomputed layer may communicate.
+fits wherever training fits at all. It measures what each layer keeps while its backward pass needs
+it, of which the largest counts, and what else the pass takes. From the second pass on, when the
+optimizer has its state, as many layers keep theirs as there is memory for. All ranks recompute
+equally many, because a recomputed layer may communicate.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ class GpuMemory:
 class Measured:
     """Memory of a pass that keeps one layer, in bytes per token of its largest micro batch."""
 
-    # One layer's activations of one micro batch.
+    # Activations of one micro batch in the layer that keeps most.
     layer: float
     # Everything else that is allocated only during the pass.
     rest: float
@@ -81,24 +82,19 @@ class Recompute:
     def __init__(
         self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
     ) -> None:
-        """Takes this rank's unwrapped chunks; at first all layers recompute but one of each chunk.
-
-        With Mamba layers this stays so: the layer that is measured might be of another kind.
-        """
+        """Takes this rank's unwrapped chunks; at first all layers of each but one recompute."""
         blocks = [model.decoder for model in models]
         self._configs = {
             id(config): config
             for block, model in zip(blocks, models, strict=True)
             for config in (block.config, model.config)
         }.values()
+        self._stack = [layer for block in blocks for layer in block.layers]
         self._layers = max(len(block.layers) for block in blocks)
-        self._last = max(blocks, key=lambda block: len(block.layers)).layers[-1]
         self._learner, self._memory = learner, memory
         # Memory of the first training pass; None before it.
         self.measured: Measured | None = None
-        # The last layer says nothing about Mamba layers, which keep most.
-        forms = getattr(blocks[0].config, "layer_forms", None) or ()
-        self._is_planned = "mamba" in forms
+        self._is_planned = False
         self._recompute(self._layers - 1)
 
     @contextlib.contextmanager
@@ -111,22 +107,31 @@ class Recompute:
             return
         before = self._memory.allocated()
         self._memory.watch()
-        with self._kept_by_last() as kept:
+        with self._kept_by_layers() as kept:
             yield
         most = max(sizes)
         rest = self._memory.peak() - before
         self.measured = Measured(max(kept, default=0) / most, rest / most)
 
     @contextlib.contextmanager
-    def _kept_by_last(self) -> Iterator[list[int]]:
-        """Yields a list that gets the bytes that the last layer keeps of each micro batch."""
+    def _kept_by_layers(self) -> Iterator[list[int]]:
+        """Yields a list that gets the bytes that each layer keeps of a micro batch.
+
+        A layer that is computed again in the backward pass is measured there too.
+        """
         begun: list[int] = []
         kept: list[int] = []
+
+        def begin(*_: object) -> None:
+            begun.append(self._memory.allocated())
+
+        def end(*_: object) -> None:
+            kept.append(self._memory.allocated() - begun.pop())
+
         hooks = [
-            self._last.register_forward_pre_hook(lambda *_: begun.append(self._memory.allocated())),
-            self._last.register_forward_hook(
-                lambda *_: kept.append(self._memory.allocated() - begun.pop())
-            ),
+            hook
+            for layer in self._stack
+            for hook in (layer.register_forward_pre_hook(begin), layer.register_forward_hook(end))
         ]
         try:
             yield kept
