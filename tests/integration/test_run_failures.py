@@ -12,6 +12,7 @@ import psutil
 import pytest
 from slipstream.client import Client
 from support.rigs.run_processes import (
+    CONTROLLER,
     ROLLOUT_SERVER,
     SLOW_RUN,
     TRAINER,
@@ -125,7 +126,7 @@ async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(
                 for found in run.find(f"{TRAINER} "):
                     # A process may end while it is looked at.
                     with contextlib.suppress(psutil.Error):
-                        if found.environ().get("RANK") == "1":
+                        if found.name() == "trainer-rank-1":
                             found.kill()
                 await asyncio.sleep(0.05)
         assert await run.wait(END_LIMIT_S) == 1
@@ -191,7 +192,7 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(
     config = write_slow_run(tmp_path, tiny_model)
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         if moment == "before the controller listens":
-            await until(lambda: run.find(ROLLOUT_SERVER), 30)
+            await until(lambda: run.find(CONTROLLER), 30)
         else:
             async with connection(config, run):
                 assert "the trainer has" not in run.out

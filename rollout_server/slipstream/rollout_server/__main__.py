@@ -31,7 +31,7 @@ from slipstream.core.errors import (
 )
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.process import become_reaper, die_with_parent, without_collections
+from slipstream.core.machine.process import become_reaper, die_with_parent
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config, RolloutServerSection, address_parts
@@ -43,6 +43,7 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
 from slipstream.rollout_server.memory import available_bytes
+from slipstream.rollout_server.preload import import_engine
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.engine import VllmEngine
@@ -124,7 +125,9 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
 
     check_storage(config.weights.storage_url)
     await wait_for_controller(options.controller, options.connect_timeout_s)
-    os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
+    import_engine(config)
+    from slipstream.rollout_server.vllm.engine import VllmEngine
+
     set_nccl_environment(os.environ)
     controller, _ = address_parts(options.controller)
     # An engine and its workers run on one host.
@@ -137,9 +140,6 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         values=settings.chat_template_kwargs,
         images=image_tokens(config.model.path, max_images=config.sampling.max_images),
     )
-    with process.limited_start(settings.start_timeout_s), without_collections():
-        process.check_companions()
-        from slipstream.rollout_server.vllm.engine import VllmEngine
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s
     # Both may block the event loop: nothing else runs in it yet.

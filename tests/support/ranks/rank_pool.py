@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from slipstream.core.machine.process import die_with_parent, without_collections
+from slipstream.core.machine.process import die_with_parent
 
 from support.rigs.forked_programs import ForkedProgram
 from support.rigs.loopbacks import own_loopback
@@ -194,15 +194,10 @@ def _prepare() -> Start:
 
     if torch.cuda.is_available():
         return _start_plain
+    from slipstream.learner.trainer.preload import preload
+
     # Imported objects are never collected: the ranks share their memory until a rank writes to it.
-    with without_collections():
-        from slipstream.learner.trainer.ranks import compat, cpu
-
-        cpu.install()
-        compat.install()
-        import slipstream.learner.trainer.layers.spec
-        import slipstream.learner.trainer.train  # noqa: F401
-
+    preload()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"cannot fork: the imports have started {len(threads) - 1} threads"
     return _fork

@@ -13,9 +13,11 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError
@@ -54,17 +56,38 @@ _LESS_MEMORY = (
 )
 
 
+class Process(Protocol):
+    """A process that this command has started; asyncio's is one."""
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or the negative number of a signal; None while the process runs."""
+
+    async def wait(self) -> int:
+        """Waits for the end of the process, and returns its exit code."""
+
+
 @dataclass(eq=False)
 class Child:
     """One running program."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: Process
     log_path: Path
     # Where this process's part of the log begins: an earlier process may have written there too.
     log_start: int = 0
     # The kernel's count, at the start, of processes that it ended because memory was full.
     oom_kills: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the program started."""
+        return time.monotonic() - self.started_s
 
     @property
     def is_running(self) -> bool:
@@ -116,6 +139,15 @@ class Child:
         await self.process.wait()
 
 
+def open_log(path: Path) -> BinaryIO:
+    """Opens a log at its end; raises ConfigError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
 async def start_child(
     name: str,
     module: str,
@@ -128,13 +160,8 @@ async def start_child(
 
     Raises ConfigError when that cannot be written.
     """
-    try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        opened = log_path.open("ab")
-    except OSError as error:
-        raise ConfigError(f"{log_path} cannot be written: {error.strerror}") from error
     command = [sys.executable, "-m", module, *arguments]
-    with opened as log:
+    with open_log(log_path) as log:
         log_start = log.tell()
         process = await asyncio.create_subprocess_exec(
             *below_this(),
@@ -246,8 +273,11 @@ def _raised(lines: Sequence[str]) -> str:
 class RestartPolicy:
     """Counts the deaths of one program, and says how long to wait before it is started again.
 
+    A program that has worked for long starts again at once; from one start to the next there are at
+    least 1, 2, 4, ... seconds.
+
     policy = RestartPolicy(max_restarts=5)
-    while (pause_s := policy.pause_after(exit_code)) is not None:
+    while (pause_s := policy.pause_after(exit_code, age_s=age_s)) is not None:
         ...  # sleep for pause_s, start the program; `forgive` when it got on with its work
     """
 
@@ -262,15 +292,19 @@ class RestartPolicy:
         """Counts restarts from 0 again: the program worked for long, or made progress."""
         self.restarts = 0
 
-    def pause_after(self, exit_code: int | None) -> float | None:
-        """Returns the seconds to wait before the next start, or None if there is to be none."""
+    def pause_after(self, exit_code: int | None, *, age_s: float = 0.0) -> float | None:
+        """Returns the seconds to wait before the next start, or None if there is to be none.
+
+        The program that ended had started `age_s` before.
+        """
         self.restarts += 1
         self._failed_starts = self._failed_starts + 1 if exit_code == NOT_STARTED else 0
         is_final = exit_code in FINAL_CODES
         is_final |= self._failed_starts == MAX_FAILED_STARTS
         if is_final or self.restarts > self._max_restarts:
             return None
-        return min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S)
+        apart_s = min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S)
+        return max(0.0, apart_s - age_s)
 
 
 async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:

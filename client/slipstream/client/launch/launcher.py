@@ -152,7 +152,7 @@ async def _carry_out(
             processes.keep_queue(queue)
         if share.has_controller:
             processes.start_controller(num_servers=servers)
-        await processes.start_trainers(share.ranks)
+        processes.keep_trainers(share.ranks)
         for number in range(servers):
             processes.keep_rollout_server(number)
         return await processes.wait()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 
 import grpc.aio
 from slipstream.client.launch.children import (
@@ -23,6 +22,7 @@ from slipstream.client.launch.children import (
     with_full_disk,
 )
 from slipstream.client.launch.display import Display, loading_line
+from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement, describe_sharing
 from slipstream.client.launch.roles import CONTROLLER, SERVER
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
@@ -54,7 +54,7 @@ EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
-# Seconds before a controller is started again; servers and trainer wait for it.
+# Seconds between two starts of a controller; servers and trainer wait for it.
 CONTROLLER_PAUSE_S = 0.1
 # Seconds after which a server or controller that ends is granted as many restarts as a new one.
 FORGIVEN_S = 600.0
@@ -194,6 +194,7 @@ class RunProcesses:
         settings = write_config(config, node_folder(config, node_rank))
         self._config_arguments = ["--config", str(settings)]
         self._children: list[Child] = []
+        self._forks: list[ForkServer] = []
         self._controller: asyncio.Task[Child] | None = None
         self._trainers: TrainerRanks | None = None
         self._servers: dict[str, asyncio.Task[None]] = {}
@@ -229,6 +230,7 @@ class RunProcesses:
         if self._trainers is not None:
             await self._trainers.stop(grace_s)
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
+        await asyncio.gather(*(forks.close() for forks in self._forks))
         # Killed processes leave their sockets, and those of their engines.
         await asyncio.to_thread(remove_abandoned)
 
@@ -243,12 +245,10 @@ class RunProcesses:
             self._display.tell(line)
         for line in model_warnings(self._config):
             self._display.warn(line)
-        self._controller = asyncio.ensure_future(
-            self._start(CONTROLLER.name, CONTROLLER.module, [])
-        )
+        self._controller = asyncio.ensure_future(self._start_controller())
 
-    async def start_trainers(self, ranks: range) -> None:
-        """Starts the trainer ranks of this node; `wait` restarts them when they die."""
+    def keep_trainers(self, ranks: range) -> None:
+        """Has `wait` start the trainer ranks of this node, and restart them when they die."""
         self._trainers = TrainerRanks(
             self._config,
             self._placement,
@@ -263,7 +263,6 @@ class RunProcesses:
                 f"ranks {ranks[0]} to {ranks[-1]} of {learner.world_size} meet "
                 f"the others at {learner.master}, within {learner.timeout_s:g} s"
             )
-        await self._trainers.start()
 
     def keep_queue(self, server: EmbeddedServer) -> None:
         """Restarts the embedded queue server when it dies: it keeps what it has acknowledged."""
@@ -346,15 +345,10 @@ class RunProcesses:
             async with asyncio.timeout(LEAVE_LIMIT_S):
                 await asyncio.gather(*(child.process.wait() for child in others))
 
-    async def _start(
-        self, name: str, module: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
-    ) -> Child:
+    async def _start_controller(self) -> Child:
+        log = log_path(self._config.run_dir, CONTROLLER.name)
         child = await start_child(
-            name,
-            module,
-            [*self._config_arguments, *arguments],
-            log_path=log_path(self._config.run_dir, name),
-            environ=environ,
+            CONTROLLER.name, CONTROLLER.module, self._config_arguments, log_path=log
         )
         self._children.append(child)
         return child
@@ -390,44 +384,44 @@ class RunProcesses:
         policy = RestartPolicy(CONTROLLER.restarts, first_pause_s=CONTROLLER_PAUSE_S)
         while True:
             assert self._controller is not None
-            controller, started_s = await self._controller, time.monotonic()
+            controller = await self._controller
             await self._show_events(controller)
             code = controller.process.returncode
             is_ending = self._ended_controller or self._failure or self._signalled
             is_told = self._display.is_over or self._display.told_failure
             if code == 0 or is_ending or is_told or self._display.is_stopping:
                 return controller
-            if not await self._may_restart(policy, controller, started_s):
+            if not await self._may_restart(policy, controller):
                 return controller
-            self._controller = asyncio.ensure_future(
-                self._start(CONTROLLER.name, CONTROLLER.module, [])
-            )
+            self._controller = asyncio.ensure_future(self._start_controller())
 
     async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
         policy = RestartPolicy(SERVER.restarts)
-        address = self._config.controller.address
+        arguments = [*self._config_arguments, "--controller", self._config.controller.address]
+        arguments += ["--server-id", name, "--max-episodes", str(episodes)]
+        forks = ForkServer(SERVER.module, arguments)
+        self._forks.append(forks)
         # Where both take the whole GPU in turn, the learner must have loaded and given it back.
         while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():
             await asyncio.sleep(LOOK_S)
         while True:
-            started_s = time.monotonic()
-            arguments = ["--controller", address, "--server-id", name]
-            arguments += ["--max-episodes", str(episodes)]
-            child = await self._start(name, SERVER.module, arguments, environ)
+            log = log_path(self._config.run_dir, name)
+            child = await forks.start(name, log_path=log, environ=environ)
+            self._children.append(child)
             await child.process.wait()
             # Processes that the server has started must not outlive it.
             child.signal(signal.SIGKILL)
             if self._over or self._display.is_over or child.process.returncode == 0:
                 return
-            if not await self._may_restart(policy, child, started_s):
+            if not await self._may_restart(policy, child):
                 await self._stop_run(child.describe_end(), failed=True)
                 return
 
-    async def _may_restart(self, policy: RestartPolicy, ended: Child, started_s: float) -> bool:
+    async def _may_restart(self, policy: RestartPolicy, ended: Child) -> bool:
         """Waits before the next start of a process; returns False if there is to be none."""
-        if time.monotonic() - started_s > FORGIVEN_S:
+        if ended.age_s > FORGIVEN_S:
             policy.forgive()
-        pause_s = policy.pause_after(ended.process.returncode)
+        pause_s = policy.pause_after(ended.process.returncode, age_s=ended.age_s)
         if pause_s is None:
             return False
         self._display.warn(f"{ended.describe_end()}; start {policy.restarts + 1}")
@@ -447,7 +441,6 @@ class RunProcesses:
                 await self._stop_run(text, failed=True)
                 return
             self._display.warn(f"{text}; it starts again")
-            await trainers.start()
         if not self._over:
             if failed.was_killed:
                 self._killed = failed.describe_end()

@@ -18,9 +18,9 @@ from slipstream.client.launch.children import (
     FIRST_PAUSE_S,
     Child,
     RestartPolicy,
-    start_child,
 )
-from slipstream.client.launch.placement import Placement
+from slipstream.client.launch.forks import ForkServer
+from slipstream.client.launch.placement import Placement, uses_gpus
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.roles import TRAINER
 from slipstream.core.run_folder import log_path
@@ -47,7 +47,6 @@ class TrainerRanks:
     """Starts the ranks, and restarts them until they end or fail for good.
 
     ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., milestones=...)
-    await ranks.start()
     failed = await ranks.keep()  # None: all ended in order
     await ranks.stop(grace_s)
 
@@ -66,7 +65,9 @@ class TrainerRanks:
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
         """`arguments` go to every rank; `milestones` returns None if the controller is silent."""
-        self._config, self._placement, self._arguments = config, placement, arguments
+        self._config, self._placement = config, placement
+        # Megatron's imports may start CUDA, which a forked process could not use.
+        self._forks = ForkServer(TRAINER.module, arguments, is_plain=uses_gpus())
         self._ranks = ranks
         self._warn, self._milestones = warn, milestones
         self.children: list[Child] = []
@@ -84,19 +85,17 @@ class TrainerRanks:
             environ = torchrun | gpus
             name = f"{TRAINER.name}-{environ['RANK']}"
             log = log_path(self._config.run_dir, name)
-            child = await start_child(
-                name, TRAINER.module, self._arguments, log_path=log, environ=environ
-            )
-            self.children.append(child)
+            self.children.append(await self._forks.start(name, log_path=log, environ=environ))
 
     async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
-        """Restarts the ranks when one dies; returns None when all have ended in order.
+        """Starts the ranks, again when one dies; returns None when all have ended in order.
 
         Returns the rank that died when its exit code is final or there were too many restarts.
         """
         policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
         while True:
+            await self.start()
             failed = await self._first_failure()
             if failed is None:
                 return None
@@ -108,18 +107,18 @@ class TrainerRanks:
             if now is not None and now.is_beyond(reached):
                 policy.forgive()
                 reached = now
-            pause_s = policy.pause_after(failed.process.returncode)
+            pause_s = policy.pause_after(failed.process.returncode, age_s=failed.age_s)
             if pause_s is None:
                 return failed
             self._warn(
                 f"{failed.describe_end()}; the trainer starts again, start {policy.restarts + 1}"
             )
             await asyncio.sleep(pause_s)
-            await self.start()
 
     async def stop(self, grace_s: float) -> None:
         """Ends all ranks."""
         await asyncio.gather(*(child.stop(grace_s) for child in self.children))
+        await self._forks.close()
 
     async def _first_failure(self) -> Child | None:
         waits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}

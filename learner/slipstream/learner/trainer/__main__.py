@@ -24,9 +24,10 @@ from slipstream.core.errors import (
     SlipstreamError,
 )
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.process import flush_output, without_collections
+from slipstream.core.machine.process import flush_output
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.preload import preload
 from slipstream.protocol.weights.storage import check_storage
 
 if TYPE_CHECKING:
@@ -132,10 +133,10 @@ def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
     """Loads a rank; `stack` gets its signs of life, which begin with its first tensor."""
-    with without_collections():
-        from slipstream.learner.trainer.opening import open_policy
-        from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
-        from slipstream.learner.trainer.train import Trainer
+    preload()
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+    from slipstream.learner.trainer.train import Trainer
 
     activity, collector = Activity(), None
     if launch.rank == 0:

@@ -56,7 +56,6 @@ async def kept(folder, *codes, reached=()):
         config, Placement(), [], ranks=range(len(codes)), warn=told.append, milestones=milestones
     )
     ranks.codes = codes
-    await ranks.start()
     return await ranks.keep(first_pause_s=0.01), told
 
 

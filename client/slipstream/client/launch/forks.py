@@ -1,0 +1,161 @@
+"""Starts processes of one program by a fork server, which has imported the program once.
+
+Consumes: answers of the fork server. Produces: processes.
+Waits for: its imports, before the first process. Unblocked by: their end, or that of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slipstream.client.launch.children import Child, open_log, start_child
+from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.process import below_this
+
+PROGRAM = "slipstream.core.machine.fork_server"
+# Seconds in which a server that has imported the program must fork it: one may have stopped it.
+ANSWER_LIMIT_S = 15.0
+
+
+class ForkedProcess:
+    """A process that a fork server has forked; see asyncio's `Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        """Returns the exit code, or the negative number of the signal that ended the process."""
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def end(self, code: int) -> None:
+        """Notes the end of the process."""
+        if self.returncode is None:
+            self.returncode = code
+            self._ended.set()
+
+
+class _Server(asyncio.SubprocessProtocol):
+    """A fork server's process. No task reads its answers: a second signal cancels all tasks."""
+
+    def __init__(self) -> None:
+        self._forked: dict[int, ForkedProcess] = {}
+        self._unread = b""
+        # The process that follows the order under way; None when the server has ended.
+        self.next: asyncio.Future[ForkedProcess | None] | None = None
+        self.is_there, self.gone = True, asyncio.Event()
+
+    def order(self, order: object) -> None:
+        """Sends a line, which nobody reads when the server has ended."""
+        self._orders.write(json.dumps(order).encode() + b"\n")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        orders = transport.get_pipe_transport(0)
+        assert isinstance(orders, asyncio.WriteTransport)
+        self.process, self._orders = transport, orders
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """See asyncio."""
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            pid = answer["pid"]
+            process = self._forked.setdefault(pid, ForkedProcess(pid))
+            if "code" in answer:
+                self._forked.pop(pid).end(answer["code"])
+            self._follow(process)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """See asyncio."""
+        if fd == 1:
+            self.is_there = False
+            for process in self._forked.values():
+                # The kernel ends them with the server.
+                process.end(-signal.SIGKILL)
+            self._follow(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self.process.close()
+        self.gone.set()
+
+    def _follow(self, process: ForkedProcess | None) -> None:
+        if self.next is not None and not self.next.done():
+            self.next.set_result(process)
+
+
+class ForkServer:
+    """Starts a program like `start_child`, one process at a time; `close` ends them all.
+
+    Where the server cannot import the program, or must not fork it, the program starts plainly and
+    says itself what is wrong. A server that was killed is started again with the next process.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], *, is_plain: bool = False) -> None:
+        """With `is_plain` there is no fork server."""
+        self._words = [module, *arguments]
+        self._is_plain = is_plain or sys.platform != "linux"
+        self._server: _Server | None = None
+
+    async def start(self, name: str, *, log_path: Path, environ: Mapping[str, str] = {}) -> Child:
+        """Starts a process; raises ConfigError when its log cannot be written."""
+        if not self._is_plain:
+            with open_log(log_path) as log:
+                log_start, oom_kills = log.tell(), kernel_oom_kills()
+                forked = await self._fork(name, log_path, environ)
+                if forked is not None:
+                    return Child(name, forked, log_path, log_start, oom_kills)
+                log.write(f"{name} starts without a fork server\n".encode())
+        module, *arguments = self._words
+        return await start_child(name, module, arguments, log_path=log_path, environ=environ)
+
+    async def close(self) -> None:
+        """Ends the server, and with it the processes."""
+        if self._server is not None:
+            self._server.process.close()
+            await self._server.gone.wait()
+
+    async def _fork(
+        self, name: str, log_path: Path, environ: Mapping[str, str]
+    ) -> ForkedProcess | None:
+        """Has the server fork a process; returns None, and no server is left, if it does not."""
+        server, is_new = self._server, False
+        if server is None or not server.is_there:
+            server, is_new = await self._begin(name, log_path, environ), True
+        server.next = asyncio.get_running_loop().create_future()
+        server.order({"name": name, "log": str(log_path.absolute()), "environ": dict(environ)})
+        forked = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if is_new else ANSWER_LIMIT_S):
+                forked = await server.next
+        if forked is None:
+            await self.close()
+            # What a new server could not do, a further one could not do either.
+            self._is_plain = is_new
+        return forked
+
+    async def _begin(self, name: str, log_path: Path, environ: Mapping[str, str]) -> _Server:
+        # Room for the command line that the processes show.
+        filler = name.ljust(len(" ".join([sys.executable, *self._words])))
+        with open_log(log_path) as log:
+            _, self._server = await asyncio.get_running_loop().subprocess_exec(
+                _Server,
+                *(*below_this(), sys.executable, "-m", PROGRAM, filler),
+                stderr=log,
+                env={**os.environ, **environ},
+                start_new_session=True,
+            )
+        self._server.order(self._words)
+        return self._server

@@ -1,0 +1,135 @@
+"""A fork server: imports what a program needs once, and forks the program as often as it is asked.
+
+`python -m slipstream.core.machine.fork_server ROOM` reads lines of JSON from stdin. The first names
+the program's module and arguments. `MODULE.preload` has a function `preload(arguments)`, which
+imports and opens nothing. Each further line is an order, `{"name", "log", "environ"}`. The answers
+on stdout are `{"pid"}` of a process, by itself, and `{"pid", "code"}` when it has ended.
+
+A process is a child of the server, and ends with it. It leads a session of its own, writes to its
+log, and runs `MODULE.__main__` as `python -m MODULE` does. `ROOM` is as long as that command line.
+Waits for: orders, ends of processes. Unblocked by: these, or the end of stdin.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.machine.descendants import kill_orphans
+from slipstream.core.machine.process import become_reaper, die_with_parent, flush_output
+
+# Seconds within which what a dead process has left is gone, its GPU memory too.
+LEFT_LIMIT_S = 10.0
+_LOOK_S = 0.01
+_CUDA_NOT_INITIALIZED = 3
+
+
+def main() -> None:
+    """Imports the program, then forks it; returns only in a forked process, after its program."""
+    answers = os.dup(1)
+    # What imports print must not look like an answer.
+    os.dup2(2, 1)
+    orders = FileIO(0, closefd=False)
+    module, *arguments = json.loads(orders.readline())
+    importlib.import_module(f"{module}.preload").preload(arguments)
+    if has_cuda_begun():
+        sys.exit("the imports have started CUDA, so processes start without a fork server")
+    become_reaper()
+    gc.freeze()
+    server = os.getpid()
+    order = _serve(orders, answers)
+    _become(order, [sys.executable, "-m", module, *arguments], server, answers)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def has_cuda_begun() -> bool:
+    """Whether this process has called CUDA's driver, which a forked process could not do again."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    code: int = driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))
+    return code != _CUDA_NOT_INITIALIZED
+
+
+def show_as(name: str, words: Sequence[str]) -> None:
+    """Gives this process a short name, and a command line as far as its own one has room."""
+    Path("/proc/self/comm").write_text(name[:15])
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"\0".join(map(os.fsencode, words))[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+def _serve(orders: FileIO, answers: int) -> dict[str, Any]:
+    """Forks a process for each order, in which it returns the order."""
+    poll = select.poll()
+    poll.register(orders, select.POLLIN)
+    running: dict[int, int] = {}
+    while True:
+        for ready, _ in poll.poll():
+            if ready != orders.fileno():
+                poll.unregister(ready)
+                os.close(ready)
+                pid = running.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _answer(answers, pid=pid, code=code)
+                continue
+            order = orders.readline()
+            if not order:
+                # The processes end with this one.
+                os._exit(0)
+            _end_left(running.values())
+            flush_output()
+            pid = os.fork()
+            if not pid:
+                for handle in running:
+                    os.close(handle)
+                return dict(json.loads(order))
+            handle = os.pidfd_open(pid)
+            running[handle] = pid
+            poll.register(handle, select.POLLIN)
+
+
+def _answer(answers: int, **fields: int) -> None:
+    os.write(answers, json.dumps(fields).encode() + b"\n")
+
+
+def _end_left(running: Iterable[int]) -> None:
+    """Ends what dead processes have left: it would hold memory that the next one needs."""
+    until_s, own = time.monotonic() + LEFT_LIMIT_S, set(running)
+    while kill_orphans(own) and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+
+
+def _become(order: dict[str, Any], words: Sequence[str], server: int, answers: int) -> None:
+    die_with_parent()
+    if os.getppid() != server:
+        os._exit(1)
+    os.setsid()
+    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(order["environ"])
+    with contextlib.suppress(OSError):
+        show_as(order["name"], words)
+    # A signal to the group reaches the process from here on.
+    _answer(answers, pid=os.getpid())
+    for each in (nothing, log, answers):
+        os.close(each)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Imports what a trainer rank needs: torch, Megatron and Bridge, with what they lack on a CPU."""
+
+import importlib
+from collections.abc import Sequence
+
+from slipstream.core.machine.process import without_collections
+
+_PACKAGE = "slipstream.learner.trainer"
+
+
+def preload(_: Sequence[str] = ()) -> None:
+    """Imports for a rank; a fork server calls this once."""
+    with without_collections():
+        for name in ("ranks.cpu", "ranks.compat"):
+            importlib.import_module(f"{_PACKAGE}.{name}").install()
+        for name in ("layers.spec", "ranks.activity", "opening", "train"):
+            importlib.import_module(f"{_PACKAGE}.{name}")

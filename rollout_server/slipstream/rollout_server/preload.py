@@ -1,0 +1,29 @@
+"""Imports what a rollout server needs, with the variables that vLLM reads when it is imported."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.machine.process import without_collections
+from slipstream.core.settings.config import Config
+from slipstream.rollout_server import process
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """Imports for a server with these arguments; a fork server calls this once."""
+    import_engine(load_config(Path(arguments[arguments.index("--config") + 1])))
+
+
+def import_engine(config: Config) -> None:
+    """Imports vLLM, or ends this process when that takes too long.
+
+    Raises ConfigError if a package that vLLM imports is broken.
+    """
+    os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
+    with process.limited_start(config.rollout_server.start_timeout_s), without_collections():
+        process.check_companions()
+        for name in ("vllm.engine", "episodes.renderer", "service"):
+            importlib.import_module(f"slipstream.rollout_server.{name}")
+        importlib.import_module("transformers")
