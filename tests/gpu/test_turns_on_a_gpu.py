@@ -23,6 +23,11 @@ pytestmark = [
 STEPS = 6
 
 
+@pytest.fixture(autouse=True)
+def _tells_what_it_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+
+
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 def test_an_engine_gives_its_memory_back_in_each_step_and_samples_what_is_trained(
     tmp_path: Path, enforce_eager: bool

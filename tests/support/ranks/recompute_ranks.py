@@ -19,6 +19,8 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "pp2": (2, {"parallel": {"pp": 2}}),
     # The critic alone is trained.
     "critic": (1, {}),
+    # No input of the first layer has a gradient.
+    "lora": (1, {}),
 }
 # name -> layout, and whether memory is planned for
 JOBS = {f"{name}{kind}": (name, bool(kind)) for name in LAYOUTS for kind in ("", "-planned")}
@@ -48,9 +50,12 @@ class Memory:
 def config_of(folder: Path, job: str) -> Config:
     layout, _ = JOBS[job]
     world_size, learner = LAYOUTS[layout]
-    critic = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}}
+    tables: dict[str, dict[str, dict[str, object]]] = {
+        "critic": {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}},
+        "lora": {"lora": {"rank": 4, "alpha": 8.0}},
+    }
     own = {"learner": learner | {"world_size": world_size}}
-    return settings_of(folder / "llama", own, critic if layout == "critic" else {})
+    return settings_of(folder / "llama", own, tables.get(layout, {}))
 
 
 def run_rank(folder: Path, job: str) -> None:

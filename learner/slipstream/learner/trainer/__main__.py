@@ -91,6 +91,9 @@ def _run_rank(config: Config) -> int:
         format=f"%(asctime)s rank {launch.rank} %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("megatron").setLevel(logging.WARNING)
+    # Micro batches differ in size: without this a tenth of a full GPU was lost between their
+    # tensors.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     client = ControllerClient(config)
     has_loaded = False
     try:

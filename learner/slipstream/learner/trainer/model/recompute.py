@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from slipstream.core.settings.config import LearnerSection, ParallelSection
@@ -21,7 +22,7 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 logger = logging.getLogger(__name__)
 
 # Share of the memory that stays free for what the allocator cannot use.
-_MARGIN = 0.05
+_MARGIN = 0.1
 
 
 class GpuMemory:
@@ -95,6 +96,8 @@ class Recompute:
         # Memory of the first training pass; None before it.
         self.measured: Measured | None = None
         self._is_planned = False
+        for block in blocks:
+            block.register_forward_pre_hook(_with_gradient, with_kwargs=True)
         self._recompute(self._layers - 1)
 
     @contextlib.contextmanager
@@ -169,6 +172,20 @@ class Recompute:
             config.recompute_method = "block" if layers else None
             config.recompute_num_layers = layers or None
         self.num_layers = layers
+
+
+def _with_gradient(
+    _: object, arguments: tuple[object, ...], named: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    """Gives a block's input a gradient, as a pre-hook of its forward pass.
+
+    Else autograd passes by a recomputed layer whose input has none, as behind frozen embeddings,
+    and its adapters get no gradient.
+    """
+    hidden = named["hidden_states"]
+    if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:
+        named["hidden_states"] = hidden.detach().requires_grad_()
+    return arguments, named
 
 
 def in_flight(parallel: ParallelSection, stage: int) -> int:
