@@ -64,12 +64,16 @@ def has_cuda_begun() -> bool:
 
 
 def show_as(name: str, words: Sequence[str]) -> None:
-    """Gives this process a short name, and a command line as far as its own one has room."""
+    """Gives this process a short name, and a command line as far as its own one has room.
+
+    `words` begin with Python, "-m" and a module. Behind these there is one word, as in the server's
+    own line: setproctitle, by which vLLM names its engine, counts the words.
+    """
     Path("/proc/self/comm").write_text(name[:15])
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    line = b"\0".join(map(os.fsencode, words))[: end - start - 1]
-    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+    start, room = int(fields[45]), int(fields[46]) - int(fields[45]) - 1
+    line = os.fsencode("\0".join([*words[:3], " ".join(words[3:])]))
+    ctypes.memmove(start, line[:room].ljust(room) + b"\0", room + 1)
 
 
 def _serve(orders: FileIO, answers: int) -> dict[str, Any]:

@@ -27,14 +27,18 @@ def preload(arguments):
 # Says what it is, then ends as the log's folder has it: by a code, or not before it is killed.
 PROGRAM = """
 import json, os, pathlib, subprocess, sys, time
-words = pathlib.Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").decode().split("\\0")
+import setproctitle
+def words():
+    return pathlib.Path("/proc/self/cmdline").read_text().rstrip("\\0 ").replace("\\0", " ")
 what = {
-    "argv": sys.argv[1:], "name": __name__, "words": words, "environ": os.environ.get("RANK"),
+    "argv": sys.argv[1:], "name": __name__, "words": words(), "environ": os.environ.get("RANK"),
     "comm": pathlib.Path("/proc/self/comm").read_text().strip(),
     "leads": os.getsid(0) == os.getpid(), "parent": os.getppid(), "stdin": sys.stdin.read(),
 }
 if sys.argv[2] == "leave":
     what["left"] = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+setproctitle.setproctitle("ENGINE")
+what["title"] = words()
 print(json.dumps(what), flush=True)
 if sys.argv[2].isdecimal():
     sys.exit(int(sys.argv[2]))
@@ -82,7 +86,9 @@ async def test_each_process_is_like_one_of_python_m_and_the_imports_are_made_onc
         assert await child.process.wait() == 7
         assert child.process.returncode == 7
         said = await toy.says(number)
-        assert said["words"] == [sys.executable, "-m", "toy", str(toy.imports), "7"]
+        assert said["words"] == f"{sys.executable} -m toy {toy.imports} 7"
+        # So does vLLM name its engine.
+        assert said["title"] == "ENGINE"
         assert (said["argv"], said["name"]) == ([str(toy.imports), "7"], "__main__")
         assert (said["comm"], said["environ"]) == (f"toy-{number}", str(number))
         assert (said["leads"], said["stdin"]) == (True, "")
