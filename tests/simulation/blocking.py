@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
@@ -26,38 +28,42 @@ _THREAD: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar("thread
 
 
 class _Thread:
-    """A real thread, which runs only between `go_on` and its next `wait`."""
+    """A real thread, which runs only between `go_on` and its next `wait`; it is used again."""
 
-    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._call, self._args = call, args
+    def __init__(self) -> None:
         # Each is released by one side and acquired by the other.
         self._goes, self._stands = threading.Lock(), threading.Lock()
         self._goes.acquire()
         self._stands.acquire()
+        self._call: Callable[[], Any] | None = None
         # What it waits for; None before the start and after the end.
         self.wish: Awaitable[Any] | None = None
-        # What its wait comes to, then what it comes to itself.
+        # What its wait comes to, then what the call comes to.
         self.result: Any = None
         self._error: BaseException | None = None
+        threading.Thread(target=self._run_forever, daemon=True).start()
+
+    def begin(self, call: Callable[..., Any], *args: Any) -> None:
+        """Takes the next call, which `go_on` starts."""
         context = contextvars.copy_context()
         context.run(_THREAD.set, self)
-        self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True)
-        self._thread.start()
+        self._call = functools.partial(context.run, call, *args)
 
     def go_on(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Lets the thread run until it waits again or ends; raises what it ends with."""
+        """Lets the call run until it waits again or ends; raises what it ends with."""
         self.wish, self.result, self._error = None, result, error
         self._goes.release()
         self._stands.acquire()
-        if self.wish is None:
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
+        if self._call is None and self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def kill(self) -> None:
-        while self._thread.is_alive():
+        """Ends the call; the thread can begin another one."""
+        while self._call is not None:
             with contextlib.suppress(Killed):
                 self.go_on(error=Killed())
+        self.wish = self.result = None
 
     def wait(self, wish: Awaitable[Any]) -> Any:
         self.wish = wish
@@ -68,18 +74,27 @@ class _Thread:
             raise error
         return self.result
 
-    def _run(self) -> None:
-        self._goes.acquire()
-        try:
-            self.result = self._call(*self._args)
-        except BaseException as error:  # noqa: BLE001 - `go_on` raises it
-            self._error = error
-        self._stands.release()
+    def _run_forever(self) -> None:
+        while True:
+            self._goes.acquire()
+            assert self._call is not None
+            try:
+                self.result = self._call()
+            except BaseException as error:  # noqa: BLE001 - `go_on` raises it
+                self._error = error
+            self._call = None
+            self._stands.release()
+
+
+# Threads without a call. The threads of a process are not in one that it forks.
+_IDLE: list[_Thread] = []
+os.register_at_fork(after_in_child=_IDLE.clear)
 
 
 async def run_blocking(call: Callable[..., Any], *args: Any) -> Any:
-    """Runs blocking code in a thread of its own, which ends with this coroutine."""
-    thread = _Thread(call, args)
+    """Runs blocking code in a thread of its own, which has ended it when this coroutine ends."""
+    thread = _IDLE.pop() if _IDLE else _Thread()
+    thread.begin(call, *args)
     result, error = None, None
     try:
         while True:
@@ -93,6 +108,7 @@ async def run_blocking(call: Callable[..., Any], *args: Any) -> Any:
                 error = raised
     finally:
         thread.kill()
+        _IDLE.append(thread)
 
 
 def wait(wish: Awaitable[Any]) -> Any:

@@ -59,7 +59,7 @@ class Disk:
 
     def mark(self) -> tuple[int, int]:
         """The number of the newest log, and its synced bytes."""
-        marks = [(log_number(path), size) for path, size in self.synced.items()]
+        marks = [(log_number(path.name), size) for path, size in self.synced.items()]
         return max(marks, default=(0, 0))
 
     def image(self, *, power_fails: bool) -> dict[Path, bytes]:

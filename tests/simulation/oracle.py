@@ -109,7 +109,7 @@ class _Judge:
                     is_first = False
                 if record["line"] != len(found) + 1:
                     self._wrong.append(f"{path.name} has line {record['line']} out of order")
-                found[record["line"]] = (log_number(path), offset), record
+                found[record["line"]] = (log_number(path.name), offset), record
         return found
 
     def _read_batch(

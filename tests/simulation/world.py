@@ -60,6 +60,8 @@ ADDRESS = "127.0.0.1:7070"
 OPEN = Credentials(None, None, None, None)
 # Virtual seconds in which a client may be refused because of one before; a partition lasts 10.
 REFUSED_S = 15.0
+# Runs between two collections of garbage.
+RUNS_KEPT = 10
 # Virtual seconds that a run may take once its faults are over.
 LIMIT_S = 240.0
 
@@ -707,13 +709,13 @@ _RUNS = itertools.count()
 
 
 def _forget_earlier_runs() -> None:
-    """Collects now: what is collected later ends generators at a moment that no seed chooses.
+    """Collects only between runs: it ends generators at a moment that no seed chooses.
 
     The collector never looks again at what was there before the first run, and after it.
     """
     number = next(_RUNS)
     gc.disable()
-    if number > 0:
+    if number % RUNS_KEPT == 1:
         gc.collect()
     if number < 2:
         gc.freeze()

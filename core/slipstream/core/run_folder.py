@@ -43,12 +43,12 @@ def journal_logs(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
     logs = [name for name in names if name.startswith("journal") and name.endswith(".log")]
-    return sorted(map(folder.joinpath, logs), key=log_number)
+    return [folder / name for name in sorted(logs, key=log_number)]
 
 
-def log_number(path: Path) -> int:
+def log_number(name: str) -> int:
     """The number of a log of a journal: 1 for `journal.log`, 2 for `journal-2.log`."""
-    number = path.stem.partition("-")[2]
+    number = name.removesuffix(".log").partition("-")[2]
     return int(number) if number.isdecimal() else 1
 
 

@@ -161,7 +161,7 @@ class Journal:
     def is_fenced(self) -> bool:
         """Whether a controller that was started later writes this journal."""
         logs = journal_logs(self._folder)
-        return bool(logs) and log_number(logs[-1]) > log_number(self._path)
+        return bool(logs) and log_number(logs[-1].name) > log_number(self._path.name)
 
     def _check_fence(self) -> None:
         if self.is_fenced:
@@ -330,7 +330,7 @@ def _begin_log(path: Path) -> FileIO | None:
 
 def _begin_next_log(folder: Path) -> FileIO:
     while True:
-        number = log_number(journal_logs(folder)[-1]) + 1
+        number = log_number(journal_logs(folder)[-1].name) + 1
         file = _begin_log(folder / f"journal-{number}.log")
         if file is not None:
             return file
