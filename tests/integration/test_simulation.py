@@ -15,7 +15,7 @@ from simulation.mutants import NAMED, catching_seed
 from simulation.world import Result, World, shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 700
+SEEDS = 2000
 # Continuous integration spreads the parts over its processes.
 PARTS = 5
 

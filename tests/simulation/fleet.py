@@ -33,7 +33,7 @@ from slipstream.v1 import environment_pb2, trajectory_pb2, weights_pb2
 
 from simulation.virtual_loop import Process, VirtualLoop
 
-NUM_TASKS = 5
+NUM_TASKS = 3
 FIRST_TOKEN = 100
 TORN = b"torn"
 # What an engine holds that received the right bytes and computes with others.

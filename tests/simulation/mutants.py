@@ -1,6 +1,6 @@
 """Breaks the product on purpose, in memory, and asks whether simulated runs notice.
 
-    python tests/simulation/mutants.py --seeds 0:400
+    python tests/simulation/mutants.py --seeds 0:2000
 
 Prints for each mutant the first seed that breaks a rule; the exit code is 1 if one survives.
 """
@@ -278,7 +278,7 @@ def catching_seed(name: str, seeds: range, folder: Path) -> tuple[int, str] | No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:400")
+    parser.add_argument("--seeds", default="0:2000")
     parser.add_argument("--only", default="", help="mutants whose name has this text")
     arguments = parser.parse_args()
     first, _, end = arguments.seeds.partition(":")

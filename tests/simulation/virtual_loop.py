@@ -15,6 +15,8 @@ from typing import Any
 START_S = 1000.0
 UNIX_S = 1.7e9
 CLOCK_RESOLUTION_S = 1e-9
+# A long run makes a fifth of that.
+MAX_CALLS = 30_000
 # The set of all tasks, which has another name from Python 3.12 on.
 _ALL_TASKS: Any = getattr(asyncio.tasks, "_scheduled_tasks", None)
 if _ALL_TASKS is None:
@@ -25,6 +27,10 @@ PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proces
 
 class Killed(BaseException):
     """Ends the code of a process at the point where it was killed."""
+
+
+class RunStuck(Exception):
+    """The run will not end, or makes so many calls that it takes too long."""
 
 
 class Process:
@@ -147,6 +153,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.random = random.Random(f"loop/{seed}")
         # Longest time of a function in a thread, in seconds; a slow disk has more.
         self.thread_s = 0.004
+        self._num_calls = 0
         # Timers in the heap that are cancelled.
         self.num_cancelled = 0
         self._timers: list[_Timer] = []
@@ -201,7 +208,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Runs until `stop`, instead of once: most rounds make a single call."""
-        ready, call = self._ready, None
+        ready = self._ready
         while not self._stopping:
             timers = self._timers
             if len(timers) > 100 and 2 * self.num_cancelled > len(timers):
@@ -213,34 +220,35 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 heapq.heappop(timers).is_scheduled = False
             if not ready:
                 if not timers:
-                    raise RuntimeError("every simulated task waits and no timer is set")
+                    raise RunStuck("every task waits and no timer is set")
                 self.now_s += max(timers[0] - self.now_s, 0.0)
             end_s = self.now_s + CLOCK_RESOLUTION_S
             while timers and timers[0] < end_s:
                 timer = heapq.heappop(timers)
                 timer.is_scheduled = False
                 ready.append(timer)
+            self._num_calls += len(ready)
+            if self._num_calls > MAX_CALLS:
+                raise RunStuck(f"the run does not end in {MAX_CALLS} calls")
             for _ in range(len(ready)):
-                call = ready.popleft()
-                if not call.is_cancelled:
-                    self._make(call)
-            call = None
-
-    def _make(self, due: _Handle | _Timer) -> None:
-        process = due.context.get(PROCESS)
-        if process is not None:
-            if process.held is not None:
-                process.held.append(due)
-                return
-            if not process.is_alive:
-                return
-        try:
-            due.context.run(due.call, *due.args)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # noqa: BLE001 - noted
-            text = f"Exception in callback {due.call!r}"
-            self.call_exception_handler({"message": text, "exception": error})
+                due = ready.popleft()
+                if due.is_cancelled:
+                    continue
+                process = due.context.get(PROCESS)
+                if process is not None:
+                    if process.held is not None:
+                        process.held.append(due)
+                        continue
+                    if not process.is_alive:
+                        continue
+                try:
+                    due.context.run(due.call, *due.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - noted
+                    text = f"Exception in callback {due.call!r}"
+                    self.call_exception_handler({"message": text, "exception": error})
+            due = process = None
 
     def run_in_executor(self, executor: object, func: Any, *args: Any) -> asyncio.Future:
         done = self.create_future()

@@ -38,12 +38,20 @@ def log_path(folder: Path, name: str) -> Path:
 
 def journal_logs(folder: Path) -> list[Path]:
     """The logs of the journal in `folder`, oldest first: each start of a controller begins one."""
+    return [folder / name for name in sorted(_log_names(folder), key=log_number)]
+
+
+def newest_log_number(folder: Path) -> int:
+    """The number of the newest log of the journal in `folder`; 0 without any."""
+    return max(map(log_number, _log_names(folder)), default=0)
+
+
+def _log_names(folder: Path) -> list[str]:
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
-    logs = [name for name in names if name.startswith("journal") and name.endswith(".log")]
-    return [folder / name for name in sorted(logs, key=log_number)]
+    return [name for name in names if name.startswith("journal") and name.endswith(".log")]
 
 
 def log_number(name: str) -> int:

@@ -33,7 +33,13 @@ from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.core.run_folder import BATCHES, JOURNAL_LOG, journal_logs, log_number
+from slipstream.core.run_folder import (
+    BATCHES,
+    JOURNAL_LOG,
+    journal_logs,
+    log_number,
+    newest_log_number,
+)
 from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
 from slipstream.protocol.checkpoints import sync_folder
@@ -160,8 +166,7 @@ class Journal:
     @property
     def is_fenced(self) -> bool:
         """Whether a controller that was started later writes this journal."""
-        logs = journal_logs(self._folder)
-        return bool(logs) and log_number(logs[-1].name) > log_number(self._path.name)
+        return newest_log_number(self._folder) > log_number(self._path.name)
 
     def _check_fence(self) -> None:
         if self.is_fenced:
@@ -330,7 +335,7 @@ def _begin_log(path: Path) -> FileIO | None:
 
 def _begin_next_log(folder: Path) -> FileIO:
     while True:
-        number = log_number(journal_logs(folder)[-1].name) + 1
+        number = newest_log_number(folder) + 1
         file = _begin_log(folder / f"journal-{number}.log")
         if file is not None:
             return file
