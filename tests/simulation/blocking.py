@@ -126,13 +126,19 @@ def sleep(seconds: float) -> None:
 class _Started:
     """Takes the place of `threading.Thread`; it belongs to the process that starts it."""
 
-    def __init__(self, target: Callable[[], None], **_: Any) -> None:
-        self._target = target
+    def __init__(self, target: Callable[..., None], args: Any = (), **_: Any) -> None:
+        self._target, self._args = target, args
 
     def start(self) -> None:
         process = PROCESS.get()
         assert process is not None
-        process.start(run_blocking(self._target))
+        self._task = process.start(run_blocking(self._target, *self._args))
+
+    def is_alive(self) -> bool:
+        return not self._task.done()
+
+    def join(self) -> None:
+        wait(asyncio.wait((self._task,)))
 
 
 class _Event:
@@ -169,7 +175,7 @@ class _RLock:
 
 
 # Takes the place of the module `threading` in a module of blocking code.
-THREADING = SimpleNamespace(Thread=_Started, Event=_Event, RLock=_RLock)
+THREADING = SimpleNamespace(Thread=_Started, Event=_Event, RLock=_RLock, Lock=_RLock)
 
 
 class BlockingChannel(SimulatedChannel):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from slipstream.core.errors import WeightSyncError
@@ -31,7 +31,11 @@ from slipstream.rollout_server.episodes.worker_process import NO_LIMITS
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, trajectory_pb2, weights_pb2
 
+from simulation import storage
 from simulation.virtual_loop import Process, VirtualLoop
+
+if TYPE_CHECKING:
+    from simulation.trainer import Truth
 
 NUM_TASKS = 3
 FIRST_TOKEN = 100
@@ -129,6 +133,7 @@ class SimulatedEngine:
         # Nothing that may be sampled from, before the first publish.
         self.weights = TORN
         self.violations: list[str] = []
+        self.truth: Truth
         self._is_running = asyncio.Event()
         self._generated = self._returned = 0
         self._cancelled: dict[str, asyncio.Event] = {}
@@ -189,14 +194,37 @@ class SimulatedEngine:
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
+        self._order = order
         self._deadline_s = order.join_deadline_s + 2 * order.bucket_deadline_s
         self._is_probed = order.verify
         await asyncio.sleep(self._random.uniform(0.0, 0.05))
-        self._wire.parcel(order.publish_id).joined.add(self.process.name)
+        if order.communicator.transport != "storage":
+            self._wire.parcel(order.publish_id).joined.add(self.process.name)
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         await self.pause()
-        self.weights = TORN
+        held, self.weights = self.weights, TORN
+        is_stored = self._order.communicator.transport == "storage"
+        arrived = b"" if is_stored else await self._received(publish_id)
+        await asyncio.sleep(self._random.uniform(0.0, 0.1))
+        if self._wire.take("failed load", self.process.name):
+            raise WeightSyncError("the engine could not load the weights")
+        if is_stored:
+            content = storage.loaded(self._order, held)
+            arrived, digests = storage.weights_of(content), storage.digests_of(content)
+            if not self.truth.holds(arrived):
+                self.violations.append(f"{self.process.name} fetched what no trainer wrote")
+        self.weights = arrived
+        if self._wire.take("torn bucket", self.process.name):
+            self.weights = TORN
+        if not is_stored or self.weights == TORN:
+            digests = bucket_digests(self.weights)
+        # Only a probe shows this.
+        if self._is_probed and self._wire.take("misloaded weights", self.process.name):
+            self.weights = MISLOADED
+        return LoadedWeights(digests, True, 0.0, 0.0, 0.0, takes_deltas=is_stored)
+
+    async def _received(self, publish_id: str) -> bytes:
         parcel = self._wire.parcel(publish_id)
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -205,17 +233,7 @@ class SimulatedEngine:
             raise WeightSyncError("a bucket did not come in time") from None
         if not parcel.weights:
             raise WeightSyncError("a member of the communicator is gone")
-        await asyncio.sleep(self._random.uniform(0.0, 0.1))
-        if self._wire.take("failed load", self.process.name):
-            raise WeightSyncError("the engine could not load the weights")
-        self.weights = parcel.weights
-        if self._wire.take("torn bucket", self.process.name):
-            self.weights = TORN
-        digests = bucket_digests(self.weights)
-        # Only a probe shows this.
-        if self._is_probed and self._wire.take("misloaded weights", self.process.name):
-            self.weights = MISLOADED
-        return LoadedWeights(digests, True, 0.0, 0.0, 0.0)
+        return parcel.weights
 
     async def resume(self, version: PolicyVersion) -> None:
         if self.weights == TORN:

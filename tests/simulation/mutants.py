@@ -29,6 +29,8 @@ BATCHES = f"{CONTROLLER}.trajectories.batches:BatchFormer"
 ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
 CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"
+WRITER = "slipstream.learner.trainer.weights.version_writer:VersionWriter"
+FETCHED = "slipstream.rollout_server.stored_weights:StoredWeights"
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,32 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "a registration again does not change the epoch of calls": (
         Change(f"{CLIENT}._enter", "self._epoch = (", "self._epoch = self._epoch or ("),
     ),
+    "a version is announced before its manifest lies in storage": (
+        Change(
+            f"{WRITER}._write",
+            "self._storage.write(key, memoryview(data), until)",
+            "threading.Thread(self._storage.write, (key, memoryview(data), until)).start()",
+        ),
+    ),
+    "a manifest names objects that storage did not take": (
+        Change(
+            "slipstream.learner.trainer.weights.rank_objects:RankObjects._put",
+            "self._storage.write(key, data, until)",
+            "with __import__('contextlib').suppress(Exception):\n"
+            "        self._storage.write(key, data, until)",
+        ),
+    ),
+    "a version is removed while a server fetches it": (
+        Change(
+            f"{CONTROLLER}.publishing.stored_publisher:StoredPublisher.stored",
+            "{each.stored.key for each in self._fetches.values()}",
+            "set()",
+        ),
+    ),
+    "digests of fetched weights are not compared": (
+        Change(f"{FETCHED}._read", ".digest() != digest", ".digest() == b''"),
+        Change(f"{FETCHED}._apply", "file.digest(place) != link.bucket_digests[place]", "False"),
+    ),
 }
 # Each must be caught in continuous integration.
 NAMED = (
@@ -228,6 +256,8 @@ NAMED = (
     "a later log does not make the earlier ones durable",
     "a trainer registers again with its first version",
     "an episode has the reward of its last turn",
+    "a version is announced before its manifest lies in storage",
+    "digests of fetched weights are not compared",
 )
 
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from slipstream.core.errors import RunFailed, SlipstreamError
@@ -19,15 +20,17 @@ from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient, Stop, read_order
 from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.protocol.codec import pack_logprobs, pack_tokens, version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import weights_pb2
 
+from simulation import storage
 from simulation.fleet import PROBE_LOGPROB, Wire, bucket_digests
 
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
-START_WEIGHTS = b"the start"
+START_WEIGHTS = b"the first weight"
 PROBE = weights_pb2.Probe(
     token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
     lengths=[4],
@@ -46,6 +49,10 @@ class Truth:
     weights: dict[PolicyVersion, set[bytes]] = field(
         default_factory=lambda: {PolicyVersion(0, 0): {START_WEIGHTS}}
     )
+
+    def holds(self, weights: bytes) -> bool:
+        """Whether any version has these weights."""
+        return any(weights in each for each in self.weights.values())
 
 
 class SimulatedTrainer:
@@ -70,6 +77,14 @@ class SimulatedTrainer:
         self._noise = self._random.randbytes(4) if noise else b""
         self.version, self.weights = truth.checkpoint
         self._activity, self._communicator = Activity(), ""
+        # Whether it was told to leave.
+        self.is_leaving = False
+        self._writer: VersionWriter | None = None
+        if config.weights.storage_url is not None:
+            published: Any = storage.Published(lambda: self.weights)
+            self._writer = VersionWriter(
+                published, config.weights, ranks=storage.RANKS, client=self.client, whole_every=3
+            )
 
     def run(self) -> None:
         """Works like the program of a rank, which reports why it fails."""
@@ -98,12 +113,17 @@ class SimulatedTrainer:
                 self.version,
                 communicator_id=self._communicator,
                 bucket_digests=bucket_digests(self.weights),
+                can_store=self._writer is not None and self._writer.is_idle,
             )
             order = read_order(directives)
             if isinstance(order, Batch):
                 self._train(order)
             elif isinstance(order, weights_pb2.PublishOrder):
                 self._publish(order)
+            elif isinstance(order, pb.StoreOrder):
+                assert self._writer is not None
+                assert version_from_pb(order.version) == self.version
+                self._writer.store(order, PROBE)
             elif isinstance(order, Stop):
                 self._finish(order)
                 return
@@ -199,6 +219,9 @@ class SimulatedTrainer:
 
     def _finish(self, order: Stop) -> None:
         self._truth.checkpoint = (self.version, self.weights)
+        self.is_leaving = True
+        if self._writer is not None:
+            self._writer.close()
         path = "" if order.without_model else "checkpoints/final"
         self.client.finish(pb.TrainerGoodbye(weight_digest=self.weights, export_path=path))
 

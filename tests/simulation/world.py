@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from slipstream.protocol.queue import redis
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import environments
 from slipstream.rollout_server.memory import ProcessMemory
-from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
 from simulation.disk import Disk, OwnedJournal, close_files
@@ -53,6 +53,7 @@ from simulation.fleet import (
 )
 from simulation.network import Network, SimulatedChannel, SimulatedServer
 from simulation.served import Habits, ServedEnvironment, answer_often, serve
+from simulation.storage import URL, Store
 from simulation.trainer import SimulatedTrainer, Truth
 from simulation.virtual_loop import PROCESS, START_S, Process, RunStuck, VirtualLoop, virtual_time
 
@@ -87,6 +88,8 @@ class Shape:
     max_turns: int
     # Whether a client serves one more environment.
     has_client: bool
+    # How many of the servers take their weights from storage.
+    far_servers: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def _package_version(name: str) -> str:
     return found
 
 
-def config_of(shape: Shape, folder: Path) -> Config:
+def config_of(shape: Shape, folder: Path, *, is_far: bool = False) -> Config:
     table = {
         "run": {"name": "sim", "steps": shape.steps, "dir": str(folder)},
         "model": {"path": "nowhere"},
@@ -161,6 +164,10 @@ def config_of(shape: Shape, folder: Path) -> Config:
         # Each would be a thread on the real clock.
         "tracking": {"trackers": []},
     }
+    if shape.far_servers:
+        table["weights"] |= {"storage_url": URL, "storage_deadline_s": 6.0}
+    if is_far:
+        table["rollout_server"]["weights_from"] = "storage"
     if shape.has_queue:
         table["queue"] = {"kind": "redis", "redis_url": "redis://127.0.0.1:6379"}
     if shape.evaluate_every is not None:
@@ -187,10 +194,20 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
         has_client=rnd.random() < 0.2,
     )
     names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
+    names = [name for name in names if not name.endswith("_storage")]
     faults = [
         Fault(rnd.uniform(0.1, 1.0 + STEP_S * shape.steps), rnd.choice(names))
         for _ in range(rnd.choice((0, 2, 3, 3, 4, 6)))
     ]
+    # Drawn apart, so that the other runs stay as they are.
+    rnd = random.Random(f"plan of storage/{seed}")
+    if rnd.random() < 0.3:
+        shape = replace(shape, far_servers=rnd.randint(1, shape.servers))
+        kinds = ("failing_storage", "torn_storage", "late_storage", "slow_storage", "full_storage")
+        faults += [
+            Fault(rnd.uniform(0.0, STEP_S * shape.steps), rnd.choice(kinds))
+            for _ in range(rnd.choice((0, 1, 2, 3)))
+        ]
     return shape, sorted(faults, key=lambda fault: fault.at_s)
 
 
@@ -208,6 +225,7 @@ class World:
         self.seed, self._folder = seed, folder
         self.shape, self.faults = planned if planned is not None else plan(seed)
         self.config = config_of(self.shape, folder)
+        self._far_config = config_of(self.shape, folder, is_far=self.shape.far_servers > 0)
         self.loop = VirtualLoop(seed)
         self.random = random.Random(f"world/{seed}")
         self._trace, self._verbose = hashlib.blake2b(digest_size=16), verbose
@@ -217,7 +235,7 @@ class World:
         self.disk = Disk(self.config.run_dir / "journal", seed)
         self.disk.kill = self._killed_at_sync
         self.wire, self.tokens, self.truth = Wire(), Tokens(), Truth()
-        self.queue = DurableQueue(self)
+        self.queue, self.store = DurableQueue(self), Store(self)
         # The newest process of each name, and all that were ever started.
         self.processes: dict[str, Process] = {}
         self._started: list[Process] = []
@@ -237,8 +255,9 @@ class World:
         self._images: dict[Process, dict[Path, bytes]] = {}
         self._finished = self.loop.create_future()
         self.controller: application.Controller | None = None
-        # The one that was started last.
+        # The one that was started last, and all by the names of their processes.
         self.trainer: SimulatedTrainer | None = None
+        self.trainers: dict[str, SimulatedTrainer] = {}
 
     def trace(self, line: str) -> None:
         self._trace.update(line.encode())
@@ -358,12 +377,18 @@ class World:
     async def _server(self, process: Process, name: ServerId) -> None:
         seed = f"{self.seed}/{process.name}"
         engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
-        engine.violations = self.violations
+        engine.violations, engine.truth = self.violations, self.truth
         gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
         self.engines.append(engine)
         self.gateways.append(gateway)
+        is_far = int(name.removeprefix("server")) < self.shape.far_servers
         server = service.RolloutServer(
-            self.config, ADDRESS, name, engine, NumberRenderer(), gateway
+            self._far_config if is_far else self.config,
+            ADDRESS,
+            name,
+            engine,
+            NumberRenderer(),
+            gateway,
         )
         stop = self.stops[process.name] = asyncio.Event()
         await server.run(stop)
@@ -415,7 +440,7 @@ class World:
         return "the run calls the trainer's version" in text and self.shape.noise
 
     def _trainer(self, name: str) -> SimulatedTrainer:
-        return SimulatedTrainer(
+        trainer = self.trainers[name] = SimulatedTrainer(
             self.config,
             name,
             self.wire,
@@ -425,6 +450,7 @@ class World:
             checkpoint_every=self.shape.checkpoint_every,
             noise=self.shape.noise,
         )
+        return trainer
 
     # The run.
 
@@ -467,6 +493,10 @@ class World:
             message = trajectory_pb2.DeliverResponse.FromString(data)
             for trajectory_id in message.acknowledged_ids:
                 self.acknowledged.setdefault(trajectory_id, self.disk.mark())
+        elif method.endswith("/ReportStored") and receiver.name == "controller":
+            report = trainer_pb2.StoredReport.FromString(data)
+            if not report.error:
+                self.store.check(report)
         elif method.endswith("/Join") and receiver.name.startswith("server"):
             lease = fleet_pb2.ControllerMessage.FromString(data).lease
             if lease.group_id:
@@ -542,6 +572,7 @@ class World:
             (redis, "RedisSender", self.queue.sender),
             (redis, "RedisReceiver", self.queue.receiver),
             (environments, "EnvironmentWorker", SimulatedWorker),
+            *self.store.seams(),
             # Facts of the machine, which the product reads again and again.
             (metadata, "version", _package_version),
             (ProcessMemory, "resident_bytes", lambda _: 0),
@@ -685,6 +716,28 @@ class World:
         self.wire.cut = True
         self._later(lambda: setattr(self.wire, "cut", False), 0.5, 8.0)
         return True
+
+    def fault_slow_storage(self) -> bool:
+        """Calls of the storage may take longer than its deadline."""
+        return self._storage_fault("delay_s", self.random.uniform(2.0, 12.0), 0.2)
+
+    def fault_failing_storage(self) -> bool:
+        return self._storage_fault("failing", self.random.choice((0.2, 0.7)), 0.0)
+
+    def fault_torn_storage(self) -> bool:
+        return self._storage_fault("torn", self.random.choice((0.2, 0.7)), 0.0)
+
+    def fault_late_storage(self) -> bool:
+        return self._storage_fault("late_s", self.random.uniform(0.5, 5.0), 0.0)
+
+    def fault_full_storage(self) -> bool:
+        return self._storage_fault("is_full", 1.0, 0.0)
+
+    def _storage_fault(self, name: str, value: float, after: float) -> bool:
+        setattr(self.store, name, value)
+        self._later(lambda: setattr(self.store, name, after), 1.0, 8.0)
+        # The store counts the others when they happen.
+        return name == "delay_s"
 
     def fault_slow_server(self) -> bool:
         process = self._some_server()

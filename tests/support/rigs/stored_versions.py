@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from slipstream.learner.trainer.weights.version_writer import RankObjects
+from slipstream.learner.trainer.weights.rank_objects import RankObjects
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.storage import Storage, Until

@@ -8,115 +8,25 @@ A manifest is written after all objects that it names. The controller learns its
 then, and servers learn them from the controller: no server ever sees half of a version.
 """
 
-import hashlib
+from __future__ import annotations
+
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from slipstream.core.errors import RunFailed, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.weight_stream import Release
+from slipstream.learner.trainer.weights.rank_objects import RankObjects, nothing, object_digest
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.deltas import content_name, gap_bytes, payload_of, travels_whole
+from slipstream.protocol.weights.deltas import content_name
 from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import trainer_pb2, weights_pb2
-from torch import Tensor
 
-OBJECT_DIGEST_BYTES = 32
-
-
-class RankObjects:
-    """Takes the buckets of a version in one pass, and writes them later, on any thread.
-
-    objects = RankObjects(buckets, sender, storage, object_bytes=64 << 20, pin=False)
-    published.run(objects.take, is_publish=False)
-    link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
-
-    Keeps two copies of the rank's own buckets in main memory: the version that it wrote last, and
-    the one that it writes. After a failed `write` the next `write` must be whole.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        sender: int,
-        storage: Storage,
-        *,
-        object_bytes: int,
-        pin: bool,
-    ) -> None:
-        """`pin`: buckets come from a GPU. An object is closed at `object_bytes`."""
-        self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
-        self._object_bytes = object_bytes
-        own = {place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender}
-        self._taken = {
-            place: torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=pin)
-            for place, bucket in own.items()
-        }
-        self._written = {place: np.zeros_like(data.numpy()) for place, data in self._taken.items()}
-        self._gaps = {place: gap_bytes(bucket) for place, bucket in own.items()}
-
-    def take(self, place: int, bucket: Bucket, data: Tensor) -> Release:
-        """See `Send`: copies an own bucket on the current stream, before its lane is refilled."""
-        if bucket.root == self._sender:
-            self._taken[place].copy_(data, non_blocking=True)
-        return _nothing
-
-    def write(
-        self, folder: str, digests: Sequence[bytes], *, whole: bool, until: Until
-    ) -> weights_pb2.StoredLink:
-        """Writes the version that was taken last; `digests` are those of all its buckets.
-
-        Returns the rank's objects and the numbers of changed elements. Raises WeightSyncError when
-        the storage does not take them in time.
-        """
-        link = weights_pb2.StoredLink(bucket_digests=digests)
-        changed = [0] * len(self._buckets)
-        waiting: dict[int, bytes | memoryview] = {}
-        for place in self._taken:
-            changed[place], data = self._encoded(place, whole=whole)
-            if waiting and sum(map(len, waiting.values())) + len(data) > self._object_bytes:
-                link.objects.append(self._put(folder, len(link.objects), waiting, until))
-                waiting = {}
-            waiting[place] = data
-        if waiting:
-            link.objects.append(self._put(folder, len(link.objects), waiting, until))
-        if not whole:
-            link.delta.changed.extend(changed)
-        return link
-
-    def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
-        """Returns the number of changed elements, and the bucket as it travels."""
-        bucket, written = self._buckets[place], self._written[place]
-        data = self._taken[place].numpy()
-        data[self._gaps[place]] = 0
-        places = np.flatnonzero(data.view(np.uint16) != written.view(np.uint16))
-        written[:] = data
-        if whole or travels_whole(bucket, len(places)):
-            return len(places), data.data
-        return len(places), payload_of(data.view(np.uint16), places, bucket)
-
-    def _put(
-        self, folder: str, number: int, parts: Mapping[int, bytes | memoryview], until: Until
-    ) -> weights_pb2.StoredObject:
-        data = memoryview(b"".join(parts.values()))
-        key = f"{folder}/{self._sender}-{number:05d}"
-        self._storage.write(key, data, until)
-        return weights_pb2.StoredObject(
-            key=key, num_bytes=len(data), digest=_digest(data), buckets=parts
-        )
-
-
-def _nothing() -> None:
-    """The release of a copy on the stream: the lane is refilled on the same stream."""
-
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.ranks.parallel import Ranks
+    from slipstream.learner.trainer.weights.published import Published
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +95,7 @@ class VersionWriter:
         whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
         objects = self._opened_objects()
         # Ranks that send nothing take part in the same pass.
-        take = (lambda *_: _nothing) if objects is None else objects.take
+        take = (lambda *_: nothing) if objects is None else objects.take
         digests = self._published.run(take, is_publish=False)
         if objects is None:
             return
@@ -250,7 +160,7 @@ class VersionWriter:
             self._storage.write(key, memoryview(data), until)
             self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
             report.stored.key, report.stored.num_bytes = key, len(data)
-            report.stored.digest = _digest(data)
+            report.stored.digest = object_digest(data)
             report.num_bytes = _num_bytes(link)
             self._chain = chain
         except Exception as error:  # noqa: BLE001 - reported; the thread has no caller
@@ -339,11 +249,7 @@ def _part(folder: str, sender: int | None) -> str:
 
 def _stored(key: str, data: bytes | None = None) -> str:
     """Returns the flag of `key` as written, or of `key` as written with `data`."""
-    return f"stored/{key}" if data is None else f"stored/{key}/{_digest(data).hex()}"
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
+    return f"stored/{key}" if data is None else f"stored/{key}/{object_digest(data).hex()}"
 
 
 def _failed(folder: str, sender: int | None) -> str:

@@ -12,7 +12,8 @@ from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.version_writer import RankObjects, VersionWriter
+from slipstream.learner.trainer.weights.rank_objects import RankObjects
+from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.protocol.weights.storage import Storage

@@ -1,0 +1,235 @@
+"""Versions in storage: the product's code on both sides, and a store that fails between them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from slipstream.learner.trainer.weights import version_writer
+from slipstream.protocol.weights import storage
+from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
+from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
+from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
+from slipstream.protocol.weights.waits import Unanswered
+from slipstream.rollout_server import stored_weights
+from slipstream.v1 import trainer_pb2, weights_pb2
+
+from simulation.blocking import THREADING, run_blocking, wait
+from simulation.virtual_loop import PROCESS
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+URL = "/simulated/storage"
+SPECS = [TensorSpec(name, "bfloat16", (512,)) for name in "ab"]
+LAYOUT = layout_to_pb(SPECS, 1024)
+BUCKETS = tuple(plan_buckets(SPECS, 1024))
+# Where the bytes of simulated weights lie among zeros, so that versions differ in few elements.
+PLACES = (0, 100, 200, 300)
+Content = list[np.ndarray]
+
+
+def content_of(weights: bytes) -> Content:
+    """All buckets of weights, which are 16 bytes in simulated runs."""
+    content = [np.zeros(bucket.num_bytes, np.uint8) for bucket in BUCKETS]
+    for data, elements in zip(
+        content, np.frombuffer(weights, np.uint16).reshape(2, 4), strict=True
+    ):
+        data.view(np.uint16)[list(PLACES)] = elements
+    return content
+
+
+def weights_of(content: Content) -> bytes:
+    """The weights that lie in the buckets, and others if anything else lies there."""
+    weights = b"".join(data.view(np.uint16)[list(PLACES)].tobytes() for data in content)
+    same = all(map(np.array_equal, content, content_of(weights)))
+    return weights if same else hashlib.blake2b(b"".join(map(bytes, content))).digest()
+
+
+def digests_of(content: Content) -> tuple[bytes, ...]:
+    pairs = zip(BUCKETS, content, strict=True)
+    return tuple(bucket_digest(bucket_tensor_digests(b, data.data)) for b, data in pairs)
+
+
+def loaded(order: weights_pb2.PublishOrder, held: bytes) -> Content:
+    """What an engine with the weights `held` has after it loaded the file of an order."""
+    data, at = np.fromfile(order.communicator.path, np.uint8), 0
+    if not order.HasField("delta"):
+        return np.split(data, [BUCKETS[0].num_bytes])
+    content = content_of(held)
+    assert order.delta.base == content_name(digests_of(content))
+    wires = on_the_wire(BUCKETS, order.delta.changed)
+    for bucket, wire, new, changed in zip(
+        BUCKETS, wires, content, order.delta.changed, strict=True
+    ):
+        part, at = data[at : at + wire.num_bytes], at + wire.num_bytes
+        if wire.num_bytes == bucket.num_bytes:
+            new[:] = part
+        else:
+            put_payload(new.view(np.uint16), memoryview(part), bucket, changed)
+    return content
+
+
+class Store:
+    """Objects by key behind the interface of fsspec, and the faults of a seed."""
+
+    protocol = "simulated"
+
+    def __init__(self, world: World) -> None:
+        self._world, self.random = world, random.Random(f"store/{world.seed}")
+        self.objects: dict[str, bytes] = {}
+        self._seen_s: dict[str, float] = {}
+        # Longest time of a call, and of a new object until all of it is there.
+        self.delay_s, self.late_s = 0.2, 0.0
+        # Shares of the calls that fail, and of the reads that give something else.
+        self.failing, self.torn = 0.0, 0.0
+        self.is_full = False
+
+    def open(self, reader: Any, url: str) -> None:
+        """Takes the place of `Storage.__init__`."""
+        reader.url, reader._files, reader._root = url, self, "root"
+
+    def on_thread(
+        self, call: Callable[[], Any], limit_s: float, abandoned: Any, *, name: str
+    ) -> Any:
+        """Takes the place of `on_thread`: the call is made in the middle of a delay."""
+        return wait(self._answer(call, limit_s, abandoned))
+
+    async def _answer(self, call: Callable[[], Any], limit_s: float, abandoned: Any) -> Any:
+        loop = self._world.loop
+        answer = loop.create_future()
+        # A late answer is heard by nobody.
+        answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+        took_s = self.random.uniform(0.001, self.delay_s)
+        loop.call_later(took_s / 2, loop._run_function, answer, took_s, call, ())
+        given_up = loop.create_task(abandoned._event.wait())
+        try:
+            await asyncio.wait(
+                {answer, given_up}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            given_up.cancel()
+        if not answer.done():
+            raise Unanswered
+        return answer.result()
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        if self.is_full:
+            self._put(path, data[: self.random.randint(0, len(data))])
+            self._world.fired["full storage"] += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._fail()
+        self._put(path, data)
+        # The answer may be lost.
+        self._fail()
+
+    def _put(self, path: str, data: bytes) -> None:
+        self.objects[path] = data
+        self._seen_s[path] = self._world.loop.now_s + self.random.uniform(0.0, self.late_s)
+
+    def _fail(self) -> None:
+        if self.random.random() < self.failing:
+            self._world.fired["failing storage"] += 1
+            raise OSError("the store has an internal error")
+
+    def cat_file(self, path: str, *, start: int, end: int) -> bytes:
+        self._fail()
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        data = self.objects[path]
+        if self._world.loop.now_s < self._seen_s[path]:
+            self._world.fired["late storage"] += 1
+            data = data[: self.random.randint(0, len(data) - 1)]
+        elif self.random.random() < self.torn:
+            self._world.fired["torn storage"] += 1
+            place = self.random.randrange(len(data))
+            data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        return data[start:end]
+
+    def find(self, folder: str) -> list[str]:
+        self._fail()
+        return [path for path in self.objects if path.startswith(f"{folder}/")]
+
+    def rm_file(self, path: str) -> None:
+        self._fail()
+        if self.objects.pop(path, None) is None:
+            raise FileNotFoundError(path)
+        self._check_unread(path)
+
+    def _check_unread(self, path: str) -> None:
+        """A version stays while a server fetches it, unless the trainer was told to leave."""
+        process, controller = PROCESS.get(), self._world.controller
+        assert process is not None
+        if self._world.trainers[process.name].is_leaving or not hasattr(controller, "_stored"):
+            return
+        for report in controller._stored._fetches.values():
+            if path in self.named(report.stored):
+                self._world.violations.append(f"{path} was removed while a server fetched it")
+
+    def named(self, stored: weights_pb2.StoredWeights) -> set[str]:
+        """The manifest and all that it names."""
+        data = self.objects.get(f"root/{stored.key}", b"")
+        links = weights_pb2.StoredManifest.FromString(data).links
+        keys = {stored.key, *(each.key for link in links for each in link.objects)}
+        return {f"root/{key}" for key in keys}
+
+    def check(self, report: trainer_pb2.StoredReport) -> None:
+        """A version lies whole in the store when the controller hears of it."""
+        stored = report.stored
+        links: Sequence[Any] = ()
+        if _is_whole(self.objects, stored):
+            manifest = self.objects[f"root/{stored.key}"]
+            links = weights_pb2.StoredManifest.FromString(manifest).links
+        objects = [stored, *(each for link in links for each in link.objects)]
+        for each in objects:
+            if not links or not _is_whole(self.objects, each):
+                step = report.version.step
+                self._world.violations.append(f"version {step} was announced without {each.key}")
+
+    def seams(self) -> list[tuple[Any, str, Any]]:
+        return [
+            (storage.Storage, "__init__", lambda reader, url: self.open(reader, url)),
+            (storage, "on_thread", self.on_thread),
+            (storage, "threading", THREADING),
+            (stored_weights, "threading", THREADING),
+            (stored_weights, "asyncio", SimpleNamespace(to_thread=run_blocking)),
+            (version_writer, "threading", THREADING),
+        ]
+
+
+def _is_whole(objects: dict[str, bytes], stored: Any) -> bool:
+    data = objects.get(f"root/{stored.key}")
+    return data is not None and hashlib.blake2b(data, digest_size=32).digest() == stored.digest
+
+
+class Published:
+    """Takes the place of a trainer's streams of weights."""
+
+    def __init__(self, weights: Callable[[], bytes]) -> None:
+        self._weights = weights
+        self.weights = SimpleNamespace(buckets=BUCKETS, sender=0, senders=(0,))
+
+    def run(self, take: Any, *, is_publish: bool) -> Any:
+        content = content_of(self._weights())
+        for place, (bucket, data) in enumerate(zip(BUCKETS, content, strict=True)):
+            take(place, bucket, torch.from_numpy(data))
+        return SimpleNamespace(buckets=digests_of(content))
+
+    def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
+        return LAYOUT
+
+    def num_bytes(self, *, adapters_alone: bool) -> int:
+        return sum(bucket.num_bytes for bucket in BUCKETS)
+
+
+RANKS: Any = SimpleNamespace(
+    is_main=True, broadcast_bytes=lambda data: data, device=SimpleNamespace(type="cpu")
+)
