@@ -182,7 +182,7 @@ async def measure_engine(arguments: argparse.Namespace) -> None:
             window_s=window_s,
         )
         print("ROW " + json.dumps({"case": case, **found}), flush=True)
-    await engine.aclose()
+    await engine.aclose_fully()
 
 
 class RunningEngine:

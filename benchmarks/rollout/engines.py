@@ -114,7 +114,7 @@ class Served:
         """Drains the server and ends the engine."""
         self._stop.set()
         await asyncio.wait([self._serving], timeout=20)
-        await self._engine.aclose()
+        await self._engine.aclose_fully()
 
 
 class Ours(Served):

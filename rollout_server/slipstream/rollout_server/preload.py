@@ -21,9 +21,13 @@ def import_engine(config: Config) -> None:
 
     Raises ConfigError if a package that vLLM imports is broken.
     """
-    os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
+    on_cpu = process.is_cpu_build()
+    os.environ.update(process.engine_environment(config, on_cpu=on_cpu))
     with process.limited_start(config.rollout_server.start_timeout_s), without_collections():
         process.check_companions()
         for name in ("vllm.engine", "episodes.renderer", "service"):
             importlib.import_module(f"slipstream.rollout_server.{name}")
         importlib.import_module("transformers")
+        if on_cpu:
+            # The engine would import it; on a GPU its imports may start CUDA before the fork.
+            importlib.import_module("vllm.v1.worker.cpu_worker")

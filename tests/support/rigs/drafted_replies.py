@@ -120,7 +120,7 @@ async def answer(folder: Path) -> dict[str, Any]:
         await replies.ask_and_pause("paused")
         return replies.found
     finally:
-        await engine.aclose()
+        await engine.aclose_fully()
 
 
 if __name__ == "__main__":

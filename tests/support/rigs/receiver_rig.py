@@ -283,7 +283,7 @@ async def main() -> None:
     try:
         await story(rig, options.bucket_mib)
     finally:
-        await rig.engine.aclose()
+        await rig.engine.aclose_fully()
         if isinstance(rig.sender, NcclSender):
             rig.sender.kill()
 

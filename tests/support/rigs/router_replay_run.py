@@ -187,7 +187,7 @@ async def _generate(config: Config) -> list[Trajectory]:
         await engine.resume(PolicyVersion(0, 0))
         return await asyncio.gather(*running)
     finally:
-        await engine.aclose()
+        await engine.aclose_fully()
 
 
 def learn(folder: Path, config: Config) -> None:

@@ -90,4 +90,4 @@ async def seen_each_time(
             seen.append(await look(engine, "second"))
         return seen, loaded
     finally:
-        await engine.aclose()
+        await engine.aclose_fully()

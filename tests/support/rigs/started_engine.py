@@ -60,5 +60,5 @@ async def started_engine(config: Config) -> AsyncIterator[VllmEngine]:
     try:
         yield engine
     finally:
-        await engine.aclose()
+        await engine.aclose_fully()
         assert not [p for p in engine._processes if p.is_running()]

@@ -179,7 +179,7 @@ async def main() -> None:
             rig.connect_storage(tasks)
             await story(rig)
     finally:
-        await rig.engine.aclose()
+        await rig.engine.aclose_fully()
 
 
 if __name__ == "__main__":

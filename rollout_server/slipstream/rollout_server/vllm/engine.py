@@ -315,7 +315,13 @@ class VllmEngine:
             each.kill()
         psutil.wait_procs(alive, timeout=_EXIT_LIMIT_S)
         self._files.close()
-        # The finalisers of vLLM's client log errors when they run after those of vLLM's modules.
+
+    async def aclose_fully(self) -> None:
+        """Closes the engine in a program that does not `leave`; takes a second more.
+
+        The finalisers of vLLM's client log errors when they run after those of vLLM's modules.
+        """
+        await self.aclose()
         gc.unfreeze()
         del self._llm
         gc.collect()
