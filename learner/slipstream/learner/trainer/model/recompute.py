@@ -98,7 +98,7 @@ class Recompute:
         self._is_planned = False
         for block in blocks:
             block.register_forward_pre_hook(_with_gradient, with_kwargs=True)
-        self._recompute(self._layers - 1)
+        self._recompute(max(self._layers - 1, 0))
 
     @contextlib.contextmanager
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
@@ -152,7 +152,8 @@ class Recompute:
             in_flight=in_flight(learner.parallel, ranks.stage),
             free=free,
         )
-        share = torch.tensor([found / self._layers], dtype=torch.float64)
+        # A stage may have no layer.
+        share = torch.tensor([found / max(self._layers, 1)], dtype=torch.float64)
         self._recompute(math.ceil(float(ranks.max(share)) * self._layers - 1e-9))
         self._is_planned = True
         logger.info(

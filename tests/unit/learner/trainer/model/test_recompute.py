@@ -189,3 +189,15 @@ def test_a_first_pass_that_fails_is_measured_again() -> None:
     with plan.training_pass([100], ranks):
         block.train(100)
     assert plan.num_layers == 0
+
+
+def test_a_stage_without_layers_recomputes_none_whatever_others_do() -> None:
+    memory = FakeMemory(10_000_000)
+    block: Any = Block(memory, 0)
+    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
+    ranks: Any = Ranks(0.5)
+    for _ in range(2):
+        assert block.config.recompute_granularity is None
+        with plan.training_pass([100], ranks):
+            block.train(100)
+    assert plan.num_layers == 0
