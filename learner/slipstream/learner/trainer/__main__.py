@@ -135,7 +135,7 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
 def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
-    """Loads a rank; `stack` gets its signs of life, which begin with its first tensor."""
+    """Loads the model and the trainer; rank 0's heartbeat thread and metrics go into `stack`."""
     preload()
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
@@ -162,14 +162,14 @@ def _load(
 
 
 class StageCollector:
-    """The seconds of the stages for Prometheus; a thread of its own reads them at each scrape."""
+    """A Prometheus collector of the seconds spent in each training stage on rank 0."""
 
     def __init__(self) -> None:
         # None while the model is loaded.
         self.stages: StageTimes | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the seconds of all stages, that of a stage under way included."""
+        """Yields the seconds of each stage since the start, up to now for the current stage."""
         family = CounterMetricFamily(
             "slipstream_trainer_stage_seconds",
             "Time of rank 0 in a stage; the rest is training. Waiting is for orders.",

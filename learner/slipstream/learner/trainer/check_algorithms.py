@@ -108,7 +108,7 @@ def main() -> int:
 
 
 def _known(config: Config) -> Path:
-    """Returns the file that exists once all that `prove` depends on is proved."""
+    """Returns the path of the cache file that exists once these exact inputs passed `prove`."""
     proved = {
         "sources": config.sources,
         "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
@@ -121,7 +121,7 @@ def _known(config: Config) -> Path:
 
 
 def prove(config: Config, facts: list[str]) -> list[str]:
-    """Returns a line for each fault, and adds what was seen to `facts`."""
+    """Returns one line per fault, and appends measurements and other findings to `facts`."""
     faults: list[str] = []
     proved: set[Function] = set()
     for algorithm in config.algorithms.distinct:
@@ -201,7 +201,7 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Trains on this rank in each layout that has it; raises RunFailed."""
+    """Trains this rank in each layout that includes it. Raises RunFailed if training fails."""
     config, found = load_config(folder / "config.toml"), {}
     for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
         world_size = 2 if "parallel" in layout else 1
@@ -219,7 +219,7 @@ def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, di
 
 
 def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]:
-    """Trains the steps on this rank, and returns metrics and moves of the weights."""
+    """Trains the steps on this rank; returns metrics and the changes of the weights."""
     import torch
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -307,7 +307,7 @@ def _episode(
     member: int,
     prompt: np.ndarray,
 ) -> Trajectory:
-    """Returns an episode of one or two replies, some of whose tokens are a version older."""
+    """Returns a random episode of 1 or 2 replies, some tokens sampled by the previous version."""
     from slipstream.learner.algorithms.episode_proof import AnyMetrics
 
     replies = chance.integers(1, LONGEST_REPLY + 1, 1 + member % 2).tolist()

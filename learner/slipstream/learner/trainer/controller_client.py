@@ -107,11 +107,11 @@ class ControllerClient:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of a call that starts now."""
+        """The gRPC metadata of each call: the token, and the epoch once registered."""
         return (*self._token, *self._epoch)
 
     def _keep_place(self) -> None:
-        """Keeps the stream open that shows the controller that this process runs."""
+        """Holds the `KeepPlace` stream open until `close`: it shows the controller that we run."""
         while not self._closed.is_set():
             try:
                 for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):
@@ -151,12 +151,12 @@ class ControllerClient:
         delta: weights_pb2.Delta | None = None,
         can_store: bool = False,
     ) -> list[pb.Directive]:
-        """Returns the messages of the next order, or a stop order after `stop` (also meanwhile).
+        """Asks the controller for the next order, and returns its messages; a stop after `stop`.
 
-        `bucket_digests` belong to the weights of `version`. They would be sent through
-        `communicator_id`, the communicator that the senders have ("": none). `delta`: what these
-        weights changed since the last publish, if that is kept. `can_store`: whether a version can
-        be written to storage.
+        A `stop` while the call waits also ends it with a stop order. `version` is the version of
+        the trainer's weights, and `bucket_digests` are those of its buckets. `communicator_id` is
+        the senders' open communicator ("" without one). `delta` describes the changes since the
+        last publish (None if not tracked). `can_store` says that a version can be stored now.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
@@ -243,7 +243,7 @@ class ControllerClient:
             self._stub.ReportWork(report, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata)
 
     def report_failure(self, failure: pb.TrainerFailure) -> None:
-        """Reports why a rank fails; only logs that the controller cannot be reached."""
+        """Reports why a rank fails; if the controller cannot be reached, only logs that."""
         try:
             self._stub.ReportFailure(failure, timeout=FAILURE_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -324,7 +324,7 @@ def _describe(error: grpc.RpcError) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """The order to make no more steps."""
+    """The controller's order to end training after the present step."""
 
     reason: str
     # Whether the trainer leaves without exporting its model.
@@ -333,14 +333,14 @@ class Stop:
 
 @dataclass(frozen=True)
 class Wait:
-    """The order to ask again, because there is nothing to do yet."""
+    """The controller's reply that it has no order yet; the trainer asks again."""
 
 
 Order: TypeAlias = Batch | weights_pb2.PublishOrder | pb.StoreOrder | Stop | Wait
 
 
 def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
-    """Packs the messages of one answer, each behind its length."""
+    """Packs the messages of one answer into bytes, each prefixed with its length."""
     buffer = io.BytesIO()
     for directive in directives:
         serialize_length_prefixed(directive, buffer)
@@ -357,7 +357,7 @@ def unpack_directives(data: bytes) -> list[pb.Directive]:
 
 
 def read_order(directives: Sequence[pb.Directive]) -> Order:
-    """Reads the order of an answer. Raises ProtocolError if its messages do not fit together."""
+    """Returns the order in an answer. Raises ProtocolError if its messages do not fit together."""
     if not directives:
         raise ProtocolError("the controller answered Next without an order")
     first = directives[0]

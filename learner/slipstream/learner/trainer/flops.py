@@ -16,11 +16,12 @@ OTHER_VERSIONS = "NVL"
 
 @dataclass(frozen=True)
 class ArithmeticSizes:
-    """The sizes that decide the arithmetic of one token.
+    """The sizes of a model that determine its FLOPs per token.
 
-    `matrix_parameters` counts the parameters by which a token is multiplied: only chosen experts,
-    the output projection (tied or not), neither embedding nor norms. `attention_width` is heads
-    times their size, summed over the layers; with values of another size, the mean of both.
+    `matrix_parameters` counts the matrix weights that a token is multiplied by: active experts and
+    the output projection (tied or not), but no embedding or norms. `attention_width` is the number
+    of heads times the head size, summed over the layers; if keys and values differ in head size,
+    the mean of the two counts.
     """
 
     matrix_parameters: int
@@ -53,7 +54,7 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
 
 
 def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
-    """Returns the sizes of layers of several forms; the scans of Mamba layers are not counted."""
+    """Returns the sizes of a hybrid model (Nemotron-H); Mamba's scans are not counted."""
     family = family_of(config)
     assert family.tensors is not None and family.cached_layers is not None
     shapes = family.tensors(config, False)

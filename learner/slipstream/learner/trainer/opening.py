@@ -96,10 +96,9 @@ def load_trained(
 ) -> TrainedModel:
     """Loads `config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
-    `ranks` must have this layout, and it must be in force. The weights come from
-    `config.checkpoint.load` if that is set. Raises ConfigError where attention computes wrong
-    gradients, or where the model leaves the range of float16; a model without its weights trains
-    nothing, and is not checked.
+    `ranks` must have this layout, and it must be in force. If `config.checkpoint.load` is set, the
+    weights come from there. Raises ConfigError if the attention kernel computes wrong gradients or
+    the model's values exceed the range of float16. With `load_weights=False` neither is checked.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -204,7 +203,7 @@ def _load(
 
 
 def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
-    """Returns the hooks by which `chunks` share beginnings; None if they must not."""
+    """Returns hooks that compute shared prefixes once in `chunks`; None if off or unsupported."""
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
 
     min_tokens = config.learner.shared_prefix_tokens
@@ -219,7 +218,7 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
 
 
 def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
-    """Returns the hooks by which `chunks` take images; None without a vision tower."""
+    """Returns the hooks that feed images to `chunks`; None for a model without a vision tower."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     from slipstream.learner.trainer.families.vision import Vision
@@ -241,7 +240,7 @@ def _note_reads(source: Megatron, activity: Activity) -> None:
 
 
 def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
-    """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
+    """Returns how many logits fit into `debug.kept_logits_share` of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
     memory = torch.cuda.get_device_properties(ranks.device).total_memory

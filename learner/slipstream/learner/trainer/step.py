@@ -1,4 +1,4 @@
-"""One training step: a batch of whole groups trains version s into version s + 1."""
+"""One training step: a batch of whole groups turns policy version s into version s + 1."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Totals:
     optimizer_s: float = 0.0
 
     def join(self, others: _Totals) -> None:
-        """Adds what another adapter's part of the step did."""
+        """Adds the totals of another adapter's part of the same step."""
         self.statistics.join(others.statistics)
         self.grad_norms += others.grad_norms
         self.overflows += others.overflows
@@ -238,7 +238,7 @@ class TrainingStep:
         return totals
 
     def _check_bits(self, step: int, found: StepStatistics) -> None:
-        """Raises RunFailed where learner and engine promise the same bits and have others."""
+        """Raises RunFailed if `agreement` is "bits" and learner and engine log-probs differ."""
         # In later passes the ratios are those to the first.
         number = found.unequal_tokens
         if self._config.algorithm.agreement == "bits" and number:
@@ -260,9 +260,11 @@ class TrainingStep:
     def _add_gradients(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], seeds: Sequence[int]
     ) -> list[TokenLoss]:
-        """Computes the gradients of `share` from zero, and returns this rank's losses.
+        """Zeroes the gradients, runs forward and backward on `share`, and returns its losses.
 
-        `seeds` are the step, the update, and the rank of the inputs.
+        `share` has this rank's micro batches, and `old` the proximal policy's log-probabilities
+        of each (empty before any update). Dropout is seeded by `seeds`: step, update, and
+        `rank_of_inputs`.
         """
         ranks = self._policy.ranks
 
@@ -386,7 +388,7 @@ _FALLEN: dict[DecayKind, Callable[[float], float]] = {
 
 
 class StageTimes:
-    """Seconds of each stage on this rank, since the last `take` and since the start."""
+    """Timers of this rank's training stages: seconds since the last `take` and since the start."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(ALWAYS, 0.0)
@@ -432,11 +434,11 @@ class StageTimes:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Returns the learning rate of `step`, a function of the settings alone: a resume changes none.
+    """Returns the learning rate of `step`, which depends on the settings only, not on resumes.
 
     It is 0 in the first `critic.warmup_steps` steps, in which only the critic is trained. Then it
-    rises linearly over `algorithm.warmup_steps`. It falls in the last `algorithm.decay_steps` of
-    the run's steps, and would reach its end, `algorithm.decay_to`, in the step after the last one.
+    rises linearly over `algorithm.warmup_steps`. It decays over the last `algorithm.decay_steps`
+    steps, and would reach `decay_to` times the peak rate in the step after the last one.
     """
     algorithm = config.algorithm
     first = config.critic.warmup_steps if config.critic is not None else 0

@@ -105,17 +105,17 @@ def resident_bytes() -> int:
 
 
 class ProfileWindow:
-    """Profiles the steps of `section` on the ranks of `section`; does nothing on other ranks."""
+    """Runs torch's profiler over the steps and ranks that `section` selects."""
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
-        """Takes the `folder` for traces."""
+        """Creates an idle profiler for rank `rank`; traces go into `folder`."""
         self._section, self._folder, self._rank = section, folder, rank
         self._profiler: profile | None = None
         self._steps: list[int] = []
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surrounds a step, counted from 1; writes the trace after the window's last step."""
+        """Profiles the block as step `step` (from 1); writes the trace after the last step."""
         first = self._section.start_step
         if first is None or self._rank not in self._section.ranks:
             yield
@@ -129,7 +129,7 @@ class ProfileWindow:
             self.close()
 
     def close(self) -> None:
-        """Writes the trace of a window that is still open."""
+        """Stops the profiler and writes its trace; does nothing if it is not running."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -252,12 +252,12 @@ class Trainer:
 
     @functools.cached_property
     def _gpus(self) -> list[str]:
-        """The driver's name of this rank's GPU; empty on a CPU."""
+        """The driver's identifier of this rank's GPU, in a list; empty on a CPU."""
         device = self._ranks.device
         return gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
 
     def _adopt(self, version: PolicyVersion) -> None:
-        """Takes over the run's version of the weights, which the controller told rank 0."""
+        """Sets the version of the weights on all ranks to rank 0's `version`; collective."""
         data = version_to_pb(version).SerializeToString() if self._ranks.is_main else None
         message = trajectory_pb2.PolicyVersion.FromString(self._ranks.broadcast_bytes(data))
         self._version = version_from_pb(message)
@@ -415,9 +415,10 @@ class Trainer:
 
 
 def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[None]:
-    """Returns the turn in which a step may take the memory that an engine has given back.
+    """Returns a lock on `gpus` for the memory that sleeping engines freed; no lock otherwise.
 
-    A rollout server that starts meanwhile measures free memory: each waits for the other's end.
+    A rollout server that starts on these GPUs measures their free memory, so a step and such a
+    start exclude each other. Only `controller.turns = "sleep"` needs the lock.
     """
     if config.controller.turns != "sleep":
         return contextlib.nullcontext()
@@ -426,7 +427,7 @@ def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[
 
 
 def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:
-    """The report to the controller: the batch, and the groups at fault if they are known."""
+    """Returns the report for the controller: the batch, and the faulty groups if known."""
     ids = set(fault.trajectory_ids)
     groups = dict.fromkeys(t.group_id for t in batch.trajectories if t.trajectory_id in ids)
     data = trainer_pb2.DataFault(
