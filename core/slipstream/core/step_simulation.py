@@ -363,10 +363,10 @@ class Simulation:
 
 
 def _parts(group: Group) -> tuple[float, list[tuple[float, int, float]]]:
-    """The trained tokens of a group, and its members as (sampled tokens, members, seconds outside).
+    """Returns a group's trained tokens, and (sampled tokens, members, `outside_s`) of each part.
 
-    In a group of more than `MOST_MEMBERS` the longest member stays single, and the others are
-    merged into parts whose members end together.
+    Each member is a part. In a group of more than `MOST_MEMBERS` only the longest member is a part
+    of its own; the others are merged into parts with the mean of their members' numbers.
     """
     tokens = sum(episode.trained for episode in group)
     ordered = sorted(group)

@@ -236,7 +236,7 @@ class Proxy:
 
 @dataclass
 class Tally:
-    """What was done to a run, and what became of it meanwhile."""
+    """Counts the faults injected into a run, and records its step and recovery times."""
 
     fired: Counter[str] = field(default_factory=Counter)
     commands: int = 0

@@ -85,7 +85,7 @@ def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
 
 
 def serve_dashboard(folder: Path, port: int, out: Path | None) -> int:
-    """`slipstream dashboard`: serves it until Ctrl-C, or writes the page of one run to `out`."""
+    """Serves the runs in `folder` until Ctrl-C, or writes the page of one run to `out`."""
     if out is not None:
         return save_run(folder, out)
     with open_dashboard(folder, port) as server:

@@ -394,7 +394,7 @@ def short(number: float) -> str:
 
 
 def _parameters(config: Config) -> tuple[int, int]:
-    """Returns the elements of all tensors that a run loads, and those of experts."""
+    """Returns the numbers of all parameters that a run loads, and of its experts' parameters."""
     total = experts = 0
     for name, shape in loaded_tensors(config):
         elements = math.prod(shape)

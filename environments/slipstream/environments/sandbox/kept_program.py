@@ -57,7 +57,7 @@ class ProgramEnd:
 
     @property
     def cause(self) -> str:
-        """How it ended, in words; "" where it ended by itself with status 0."""
+        """The reason why the program ended, in words; "" for exit status 0 within its limits."""
         if self.limit or not self.status:
             return self.limit
         if self.status > 0:

@@ -40,7 +40,7 @@ Groups: TypeAlias = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ProvedEpisodes:
-    """The advantage, reward or filter of an algorithm, as it is proved."""
+    """The subject of a proof: the function of `kind` (advantage, reward, filter) of `algorithm`."""
 
     algorithm: AlgorithmSection
     kind: FunctionKind

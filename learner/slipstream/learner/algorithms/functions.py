@@ -67,7 +67,7 @@ class Function:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the user's."""
+        """Whether this is a user's own function, not a built-in one."""
         return is_own(self.name)
 
     def fault(self, what: str, where: str) -> RunFailed:
@@ -76,7 +76,7 @@ class Function:
 
     @contextmanager
     def named(self, where: str) -> Iterator[None]:
-        """Turns errors inside of the function into its fault."""
+        """Turns an exception raised in the block into the RunFailed of `fault`."""
         try:
             yield
         except RunFailed:
@@ -106,7 +106,7 @@ def is_number(value: object) -> bool:
 
 
 def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
-    """Returns a function of the algorithm; raises ConfigError if there is none such."""
+    """Returns the algorithm's function of this `kind`. Raises ConfigError if it does not exist."""
     arguments = getattr(algorithm, f"{kind}_args")
     return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
 
@@ -114,7 +114,7 @@ def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
 def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> None:
     """Loads the functions of all environments; raises ConfigError for one that cannot be called.
 
-    The source of one's own must be that with which the run was started.
+    The source of a user's own function must not have changed since the run was started.
     """
     for algorithm in config.algorithms.distinct:
         for kind in kinds:

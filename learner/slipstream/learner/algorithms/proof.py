@@ -61,7 +61,7 @@ COST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Proved:
-    """A loss or a weight, as it is proved."""
+    """The subject of a proof: the loss or the weight of an algorithm."""
 
     function: Function
     has_reference: bool = False
@@ -118,8 +118,8 @@ def faults(
 ) -> list[str]:
     """Returns one line for each of `properties` that `subject` lacks.
 
-    The first two are the condition of the others. What is drawn at random changes nothing here. A
-    function whose module has changed by all the calls keeps a state, too.
+    If one of the first two fails, the others are not checked. The random generators are restored
+    afterwards. A function whose module's globals changed during the calls also has a fault.
     """
     found, name, before = [], str(function), _kept_by(function)
     state, numpy_state = random.getstate(), np.random.get_state()
@@ -140,7 +140,7 @@ def faults(
 
 
 def _kept_by(function: Function) -> dict[str, str]:
-    """Returns what the module of a function keeps between calls, by name."""
+    """Returns a text of each global of the function's module, by name, to detect state."""
     assert isinstance(function.call, functools.partial)
     call = inspect.unwrap(function.call.func)
     kept = {}
@@ -208,7 +208,7 @@ def _computed(proved: Proved, scene: Scene, inputs: Inputs) -> dict[str, Tensor]
 def _difference(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], mask: Tensor, *, exactly: bool = False
 ) -> str:
-    """Names a value in which `other` differs at a token of `mask`; "" if there is none."""
+    """Describes a value that differs between `one` and `other` at a token of `mask`, or ""."""
     for name, mine in one.items():
         theirs = other.get(name)
         if theirs is None:
@@ -352,7 +352,7 @@ def _check_cases(proved: Proved, sequences: Sequence[Sequence[Case]]) -> None:
 
 
 class _HeldConstant(TorchFunctionMode):
-    """Records what is taken out of the gradient, or gives again what was recorded."""
+    """Records values that a function detaches from the gradient, or replays `recorded` ones."""
 
     def __init__(self, recorded: Sequence[object] | None = None) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ def _line_of_function() -> str | None:
 
 
 def held_constant(proved: Proved) -> list[str]:
-    """Returns the lines of code at which a loss takes a number out of its gradient."""
+    """Returns the lines of code at which a loss detaches a number from the gradient."""
     found: dict[str, None] = {}
     for scene in _scenes(proved):
         with _HeldConstant() as held:

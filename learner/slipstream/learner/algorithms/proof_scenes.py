@@ -24,11 +24,11 @@ Layout = list[list[list[int]]]
 
 
 class Disproved(RunFailed):
-    """A property does not hold; the text is the example."""
+    """Raised when a property does not hold; its text is an example that shows it."""
 
 
 class Inputs(NamedTuple):
-    """The inputs of a function, and what its gradient is taken of."""
+    """The inputs of a function, and the tensors needed to take its gradient."""
 
     tokens: LossInputs
     # The leaf of the tokens' log-probabilities.
@@ -43,7 +43,7 @@ NOTHING: Mapping[str, Tensor] = {}
 
 @dataclass(frozen=True)
 class Scene:
-    """The tokens of some sequences, whose fields are drawn anew for each `seed`."""
+    """A few test sequences, whose token fields are random, seeded by `seed`."""
 
     sequences: tuple[str, ...]
     has_reference: bool
@@ -121,9 +121,10 @@ class Scene:
 
 
 class _SharedSums(SequenceSums):
-    """Sums over the shares of several ranks, which compute one after another.
+    """Simulates `SequenceSums` over context parallel ranks, which compute one after another.
 
-    `known` has the first sums over all ranks; `parts` are this rank's own parts of all.
+    `known` has the sums over all ranks that are known so far, in call order; a later call gets
+    this rank's part only. `parts` collects this rank's part of each.
     """
 
     known: Sequence[Tensor] = ()
@@ -135,7 +136,7 @@ class _SharedSums(SequenceSums):
 
     @functools.cached_property
     def parts(self) -> list[Tensor]:
-        """The parts that were asked for so far."""
+        """This rank's part of each sum that the function has asked for so far."""
         return []
 
 
@@ -155,7 +156,7 @@ def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tenso
 def _of_ranks(
     scene: Scene, shares: Sequence[Sequence[int]], compute: Compute
 ) -> list[dict[str, Tensor]]:
-    """Computes the shares of all ranks, again until all sums over sequences are known."""
+    """Returns each rank's results; repeats the computation until all sums over ranks are known."""
     known: list[Tensor] = []
     while True:
         sums = [_SharedSums(*_sums_arguments(scene, places)) for places in shares]

@@ -37,7 +37,7 @@ def prompts_wait(
 
 
 class PromptGathering:
-    """Counts the steps for which prompts wait; callers ask `holds` before each step.
+    """Decides by `holds`, called before each step, whether prompts wait to be prefilled together.
 
     If `holds` is false, the step takes every prompt that is ready. No prompt is therefore held for
     more than `most_steps` steps.

@@ -82,7 +82,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
 
 
 def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and places of the prompt tokens of a step that a whole draft follows."""
+    """Returns rows and positions of a step's prompt tokens that have a whole draft after them."""
     rows, places = [], []
     for index in np.flatnonzero(batch.is_prefilling_np):
         first = int(batch.num_computed_tokens_np[index])
@@ -100,7 +100,7 @@ class DraftingWorker(Worker):  # type: ignore[misc]
     def _make_model_runner(self) -> Any:  # noqa: ANN401 - vLLM's
         """See vLLM.
 
-        Raises RuntimeError where it chose its older runner, which takes no such drafts.
+        Raises RuntimeError if vLLM chose its older model runner, which cannot take these drafts.
         """
         if not self.use_v2_model_runner:
             raise RuntimeError(

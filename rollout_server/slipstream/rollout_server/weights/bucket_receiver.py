@@ -116,7 +116,7 @@ class NoDigests:
 def open_digests(
     buckets: tuple[Bucket, ...], device: torch.device, *, digested: bool = True
 ) -> BucketDigests:
-    """Returns what computes the digests on `device`, or a `NoDigests` unless `digested`."""
+    """Returns an object that computes digests on `device`; a `NoDigests` unless `digested`."""
     if not digested:
         return NoDigests(device)
     if device.type != "cuda":

@@ -173,7 +173,7 @@ def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
 
 
 class Fate(Enum):
-    """The fate of a trajectory that came in."""
+    """The controller's decision about a received trajectory: keep, retry or drop it."""
 
     # The trajectory fills its member's place and waits for the batch.
     HELD = "held"

@@ -241,7 +241,7 @@ class Publisher:
     async def _ready(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> tuple[list[ServerSession], str]:
-        """Asks `targets`; returns the servers that take part, and their transport."""
+        """Asks `targets` if they can receive; returns those that take part, and their transport."""
         problems = await self._readiness.answers(targets, publish_id, version)
         answered = [session for session in targets if session.key in problems]
         ready = self._drop(answered, [problems[session.key] for session in answered])

@@ -65,7 +65,7 @@ class EpochCount:
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """The difference between the two counts of each hand-over, from engine to controller."""
+        """The trajectories and tokens lost at each hand-over from engine to controller, by name."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,
@@ -155,7 +155,7 @@ class ServerEpochs:
         return self.connected.get(key) or self._departed.get(key) or self._folded
 
     def counts(self) -> Iterator[EpochCount]:
-        """All counts."""
+        """Yields the counts of connected and departed servers, and one for all older ones."""
         yield from self.connected.values()
         yield from self._departed.values()
         yield self._folded

@@ -31,7 +31,7 @@ class Curriculum:
     def __init__(
         self, settings: CurriculumSection, solved_reward: float, seed: str, results: TaskResults
     ) -> None:
-        """`results` are those of an earlier start of the run, and change with `note`."""
+        """Starts from the `results` restored after a restart; `note` updates them."""
         self._settings, self._solved_reward = settings, solved_reward
         self._seed, self._results = seed, results
         self._standings = Counter(self._standing(task) for task in results.tasks())

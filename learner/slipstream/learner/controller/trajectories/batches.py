@@ -136,7 +136,7 @@ class BatchFormer:
     def first_missing(self, step: int) -> Path | None:
         """The path of the first missing batch from `step` on. None if all are there.
 
-        The batch that is being written is none of them: `recorded` waits for it.
+        A batch that is still being written does not count as missing: `recorded` waits for it.
         """
         steps = range(step, self._book.step - (self._forming is not None))
         has_batch, attempts, path = self._journal.has_batch, self._attempts, self._journal.path

@@ -33,7 +33,7 @@ LARGEST = "_max"
 
 
 def is_function(name: str) -> bool:
-    """Whether a column counts the faulty values of a function: no report has a space."""
+    """Whether the column `name` counts a function's faulty values; report names have no space."""
     return " " in name
 
 
@@ -67,9 +67,9 @@ class Column:
 def columns_of(
     function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
 ) -> list[Column]:
-    """Returns what a function reports of the tokens in `mask`.
+    """Returns the reports of a function over the tokens in `mask`, one column for each report.
 
-    One's own function also has a column of the `trained` tokens whose values are not finite.
+    A user's own function gets one more column, which marks `trained` tokens with non-finite values.
     """
     columns = [Column(name, report, mask) for name, report in found.reports.items()]
     if function.is_own:
@@ -185,7 +185,7 @@ class StepStatistics:
 
     @property
     def fault(self) -> str:
-        """The fault of one's own function, or "" if there is none."""
+        """The fault of a user's own function, or "" if there is none."""
         sums, largest = self._reports[0].tolist(), self._maxima[1:].tolist()
         for name, number, most in zip(self._names, sums, largest, strict=True):
             if is_function(name) and number:

@@ -172,7 +172,7 @@ def _advantages(
 ) -> dict[int, TokenAdvantages]:
     """Returns the advantages of each episode that counts, by its place in the batch.
 
-    `own` has the algorithm of each; `reports` gets what is reported.
+    `own` has the algorithm of each trajectory; `reports` collects the functions' reported values.
     """
     shaped = shaped_rewards(batch.trajectories, config)
     rewards = np.array([side.reward for sides in shaped for side in sides], dtype=np.float64)
@@ -215,7 +215,10 @@ def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
 def _by_function(
     episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection], where: str
 ) -> list[TokenAdvantages]:
-    """Returns the advantages of each; those of one function share the statistics of a batch."""
+    """Returns the advantages of each episode; `algorithms` has the algorithm of each.
+
+    Episodes with the same advantage function and arguments are passed to it in one call.
+    """
     by_function: dict[str, list[int]] = {}
     for place, algorithm in enumerate(algorithms):
         key = f"{algorithm.advantage} {algorithm.advantage_args}"
@@ -247,7 +250,7 @@ def _token_costs(
 def _estimates(
     trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
 ) -> TokenEstimates[NumpyArray]:
-    """Returns the estimates of one trajectory; 0 if it does not count, so that none was `found`."""
+    """Returns one trajectory's estimates; its advantages are 0 if `found` is None (left out)."""
     zeros = np.zeros(trajectory.num_sampled_tokens)
     worth = found if found is not None else TokenAdvantages(zeros, zeros)
     advantages, reference = worth.advantages, known.reference

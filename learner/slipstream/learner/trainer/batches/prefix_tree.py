@@ -98,7 +98,7 @@ class PrefixTree:
         return any(len(run.indices) > 1 for run in self._runs)
 
     def bundles(self, max_tokens: int) -> list[Bundle]:
-        """Returns bundles of all members, each of at most `max_tokens` or of one sequence."""
+        """Returns bundles that cover all sequences, each of one sequence or of <= `max_tokens`."""
         found: list[Bundle] = []
         for run in self._runs:
             self._add_fitting(found, run, max_tokens)

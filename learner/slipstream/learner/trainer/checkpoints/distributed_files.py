@@ -417,7 +417,7 @@ def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def drop_absent(state: dict[Any, Any]) -> None:
-    """Drops state that another rank gathers: Megatron would warn about differing ranks."""
+    """Removes empty `param_state` entries, on whose difference among ranks Megatron would warn."""
     parts = [state, *(part for part in state.values() if isinstance(part, dict))]
     for part in parts:
         if part.get("param_state", state) is None:
@@ -433,7 +433,7 @@ def detach(state: dict[str, Any]) -> None:
 
 
 def was_distributed(saved: Tree) -> bool:
-    """Whether `saved`, the structure around the tensors, is the distributed optimizer's."""
+    """Whether the saved state dict `saved` is from the distributed optimizer."""
     return any("param_state_sharding_type" in part for part in _dicts(saved))
 
 

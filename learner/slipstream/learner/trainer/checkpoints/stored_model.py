@@ -46,7 +46,7 @@ class StoredModel:
 
 
 def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[StoredModel]:
-    """Returns the policy; where adapters have names the rest of it, and each adapter by name."""
+    """Returns the policy as stored models; with named adapters, the base and each adapter."""
     chunks, optimizer = policy.chunks, policy.optimizer if with_optimizer else None
     adapters = policy.adapters
     if not adapters.have_names:

@@ -42,7 +42,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Band:
-    """The mask of a block of queries that follow each other, made where it is needed."""
+    """The attention mask of consecutive queries, causal or windowed; `mask` builds it on demand."""
 
     # Tokens from the first key to the first query.
     offset: int

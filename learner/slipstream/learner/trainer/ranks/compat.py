@@ -203,7 +203,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 class _Stub(types.ModuleType):
-    """A module whose every name is an empty class, so that Bridge's adapters can be defined."""
+    """A stub module: every attribute is an empty class, so that Bridge can be imported."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Lets nobody import a TransformerEngine that is installed where no GPU is in sight."""
+    """Makes imports of an installed TransformerEngine fail when no GPU is available."""
     if not torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
@@ -130,7 +130,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_op() -> Callable[..., None]:
-    """Returns a new function each time: torch.compile's table refuses a function twice."""
+    """Returns a new function that does nothing; torch.compile refuses to register one twice."""
 
     def nothing(*_: object, **__: object) -> None: ...
 

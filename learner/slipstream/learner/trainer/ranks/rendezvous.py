@@ -171,10 +171,11 @@ def _unanswered(host: str, port: int, within: str) -> TimeoutError:
 def _all_here(
     store: Store, launch: tuple[int, int], place: str, limits: tuple[timedelta, timedelta, float]
 ) -> Store:
-    """Returns the part of the store that only this start's ranks know, once all have joined.
+    """Waits for all ranks to join; returns the store under a key prefix of this start.
 
-    `launch` has rank and world size; `limits` those of `rendezvous`. Raises _NoAnswer when rank 0
-    stops answering.
+    `launch` has rank and world size; `limits` has `timeout`, `recognition_limit_s` and
+    `connect_grace_s` of `rendezvous`. Raises _NoAnswer when rank 0 stops answering, TimeoutError
+    when ranks are missing, and ConfigError when rank 0 belongs to another run.
     """
     (rank, world_size), (timeout, recognition, grace_s) = launch, limits
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

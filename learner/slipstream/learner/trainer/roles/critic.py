@@ -151,7 +151,7 @@ class Critic:
 
 
 def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Returns half the squared error of `values` [tokens], summed over `loss_mask`, and sums.
+    """Returns half the squared error of `values` [tokens] over `loss_mask`, and all `ValueSum`s.
 
     A value farther than `clip` from its old value counts with the larger of two errors: its own and
     that of the value at the bound. So leaving the bound gains nothing. `clip` 0 means no bound. The

@@ -33,7 +33,7 @@ _MOST_BLOCKS = 64
 
 
 class Copies:
-    """Copies between fixed places, which may change the element type.
+    """A fixed list of (target, source) tensor copies; a copy may convert the element type.
 
     On a GPU torch does a list of contiguous copies in a few kernels. One copy with gaps in that
     list makes it start a kernel for each copy. Those kernels reach two thirds of the speed of the
@@ -198,7 +198,7 @@ class _Gather:
 
 
 def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tensor]:
-    """Returns the dim that is split, the shape of one part, and the place of the whole."""
+    """Returns the split dim, the shape of one rank's part, and the view of the whole in `lane`."""
     whole, of_part = _place_of(span, lane), list(piece.shape)
     assert piece.dim is not None
     of_part[piece.dim] = piece.part.numel() // (whole.numel() // piece.shape[piece.dim])

@@ -181,7 +181,10 @@ class DeltaBase:
         return sum(self._changed) * ELEMENT_BYTES / sum(b.num_bytes for b in self._buckets)
 
     def settle(self, changed: Sequence[int], sent: Sequence[bytes] = ()) -> None:
-        """Ends a pass: what `changed` on any rank; `sent` has the digests of a pass that sent."""
+        """Ends a pass; `changed` counts the changed elements of each bucket, over all ranks.
+
+        `sent` has the digests of a pass that sent the weights; it is empty otherwise.
+        """
         self._changed, self._is_counted = tuple(changed), not sent
         self._name = content_name(sent) or self._name
 
@@ -230,7 +233,7 @@ class DeltaBase:
         return self._encodes_early and self._is_counted and is_small
 
     def take_early(self, place: int) -> Tensor:
-        """Returns the payload of an own bucket, and takes what it makes of the base as new base.
+        """Returns the encoded payload of an own bucket, and applies it to the base.
 
         The payload stays valid until the next pass.
         """

@@ -87,7 +87,7 @@ def adapter_tensors(
 
 
 def _adapted_experts(policy: Policy) -> list[str]:
-    """Returns parts of the names of experts' matrices with adapters, on any rank; collective."""
+    """Returns which expert matrices have adapters on any rank, as parts of names; collective."""
     if policy.chunks[0].config.num_moe_experts is None:
         return []
     from slipstream.learner.trainer.adapters.expert_adapters import adapted_names

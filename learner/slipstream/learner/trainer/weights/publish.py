@@ -329,7 +329,7 @@ def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:
-    """Returns the flag of a sender that could not join; it names no communicator, a secret."""
+    """Returns the name of the flag for an abandoned publish, without the secret communicator id."""
     return f"abandoned/{order.publish_id}"
 
 
