@@ -117,10 +117,11 @@ def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -
 def _wanted_servers(
     profile: Profile, now: Simulated, simulated: Callable[[Setting], Simulated]
 ) -> int:
-    """The smallest number of servers over which twice the present one gains at most `ENOUGH`.
+    """Returns the smallest number of servers that is predicted to be nearly as fast as many more.
 
-    It lies between half and twice the present number, beyond which predictions are unreliable. If
-    the fleets compute in turn, it is the present number.
+    "Nearly" means that `MOST_GROWTH` times the present number would gain at most `ENOUGH`. Numbers
+    from 1 / `MOST_GROWTH` to `MOST_GROWTH` times the present one are tried: predictions beyond are
+    unreliable. If learner and servers compute in turn, the present number is returned.
     """
     present = profile.setting.servers
     if profile.in_turns:

@@ -35,7 +35,7 @@ def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
 def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
     """Whether the invariant holds for `deadlines` while the batch of `step` is being formed.
 
-    It is enough to check the deadlines, where the left side grows. O(n log n).
+    This is the invariant of the module, checked at each deadline only, in O(n log n).
     """
     return all(
         count <= (d - step + 1) * groups_per_step
@@ -71,7 +71,7 @@ def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_ste
 
 
 def is_stranded(may_be_finished: Iterable[bool]) -> bool:
-    """Whether servers could run an interrupted group now, but none of them may finish it."""
+    """Whether there are servers (one verdict each), but none may finish an interrupted group."""
     verdicts = list(may_be_finished)
     return bool(verdicts) and not any(verdicts)
 

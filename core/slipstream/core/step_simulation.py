@@ -42,7 +42,7 @@ Group = tuple[Episode, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """What an operator may change."""
+    """The settings of a simulated run that an operator may change."""
 
     servers: int
     replicas: int
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run measured under one setting."""
+    """The speeds and times that a run measured under one setting, for predictions."""
 
     setting: Setting
     groups_per_step: int

@@ -1,4 +1,4 @@
-"""What callers give a chat template: values by name, as `enable_thinking` is, and tools.
+"""The inputs of a chat template besides messages: named values (`enable_thinking`), tools.
 
 Tools are those that an environment names, in the form of OpenAI's function schemas.
 """

@@ -307,11 +307,11 @@ class Judged(_Questions):
         )
 
     async def step(self, reply: str) -> StepResult:
-        """Asks the judge."""
+        """Returns the reward of `reply`, which the judge scores."""
         return await self.judged(reply)
 
     async def judged(self, reply: str, endpoint: Endpoint | None = None) -> StepResult:
-        """Returns what the judge says of `reply`; `endpoint` is as in `Judge.score`."""
+        """Returns the judge's score of `reply` as a reward; `endpoint` is as in `Judge.score`."""
         fields = {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in self._row.items()

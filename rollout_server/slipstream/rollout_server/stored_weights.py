@@ -47,7 +47,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version that lies in the file at `path`, and what fetching it took.
+    """A weight version fetched from storage to the file at `path`, and the cost of the fetch.
 
     `delta`: describes a file that has only the changes to a base; None if it has all weights.
     """

@@ -45,7 +45,7 @@ class Findings:
 
 
 def examine(folder: Path) -> Findings:
-    """Returns what the files of the finished run in `folder` show."""
+    """Returns the faults found in the files of the finished run in `folder`."""
     found = Findings()
     oracle = _Oracle(folder, load_config(folder / CONFIG), found)
     for record in _records(journal_logs(folder / JOURNAL), found):

@@ -1,4 +1,4 @@
-"""What a check has seen, and whether it stands in the way of a run."""
+"""The findings of checks: what was seen, and whether it prevents a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """Whether something stands in the way of a run."""
+    """The verdict of a check: fine, an advice, or a problem that prevents a run."""
 
     OK = "ok"
     # A run works, but slower or with less safety than it could.

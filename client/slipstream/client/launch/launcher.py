@@ -350,7 +350,7 @@ async def _run_program(
 def scene_of(
     config: Config, share: Share, connect_timeout_s: float | None = None, *, dry_run: bool = False
 ) -> Scene:
-    """Returns what the checks must know of a command that starts this share of the roles."""
+    """Returns the input of the checks for a command that starts `share` of the roles."""
     parts = LEARNER if share.ranks else frozenset()
     parts |= CONTROLLER if share.has_controller else frozenset()
     parts |= SERVER if share.servers else frozenset()
@@ -367,7 +367,7 @@ def scene_of(
 
 
 def learner_share(config: Config, node_rank: int | None) -> Share:
-    """Returns what one node of the learner starts.
+    """Returns the share of the roles that one learner node starts.
 
     Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
     """

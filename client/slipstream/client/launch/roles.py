@@ -186,12 +186,12 @@ class Share:
 
 
 def whole_run(config: Config) -> Share:
-    """Returns what `slipstream run` starts: every instance of each role."""
+    """Returns the share of the roles that `slipstream run` starts: every instance."""
     return Share(range(config.learner.world_size), config.rollout_server.count)
 
 
 def learner_node(config: Config, node_rank: int | None) -> Share:
-    """Returns what a node of the learner starts; raises ConfigError for a wrong `node_rank`."""
+    """Returns the share of a learner node. Raises ConfigError for a wrong `node_rank`."""
     nodes, per_node = learner_nodes(config)
     if node_rank is None:
         if nodes > 1:

@@ -1,4 +1,4 @@
-"""What schedulers without a shared folder bring to a run: the user's modules and models."""
+"""The user's modules and models, which schedulers without a shared folder copy to a run."""
 
 from __future__ import annotations
 

@@ -144,10 +144,10 @@ Filter = Annotated[str, AfterValidator(partial(check_name, "filter"))]
 
 
 def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Arguments:
-    """Returns the arguments of a built-in function with their defaults, but none that is None.
+    """Returns a built-in function's arguments, with defaults filled in and None values removed.
 
-    Those of one's own function are returned as given: its annotations check them where it is
-    loaded. Raises ValueError, with one line, for wrong ones.
+    The arguments of a user's own function are returned as given: its annotations check them when
+    it is loaded. Raises ValueError, with one line, for invalid arguments.
     """
     if is_own(name):
         return given

@@ -56,7 +56,7 @@ _MODULES: dict[FunctionKind, str] = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the algorithm with its arguments: it takes the inputs alone."""
+    """A function of an algorithm with its configured arguments, which `call` already has."""
 
     kind: FunctionKind
     name: str

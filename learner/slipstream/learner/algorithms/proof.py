@@ -402,7 +402,7 @@ _SUMS = SequenceSums.sums.__code__.co_filename
 
 
 def _line_of_function() -> str | None:
-    """Returns the line of the function that is proved; None inside of a backward of its own."""
+    """Returns the current line of the proved function; None inside a custom autograd Function."""
     frame, line = sys._getframe(2), ""
     while frame.f_code.co_filename != __file__ and frame.f_back is not None:
         if frame.f_code is _APPLY:

@@ -1,4 +1,4 @@
-"""What vLLM lacks on CPUs: drafts in its older model runner, and row-wise matrix products.
+"""Repairs of vLLM on CPUs: draft verification, and batch-invariant matrix products.
 
 vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
 writes floating-point values into a copy and drops that, so that drafts are verified with whatever

@@ -161,9 +161,9 @@ class SteadyPlanner:
         )
 
     def steady_requests(self, steady: Callable[[str], bool]) -> list[Request]:
-        """The requests of the next steady step; empty when vLLM must plan the next step.
+        """The running requests, if the next step only decodes them; [] if vLLM must plan the step.
 
-        `steady`: whether the next output of the request with an id is only a token.
+        `steady` says for a request's id whether its next output is nothing but a token.
         """
         scheduler = self._scheduler
         running: list[Request] = scheduler.running

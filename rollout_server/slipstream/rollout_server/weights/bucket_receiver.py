@@ -23,7 +23,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a transport needs to know of one update.
+    """The description of one weight update that a transport's receiver needs.
 
     `own_buffers`: every bucket gets memory that is never written again. Otherwise a bucket is valid
     until the next one is requested. `digested`: False for deltas, whose payloads have no digests.
@@ -89,7 +89,7 @@ class BucketReceiver(ABC):
         return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
 
     def _open_digests(self, incoming: Incoming) -> BucketDigests:
-        """Returns what computes an update's digests, reused while its buckets are the same."""
+        """Returns the object that computes an update's digests; reused for the same buckets."""
         kind = incoming.buckets, incoming.digested
         if self._digests is None or self._digested != kind:
             self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])

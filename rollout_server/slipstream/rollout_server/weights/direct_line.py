@@ -64,7 +64,7 @@ class WorkerEnd:
             _send(self._socket, [call, answer], 0 if is_alone else socket.MSG_DONTWAIT)
 
     def tell(self, mark: str) -> None:
-        """Sends the server a mark on behalf of this worker."""
+        """Sends `mark`, the name of an event in this worker, to the server."""
         if self._socket is not None:
             _send(self._socket, [mark, None])
 

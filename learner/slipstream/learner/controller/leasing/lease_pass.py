@@ -18,7 +18,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 
 
 class LeaseWait(IntEnum):
-    """What the next lease waits for; of several things the one with the largest number."""
+    """The reason why the next lease waits; of several reasons, the largest value counts."""
 
     NOTHING = 0
     SERVER = 1
@@ -39,7 +39,7 @@ WORDS = {
 
 
 def batch_wait(book: LeaseBook) -> str:
-    """Returns what the next batch waits for, as text for people."""
+    """Returns a text for users: what the next batch waits for."""
     due = book.due()
     if due:
         members = sum(len(group.missing) for group in due)

@@ -83,7 +83,7 @@ class PublishTotals:
     last_fetch_s: float = 0.0
 
     def stored(self, report: trainer_pb2.StoredReport) -> None:
-        """Notes that a version lies in storage."""
+        """Counts a version that was written to storage."""
         self.num_stored += 1
         self.stored_bytes += report.num_bytes
         self.stored_whole_bytes += report.whole_bytes

@@ -131,7 +131,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run, for its summary."""
+    """The final state of a run and its cause, for the run's summary."""
 
     # "finished", "stopped" or "failed".
     state: str

@@ -27,7 +27,7 @@ _COUNTED = ("busy_s", "paused_s", "uptime_s", "engine_steps", "generated_tokens"
 
 @dataclass(frozen=True)
 class ServerWork:
-    """What servers did between two of their reports, or the sum of several of these."""
+    """The work of a server between two of its reports, or a sum over several servers."""
 
     busy_s: float = 0.0
     paused_s: float = 0.0

@@ -65,7 +65,7 @@ class EpochCount:
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """The trajectories and tokens lost at each hand-over from engine to controller, by name."""
+        """How far the counts of both sides differ at each hand-over, by its name."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,

@@ -129,7 +129,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend_group(
         self, query: Tensor, key: Tensor, value: Tensor, group: LengthGroup
     ) -> Tensor:
-        """Returns [tokens of the group, heads, dim]."""
+        """Returns the attention output of a group, [tokens of the group, heads, dim]."""
         mask = group.mask if group.band is None else group.band.mask(group)
         own = rows(query, group.queries)
         found = self._attend(own, rows(key, group.keys), rows(value, group.keys), mask)

@@ -195,7 +195,7 @@ def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
 def _shared(
     own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of an attention in a micro batch with `paths`."""
+    """Returns attention's arguments for a micro batch whose sequences share prefixes (`paths`)."""
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
     from slipstream.learner.trainer.layers.prefix_sharing import by_paths
 

@@ -134,7 +134,7 @@ class Ranks:
     def rank_of_inputs(self) -> int:
         """The lowest rank whose layers get the same inputs as this rank's.
 
-        Ranks that share matrices do, unless norms and dropout take a part of the tokens each.
+        Tensor parallel ranks have the same inputs, unless sequence parallelism splits the tokens.
         """
         shared = not self._parallel.sequence_parallel
         return dist.get_process_group_ranks(self.tp_group)[0] if shared else self.rank

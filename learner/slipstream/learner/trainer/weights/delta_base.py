@@ -31,7 +31,7 @@ class CudaMarks:
     def __init__(
         self, buckets: Sequence[Bucket], kept: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        """`kept`: the bytes of the own buckets as they were published last, on `device`."""
+        """Allocates the marks; `kept` has the last published bytes of own buckets, on `device`."""
         blocks = max((num_blocks(buckets[place]) for place in kept), default=1)
         self._buckets, self._kept, self._device = buckets, kept, device
         self._masks = torch.empty(blocks * MASK_BYTES, dtype=torch.uint8, device=device)
@@ -47,7 +47,7 @@ class CudaMarks:
             }
 
     def mark(self, place: int, data: Tensor) -> None:
-        """Compares bucket `place` with what was kept of it."""
+        """Compares bucket `place` with its last published bytes, and marks the changed elements."""
         blocks = num_blocks(self._buckets[place])
         self._kernels.mark(
             data.data_ptr(),
@@ -86,7 +86,7 @@ class CudaMarks:
         return payload
 
     def put(self, place: int, payload: Tensor, changed: int) -> None:
-        """Puts the elements of a payload into what was kept of bucket `place`."""
+        """Applies a payload's elements to the kept bytes of bucket `place`."""
         blocks = num_blocks(self._buckets[place])
         first, second, _ = payload_parts(self._buckets[place], changed)
         ends = self._ends[:blocks]

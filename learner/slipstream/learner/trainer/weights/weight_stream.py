@@ -196,9 +196,9 @@ class WeightStream:
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
-        """The changes of the last pass since the last pass that sent, if that is kept.
+        """The change from the weights last sent to those of the last pass, to publish as a delta.
 
-        None if every bucket would travel whole.
+        None if the weights last sent are not kept, or if every bucket would travel whole.
         """
         return None if self._base is None else self._base.offer
 

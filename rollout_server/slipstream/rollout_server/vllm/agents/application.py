@@ -268,7 +268,7 @@ def text_of_an_image(
     tokenizer: Any,  # noqa: ANN401 - transformers' own
     template: str | None,
 ) -> str:
-    """Returns what the chat template writes for an image; None stands for the tokenizer's own."""
+    """Returns the text that the chat `template` (None: the tokenizer's) renders for an image."""
     parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
     message = {"role": "user", "content": parts}
     text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))

@@ -79,9 +79,9 @@ class WorkerExtension:
     def slipstream_begin(self, call: int, pausing: str = "") -> dict[str, Any]:
         """Begins to copy the announced update, without waiting; `slipstream_finish` ends it.
 
-        `pausing`: the mark that the server is told when the pause under way is complete. Without
-        it nothing runs in the engine, and this may run outside the engine's thread. The engine
-        takes other calls between the two.
+        `pausing` is the mark that the worker sends to the server once the engine has paused. An
+        empty `pausing` means that the engine is idle: then this may run outside the engine's
+        thread. The engine takes other calls before `slipstream_finish`.
         """
 
         def begin() -> None:
