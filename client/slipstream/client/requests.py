@@ -102,7 +102,7 @@ async def drain(arguments: argparse.Namespace) -> int:
 
 
 def find_fault(run: RunStatus, server_id: str) -> str | None:
-    """Returns what is wrong with the run, or with its server `server_id`; None if nothing is."""
+    """Returns a description of the fault of the run or of server `server_id`; None without one."""
     if run.state == "failed":
         return f"run {run.run_id} failed: {run.cause}"
     states = [server.state for server in run.servers if server.server_id == server_id]

@@ -33,9 +33,9 @@ def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
 
 
 def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
-    """Whether the invariant holds for `deadlines` while the batch of `step` is being formed.
+    """Whether the module's invariant holds for `deadlines` while the batch of `step` is formed.
 
-    This is the invariant of the module, checked at each deadline only, in O(n log n).
+    It is enough to check it for d at each deadline, where the left side grows: O(n log n).
     """
     return all(
         count <= (d - step + 1) * groups_per_step

@@ -25,7 +25,7 @@ class GenerationFailed(SlipstreamError):
 
 
 class RequestRefused(GenerationFailed):
-    """The engine takes no such request: who asked is at fault."""
+    """Raised for a request that the engine refuses as invalid: its sender is at fault."""
 
 
 class FinishReason(Enum):

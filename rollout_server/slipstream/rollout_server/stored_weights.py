@@ -227,7 +227,7 @@ class _Buckets:
         return self._at(place).view(np.uint16)
 
     def digest(self, place: int) -> bytes:
-        """Returns the digest of a bucket as it lies in the file."""
+        """Returns the digest of bucket `place`, computed from the bytes in the file."""
         return bucket_digest(bucket_tensor_digests(self.buckets[place], self._at(place).data))
 
     def _at(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -79,7 +79,7 @@ class Tables(Section):
 
     @property
     def staging(self) -> StageSetting:
-        """`weights.stage_on_server`, but for "auto" of engines that give their memory back."""
+        """`weights.stage_on_server`; "auto" is false where engines sleep to free their memory."""
         stage = self.weights.stage_on_server
         return False if stage == "auto" and self.controller.turns == "sleep" else stage
 

@@ -33,7 +33,7 @@ def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWe
 
 
 def report_names(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[str]:
-    """Returns the names of all reports, and those of own functions, in order.
+    """Returns the column names of all reports and of users' own functions, in order.
 
     Three tokens show what a function reports. Raises RunFailed for a faulty one.
     """

@@ -203,7 +203,7 @@ class RunProgress:
         return self._idle.total_s(self._clock.now_s())
 
     def begin(self, run_id: str, run_key: bytes, version: PolicyVersion) -> None:
-        """Takes over what the journal says of the run."""
+        """Takes over the run's id, key and version from the journal."""
         self.run_id, self.run_key = run_id, run_key
         self.reached(version)
 

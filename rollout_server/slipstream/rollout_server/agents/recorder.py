@@ -293,7 +293,7 @@ class Recorder:
         return task
 
     def _use(self) -> Use:
-        """Returns what finished calls have used, and what those with room may still use."""
+        """Returns the tokens and turns that finished calls used and open calls have reserved."""
         held = [
             (opened.call, opened.room)
             for opened in (*self._open.values(), *self._unread)

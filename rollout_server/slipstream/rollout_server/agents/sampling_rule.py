@@ -57,7 +57,7 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True)
 class Ruled:
-    """The request `body` to serve, and what is overridden in it.
+    """A request `body` after the run's sampling rule, and the settings that the rule overrode.
 
     `told`: the value of `SAMPLING_HEADER`, "" if nothing is overridden. `ignored`: the names of the
     settings that were asked for and are not applied.

@@ -1,4 +1,4 @@
-"""The pauses of vLLM's engine, and the requests that are held meanwhile.
+"""Pauses vLLM's engine, and holds the requests that arrive during a pause.
 
 Consumes: orders to pause and to resume. Waits for: the engine's answers or marks; held requests
 wait to be let in. Unblocked by: these, or the limit of an answer, after which the engine counts as
@@ -21,7 +21,7 @@ ANSWER_LIMIT_S = 120.0
 
 
 class EnginePause:
-    """Pauses and resumes one engine; holds requests meanwhile.
+    """Pauses and resumes one engine, and holds requests that arrive in between.
 
     An engine with requests: `pause_for_update`, the update, `resume(version)`. An idle one:
     `hold_requests`, the update beside `resume_idle(version)`, `resume(version)`. Weights that may

@@ -266,7 +266,7 @@ class WeightUpdate:
         return await self._finish(announced)
 
     async def _begin(self, announced: _Announced, *mark: str) -> None:
-        """Has the workers begin to copy; `mark`: what they tell when the pause is complete."""
+        """Lets the workers begin to copy; they send `mark`, if given, once the engine pauses."""
         try:
             await self._carry_out("slipstream_begin", announced.limit_s, *mark)
         except WeightSyncError:

@@ -250,7 +250,7 @@ class LeaseBook:
         )
 
     def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether there are servers of these versions, and none of them may finish an orphan."""
+        """Whether servers on `served_steps` exist, but none may finish the orphaned `group`."""
         return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:

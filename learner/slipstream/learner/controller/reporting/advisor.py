@@ -193,7 +193,7 @@ class Advisor:
         self._since, self._since_s = 0, 0.0
 
     def profile(self) -> Profile | None:
-        """Returns what was measured. None before there is enough of it for a prediction."""
+        """Returns the measured profile; None while there is too little data for a prediction."""
         engine = engine_costs(self._work)
         setting = self._steps[-1].setting if self._steps else None
         if engine is None or setting is None or setting.servers < 1:

@@ -104,7 +104,7 @@ class RunRecorder:
         self.facts.count_row(row)
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the sums over the whole run."""
+        """Restores the sums over the whole run from its journal."""
         facts = self.facts
         self.rate.earlier = history.servers.generated
         facts.lag_counts.update(history.lags)

@@ -271,7 +271,7 @@ class DiskSpace:
         self._asking = self._ask()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what is known: nothing before the first answer, or if the folder is gone."""
+        """Yields size and free space of the run's disk; nothing before they are first known."""
         if self._asking.done():
             self._newest = self._asking.result()
             self._asking = self._ask()

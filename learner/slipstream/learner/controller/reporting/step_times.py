@@ -27,7 +27,7 @@ _COUNTED = ("busy_s", "paused_s", "uptime_s", "engine_steps", "generated_tokens"
 
 @dataclass(frozen=True)
 class ServerWork:
-    """The work of a server between two of its reports, or a sum over several servers."""
+    """The work of a server between two of its reports, or a sum of several such records."""
 
     busy_s: float = 0.0
     paused_s: float = 0.0

@@ -41,7 +41,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.RunStatus:
-        """Returns the whole state at this moment."""
+        """Returns the status of the whole run at this moment."""
         return self.status()
 
     def status(self) -> status_pb2.RunStatus:

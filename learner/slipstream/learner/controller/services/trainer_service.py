@@ -209,7 +209,7 @@ class TrainerOrders:
 
 @dataclass(frozen=True)
 class OrderTimes:
-    """When the trainer asked for an order, and got it; Unix seconds."""
+    """The times at which the trainer asked for an order and got it, in Unix seconds."""
 
     kind: str
     asked_s: float

@@ -160,7 +160,7 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
         return MegatronMappingRegistry(*self._mappings())
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        """Changes `provider` as the family needs it; `settings` are those of config.json."""
+        """Adjusts Megatron's model `provider` to the family; `settings` come from config.json."""
 
     def _mappings(self) -> list[Megatron]:
         """Returns the family's mappings from Megatron's parameters to tensors of the files."""

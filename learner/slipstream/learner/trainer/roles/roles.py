@@ -50,7 +50,7 @@ class Reference:
         return self._model
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
-        """Returns what `reference_logprobs` does, at the sampling temperature."""
+        """Returns the log-probabilities of `reference_logprobs`, at the sampling temperature."""
         with self._ranks.in_force():
             return reference_logprobs(self._model, batch, self._settings)
 

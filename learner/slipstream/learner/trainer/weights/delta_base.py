@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class CudaMarks:
-    """The marks of one bucket at a time: `mark`, `number`, `write`; all on the current stream."""
+    """Finds a bucket's changed elements on a GPU: call `mark`, then `number`, then `write`."""
 
     def __init__(
         self, buckets: Sequence[Bucket], kept: Mapping[int, Tensor], device: torch.device

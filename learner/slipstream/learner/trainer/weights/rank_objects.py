@@ -39,7 +39,7 @@ class RankObjects:
         object_bytes: int,
         pin: bool,
     ) -> None:
-        """`pin`: buckets come from a GPU. An object is closed at `object_bytes`."""
+        """Allocates host copies, pinned if `pin`. An object is closed at `object_bytes`."""
         self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
         self._object_bytes = object_bytes
         own = {place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender}

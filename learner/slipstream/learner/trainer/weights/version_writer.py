@@ -183,7 +183,7 @@ class VersionWriter:
         self._report(report, until)
 
     def _join(self, link: weights_pb2.StoredLink, folder: str, until: Until) -> None:
-        """Adds the objects and changes of the other senders to rank 0's own link."""
+        """Adds the objects and changed-element counts of the other senders to rank 0's `link`."""
         changed = list(link.delta.changed)
         for sender in range(1, len(self._published.weights.senders)):
             part = self._part_of(folder, sender, until)

@@ -204,7 +204,7 @@ class WeightStream:
 
     @property
     def changed_share(self) -> float:
-        """The share of elements that changed since; 0 if the last one that sent is not kept."""
+        """The share of elements that changed since the last send; 0 if that is not kept."""
         return 0.0 if self._base is None else self._base.changed_share
 
     @property

@@ -181,7 +181,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
-        """Announces an update, whose layout is that of the last `learn`.
+        """Announces an update; its tensors have the layout given to the last `learn`.
 
         `stage`: receive it beside the live weights, if a plan can copy it.
         """
@@ -366,7 +366,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
 
     def _settle(self) -> None:
-        """Completes the new weights; repacks those of which a layer keeps a second form."""
+        """Waits for the device, then repacks weights that a CPU layer also keeps in packed form."""
         self._wait_for_device()
         if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
             loader_update.repack_kept_linears(self.model)
