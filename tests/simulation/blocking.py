@@ -163,7 +163,13 @@ class _RLock:
 
     def __enter__(self) -> None:
         if self._owner is not _THREAD.get():
-            wait(self._lock.acquire())
+            taking = self._lock.acquire()
+            if self._lock.locked() or self._lock._waiters:
+                wait(taking)
+            else:
+                # To wait for what is there already would only cost time.
+                with contextlib.suppress(StopIteration):
+                    taking.send(None)
             self._owner = _THREAD.get()
         self._depth += 1
 
@@ -198,8 +204,7 @@ class BlockingChannel(SimulatedChannel):
         stream = self.unary_stream(method, **coders)
 
         def call(request: Any, **named: Any) -> Any:
-            [answer] = stream(request, **named)
-            return answer
+            return wait(stream(request, **named).only_answer())
 
         return call
 
@@ -215,8 +220,17 @@ class _Stream:
         self._call, self.cancel = call, call.cancel
 
     def __iter__(self) -> Iterator[Any]:
-        while (message := wait(self._read())) is not EOF:
+        while (message := self._taken() or wait(self._read())) is not EOF:
             yield message
+
+    async def only_answer(self) -> Any:
+        answer, end = await self._read(), await self._read()
+        assert end is EOF
+        return answer
+
+    def _taken(self) -> Any:
+        """What is there already; None if nothing is."""
+        return self._call._received.pop(0) if self._call._received else None
 
     async def _read(self) -> Any:
         try:

@@ -55,7 +55,7 @@ class Disk:
         elif name.endswith(".pb"):
             self._filled.add(Path(name))
         else:
-            self._named.update(Path(name).glob("*.pb"))
+            self._named |= {Path(name, n) for n in os.listdir(name) if n.endswith(".pb")}
 
     def mark(self) -> tuple[int, int]:
         """The number of the newest log, and its synced bytes."""

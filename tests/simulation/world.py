@@ -225,7 +225,9 @@ class World:
         self.seed, self._folder = seed, folder
         self.shape, self.faults = planned if planned is not None else plan(seed)
         self.config = config_of(self.shape, folder)
-        self._far_config = config_of(self.shape, folder, is_far=self.shape.far_servers > 0)
+        self._far_config = self.config
+        if self.shape.far_servers:
+            self._far_config = config_of(self.shape, folder, is_far=True)
         self.loop = VirtualLoop(seed)
         self.random = random.Random(f"world/{seed}")
         self._trace, self._verbose = hashlib.blake2b(digest_size=16), verbose
