@@ -6,11 +6,10 @@ Each sampled token is the number of an entry in `Tokens`, which says what really
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -348,8 +347,3 @@ class WorkerLife:
 
     async def close(self) -> None:
         pass
-
-
-@contextlib.asynccontextmanager
-async def nothing() -> AsyncIterator[None]:
-    yield
