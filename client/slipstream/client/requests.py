@@ -76,7 +76,7 @@ async def status(arguments: argparse.Namespace) -> int:
 
 
 async def environments(arguments: argparse.Namespace) -> int:
-    """`slipstream environments`."""
+    """Runs `slipstream environments`: prints the environments of the run; returns 0."""
     async with connect(arguments) as client:
         entries = await client.environments()
     say("\n".join(map(plain, environment_lines(entries))))
@@ -84,7 +84,7 @@ async def environments(arguments: argparse.Namespace) -> int:
 
 
 async def stop(arguments: argparse.Namespace) -> int:
-    """`slipstream stop`."""
+    """Runs `slipstream stop`: asks the run to stop after the present step; returns 0."""
     async with connect(arguments) as client:
         await client.stop(arguments.reason)
     say("the run stops after the step that is under way")
@@ -92,7 +92,7 @@ async def stop(arguments: argparse.Namespace) -> int:
 
 
 async def drain(arguments: argparse.Namespace) -> int:
-    """`slipstream drain`."""
+    """Runs `slipstream drain`: asks a rollout server to drain; returns 0."""
     async with connect(arguments) as client:
         warning = await client.drain(arguments.server_id, arguments.reason)
     say(f"rollout server {arguments.server_id} drains")

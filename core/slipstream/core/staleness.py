@@ -106,9 +106,10 @@ def choose_batch(
 def choose_counted(
     counts: Mapping[int, int], complete: Mapping[int, int], step: int, groups_per_step: int
 ) -> dict[int, int] | None:
-    """Decides like `choose_batch`, from the number of groups, and of complete ones, by deadline.
+    """Decides like `choose_batch`, given only the numbers of groups for each deadline.
 
-    Returns how many groups of each deadline the batch takes, or None if there is no batch yet.
+    `counts` has all leased groups, `complete` the complete ones. Returns how many groups of each
+    deadline the batch takes, or None if there is no batch yet.
     """
     wanted, chosen = groups_per_step, dict[int, int]()
     for d in sorted(complete):

@@ -227,7 +227,7 @@ class RunFolders:
         return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """Returns the steps with kept trajectories, and those of `step` (None: of the newest)."""
+        """Returns steps with kept trajectories, and the trajectories of `step` (None: newest)."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         for part in self._parts(self._of(name) / SAMPLES):
@@ -255,7 +255,7 @@ class RunFolders:
         return list(kept)
 
     def _parts(self, path: Path) -> Iterator[FileRows]:
-        """Yields a whole file, part by part."""
+        """Yields the rows of the file at `path` in parts of limited size, up to its end."""
         begin, is_all = 0, False
         while not is_all:
             part = _lines(path, begin)

@@ -312,7 +312,7 @@ async def _running_controller(scene: Scene) -> str | None:
 
 
 async def _running_queue(scene: Scene) -> str | None:
-    """Checks the user's own Redis or Valkey as the queue users of the parts that start here."""
+    """Checks the user's own Redis or Valkey with the access that the parts here will use."""
     queue = scene.config.queue
     ends = [end for end in QUEUE_ENDS if end in scene.parts]
     if queue.kind != "redis" or queue.redis_url is None or not ends:

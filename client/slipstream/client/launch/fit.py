@@ -160,7 +160,8 @@ class Kept:
 def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
     """Checks placement, transport and memory of a share of the roles on this machine.
 
-    Without `share`: that of `slipstream run`; GPUs that do not fit are only an advice then.
+    Without `share`, the share of `slipstream run` is checked, and GPUs that do not fit are only an
+    advice.
     """
     needs = needs_of(config)
     if needs is not None:

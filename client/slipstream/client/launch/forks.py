@@ -130,7 +130,7 @@ class ForkServer:
     async def _fork(
         self, name: str, log_path: Path, environ: Mapping[str, str]
     ) -> ForkedProcess | None:
-        """Has the server fork a process; returns None, and no server is left, if it does not."""
+        """Lets the fork server start a process. If it fails, closes the server and returns None."""
         server, is_new = self._server, False
         if server is None or not server.is_there:
             server, is_new = await self._begin(name, log_path, environ), True

@@ -1,1 +1,1 @@
-"""Environments of other frameworks, each named in a configuration as it is."""
+"""Adapters to environments of other frameworks, each named in a run's configuration."""

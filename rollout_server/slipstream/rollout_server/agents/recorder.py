@@ -122,7 +122,7 @@ class Recorder:
         return len(self._open)
 
     def open(self, http: HttpCall, path: str, *, is_stream: bool) -> ServedCall:
-        """Opens a call for a reply."""
+        """Registers an HTTP call that asks for a reply; `close` or `hang_up` ends it."""
         opened = ServedCall(http, f"{self._key}.{http.number}", path, is_stream)
         self._open[http.number] = opened
         return opened

@@ -32,7 +32,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         states: RequestState,
         agreed: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """`states`: the worker's request tables; `agreed` gives all ranks the first rank's."""
+        """Takes the worker's request tables, `states`; `agreed` broadcasts from the first rank."""
         self._length, self._device = draft_tokens, device
         self._states, self._agreed = states, agreed
         self._table = DraftTable(self._length, device=device)

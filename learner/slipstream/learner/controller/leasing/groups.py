@@ -126,7 +126,7 @@ class Group:
 
 
 class GroupIds:
-    """Makes the ids of new groups; those of evaluations hold the number of the controller's start.
+    """Makes the ids of new groups; evaluation ids contain the number of controller starts.
 
     Evaluations are not restored after a restart, which numbers them from 0 again.
     """

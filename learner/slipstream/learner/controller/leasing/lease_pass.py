@@ -237,7 +237,7 @@ class NewLeases:
         return step not in self._full
 
     def _first_again(self, key: ServerKey) -> Group | None:
-        """The first abandoned group whose task can start afresh on this server."""
+        """Returns the first abandoned group whose task this server may start again, or None."""
         book = self._environments
         for group in self._again:
             entry = book.entries.get(group.environment)

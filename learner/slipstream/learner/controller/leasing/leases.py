@@ -165,7 +165,7 @@ class LeaseBook:
         self._ids = GroupIds()
 
     def restore(self, history: RunHistory) -> None:
-        """Continues where the journal ends; open groups wait for a server."""
+        """Restores the book from the journal's `history`; open groups wait for a server."""
         self.step = history.next_step
         self._ids = GroupIds(history.next_group, history.starts)
         for open_group in history.open_groups.values():
@@ -209,7 +209,7 @@ class LeaseBook:
         return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
-        """Number of unfinished members of each environment, those of closing leases included."""
+        """Number of unfinished members of each environment, including closing leases."""
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing

@@ -38,7 +38,7 @@ class Scheduler:
     """Leases groups to every serving server, as far as staleness and queue allow."""
 
     def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
-        """`abandon` takes a group out of the book for good."""
+        """Stores the parts; `abandon` removes a group from the book for good."""
         self._run, self._progress = run, run.progress
         self._config = run.config
         self._largest_bytes = largest_trajectory_bytes(self._config)
@@ -219,7 +219,7 @@ class Scheduler:
 
     @property
     def lease_wait(self) -> str:
-        """The thing that the next lease waits for, in words. Empty if no lease is wanted."""
+        """The reason why the next lease waits, in words. Empty if no lease is wanted."""
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:
@@ -227,7 +227,7 @@ class Scheduler:
         return {"reserved_bytes": float(self.reserved_bytes)}
 
     def waited_s(self) -> dict[str, float]:
-        """Seconds since the start in which the next lease waited, by the thing that it lacked."""
+        """Seconds since the start in which the next lease waited, by the reason."""
         now_s = time.monotonic()
         return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 

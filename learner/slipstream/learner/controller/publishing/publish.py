@@ -201,7 +201,7 @@ class Publisher:
         return True
 
     def ask_ahead(self, version: PolicyVersion) -> None:
-        """Asks the servers that will be due once the trainer has made `version`."""
+        """Asks servers, before the trainer has made `version`, if they are ready to receive it."""
         self._readiness.ask(self.due(version), self._new_id(), version)
 
     async def prepare(
@@ -409,7 +409,7 @@ class Publisher:
             self.deliveries.make_stale(session, report.message)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Ends all waits for a server that is gone."""
+        """Ends all waits for a server that was lost."""
         self.pinned.discard(session.key)
         self._membership.server_lost(session.key)
         self._holders.discard(session.key)

@@ -17,7 +17,7 @@ _SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s",
 
 
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
-    """The typical error of a token's logit that explains the difference, in nats.
+    """Returns the logit error, in nats, that would explain `got` differing from `expected`.
 
     A logit that is off by x moves the log-probability of its token by (1 - p) x. Divided by 1 - p,
     sure and unsure tokens show the same rounding. The result is the power mean with exponent 1/2,

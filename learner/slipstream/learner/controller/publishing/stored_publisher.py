@@ -39,7 +39,7 @@ _LOOK_S = 0.25
 
 
 class StoredPublisher:
-    """Has versions written to storage, and brings each server that reads there to the newest one.
+    """Orders writes of versions to storage, and updates the servers that fetch from there.
 
     trainer:  `order` --> it writes the version while it trains on --> `stored`
     a server: due --prepare--> it fetches while it serves --READY--> receive, commit --> it serves

@@ -64,7 +64,7 @@ class EngineTurns:
                 self._fleet.remove(session, f"its engine did not rest {late}")
 
     def end(self, keep: Collection[str] = ()) -> None:
-        """Wakes all engines that rest, but for the servers in `keep`, which take weights now."""
+        """Wakes all sleeping engines except on servers in `keep`, which are receiving weights."""
         self._is_learners_turn = False
         for key in [key for key in self._resting if key.server_id not in keep]:
             self._resting.remove(key)
@@ -74,7 +74,7 @@ class EngineTurns:
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
 
     async def stop(self) -> None:
-        """Wakes all engines, or has them give their memory to the trainer, which saves now."""
+        """Wakes all engines, or makes them free their memory if the trainer needs it to save."""
         if self._gives_back:
             await self.begin()
         else:
@@ -91,7 +91,7 @@ class EngineTurns:
             self._order(self._sharing())
 
     def joined(self, session: ServerSession) -> None:
-        """Has the engine of a new server give its memory back, if the learner needs it now."""
+        """Puts the engine of a new server to sleep if it is the learner's turn on its device."""
         if self._is_learners_turn and session in self._sharing():
             self._rest(session)
 

@@ -45,7 +45,7 @@ class EpochCount:
     is_earlier: bool = False
 
     def report(self, report: fleet_pb2.ServerReport) -> None:
-        """Takes over the counters of a report, which are those of one moment."""
+        """Takes over the counters of a report, all read at the same moment."""
         self.reported, self.judged = report.generated_tokens, report.judged_tokens
         self.in_flight, self.ended = report.in_flight_tokens, report.ended_tokens
         self.unrecorded = self.reported - self.in_flight - self.ended - self.judged
@@ -54,7 +54,7 @@ class EpochCount:
         )
 
     def receive(self, tokens: int, sent: Amount) -> None:
-        """Notes a trajectory that has not come before; `sent`: see `Delivery`."""
+        """Counts a trajectory that was received for the first time; `sent`: see `Delivery`."""
         self.received, self.num_received = self.received + tokens, self.num_received + 1
         missing = sent.less(Amount(self.num_received, self.received))
         if self.is_earlier:
@@ -65,7 +65,7 @@ class EpochCount:
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """How far the counts of both sides differ at each hand-over, by its name."""
+        """The differences between sender's and receiver's counts at each hand-over, by name."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,

@@ -151,7 +151,7 @@ def _connected(
 
 
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
-    """Returns the error for a rank 0 that gave no answer, by what is at its address now.
+    """Returns the error for a silent rank 0; the text depends on what its address answers now.
 
     The next start may find it. A rank 0 whose port another program has ends with ConfigError.
     """

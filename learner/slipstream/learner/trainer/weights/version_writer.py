@@ -217,7 +217,7 @@ class VersionWriter:
         return weights_pb2.StoredLink.FromString(data)
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
-        """Tells the controller, and removes what neither the newest nor a needed manifest names."""
+        """Reports to the controller, and removes objects that no needed manifest names."""
         try:
             receipt = self._client.report_stored(report)
         except RunFailed as error:
