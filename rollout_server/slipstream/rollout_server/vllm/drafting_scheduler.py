@@ -50,7 +50,7 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
             pool.blocks = every
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Tells the server at once that the engine takes steps again: the mark `resumed N`.
+        """See vLLM; on a resume sends the mark `resumed N` to the server at once.
 
         An engine that is resumed without a pause has new weights too: cached prefixes, which a
         pause would have forgotten, are forgotten here.
@@ -172,7 +172,7 @@ class DraftingScheduler(PausingScheduler):
     def with_draft_counts(
         self, by_client: dict[int, EngineCoreOutputs]
     ) -> dict[int, EngineCoreOutputs]:
-        """Puts the counts of drafts since the last outputs into the first of these, if any."""
+        """Adds the draft counts since the last outputs to the first of the new outputs, if any."""
         if by_client and (drafts := self._draft_stats) is not None:
             first = next(iter(by_client.values()))
             stats = first.scheduler_stats or DraftingScheduler.make_stats(self)

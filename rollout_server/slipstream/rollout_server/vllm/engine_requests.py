@@ -234,7 +234,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     @classmethod
     def among(cls, loggers: Iterable[object]) -> TokenCounter:
-        """Returns the only counter among vLLM's loggers."""
+        """Returns the one TokenCounter among vLLM's stat loggers."""
         (counter,) = (logger for logger in loggers if isinstance(logger, cls))
         return counter
 
@@ -276,7 +276,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
 
 class EngineCollector:
-    """The engine's load in Prometheus's words at the moment of a scrape, a `registry.Collector`.
+    """A Prometheus collector (`registry.Collector`) of the engine's load at each scrape.
 
     vLLM's own metrics would cost an observation for each token. Here are its newest statistics,
     which its scheduler sends once a second while it works.

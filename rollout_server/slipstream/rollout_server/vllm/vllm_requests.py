@@ -101,7 +101,7 @@ class ReplyRecord:
         return completion
 
     def part(self, output: RequestOutput, *, with_logprobs: bool) -> TextPart:
-        """Takes an output, and returns the part of the text that is new with it."""
+        """Adds an output to the record, and returns the text that it adds to the reply."""
         new = self.take(output)
         return TextPart(
             token_ids=new.token_ids,
@@ -139,7 +139,7 @@ class ReplyRecord:
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """Raises vLLM's errors as ours."""
+    """Converts errors that vLLM raises in the block to the project's own."""
     try:
         yield
     except EngineDeadError as error:

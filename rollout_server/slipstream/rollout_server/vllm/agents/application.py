@@ -119,7 +119,7 @@ class PromptRenderer:
         tok_params: TokenizeParams | None = None,
         **options: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[list[list[Message]], list[TokensInput]]:
-        """See vLLM; the prompt of the current call is that of its recorder."""
+        """See vLLM; the prompt of the current call comes from the call's recorder."""
         current = CURRENT.get()
         if current is None:
             with _refusals():

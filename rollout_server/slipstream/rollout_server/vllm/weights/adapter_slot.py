@@ -58,7 +58,7 @@ class AdapterRequests:
         return self._requests[name]
 
     def check(self, layout: weights_pb2.WeightLayout) -> None:
-        """Raises WeightSyncError when other adapters come than those that this server has."""
+        """Raises WeightSyncError when `layout` has other adapters than this server."""
         if layout.adapters and tuple(layout.adapter_names) != self._names:
             came, here = ", ".join(layout.adapter_names), ", ".join(self._names)
             raise WeightSyncError(
@@ -101,7 +101,7 @@ class Arriving:
     def __init__(
         self, buckets: tuple[Bucket, ...] = (), scale: float = 0.0, *, number: int = 1
     ) -> None:
-        """`scale`: LoRA scale of each; `number`: adapters, each with an equal part of `buckets`.
+        """Expects `number` adapters of LoRA scale `scale`, each with an equal part of `buckets`.
 
         Without `buckets` there are no adapters.
         """

@@ -166,7 +166,7 @@ class Fp8Plan(CopyPlan):
 
 @dataclass(frozen=True)
 class _Part:
-    """One copy into a landing, and the rows of its bucket whose greatest values set the scales."""
+    """One copy of a matrix part into plain memory, with the rows whose maxima set FP8 scales."""
 
     copy: Copy
     rows: slice
@@ -207,7 +207,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Landing:
-    """The plain memory of one matrix, and the greatest values of its rows."""
+    """The unquantised memory of one matrix, and the greatest absolute value of each row."""
 
     plain: torch.Tensor
     largest: torch.Tensor
