@@ -42,7 +42,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
                     # Matrices of a tower may have the decoder's names.
                     return module
                 if not isinstance(module, GroupedLinear):
-                    return super().transform(module, name, prefix)
+                    return gathering_itself(super().transform(module, name, prefix))
                 if self.match(module, name, prefix) is not None:
                     scale = self.alpha / self.dim
                     add_adapter(module, rank=self.dim, scale=scale, dropout=self.dropout)
@@ -68,6 +68,19 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         return adapted
 
     return change
+
+
+def gathering_itself(module: Megatron) -> Megatron:
+    """Has the adapter of a module, if it has one, gather its inputs under sequence parallelism.
+
+    Bridge takes inputs that a fused norm of TransformerEngine has gathered, and TransformerEngine
+    2.11.0 drops the gradient of these: layers below would not see the adapter. Returns `module`.
+    """
+    wrapped: Megatron = getattr(module, "to_wrap", None)
+    if getattr(wrapped, "return_layernorm_output_gathered", False):
+        wrapped.return_layernorm_output_gathered = False
+        module.adapter.disable_sequence_parallel_comm = False
+    return module
 
 
 @contextmanager
