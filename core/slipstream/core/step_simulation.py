@@ -76,7 +76,7 @@ class Profile:
 
     @property
     def in_turns(self) -> bool:
-        """Whether the fleets compute in turn."""
+        """Whether rollout servers and trainer compute in turn, on the same devices."""
         return self.resting_order_s is not None
 
     def training_s(self, tokens: float, replicas: int) -> float:

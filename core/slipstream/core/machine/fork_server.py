@@ -77,7 +77,7 @@ def show_as(name: str, words: Sequence[str]) -> None:
 
 
 def _serve(orders: FileIO, answers: int) -> dict[str, Any]:
-    """Forks a process for each order, in which it returns the order."""
+    """Forks a process for each order; returns, with the order, only in the forked process."""
     poll = select.poll()
     poll.register(orders, select.POLLIN)
     running: dict[int, int] = {}

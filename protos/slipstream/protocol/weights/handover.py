@@ -57,7 +57,7 @@ class Callers:
         hello_limit_s: float = HELLO_LIMIT_S,
         most_silent: int = MOST_SILENT,
     ) -> None:
-        """A connection has `hello_limit_s` for its line; `most_silent` may wait without one."""
+        """Takes the limits: seconds for a hello line, and connections that may wait without one."""
         self._listener = listener
         self._hello_limit_s, self._most_silent = hello_limit_s, most_silent
         self._selector = selectors.DefaultSelector()

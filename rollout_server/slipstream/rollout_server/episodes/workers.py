@@ -258,7 +258,7 @@ class Suspects:
         return task in self._suspected
 
     def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:
-        """Notes the end of a worker of `tasks`; `in_call`: those with a call that was running."""
+        """Notes a dead worker that ran `tasks`; those `in_call` had a call in progress."""
         self._lost.update(set(tasks))
         often = {task for task, times in self._lost.items() if times >= MAX_LOST_WORKERS}
         self._suspected |= often | set(in_call)

@@ -1,4 +1,4 @@
-"""Settings of `rollout_server` against the arguments and parsers of the vLLM that is installed."""
+"""Checks settings of `rollout_server` against the installed vLLM's arguments and parsers."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Layers of the models, and what they share within a micro batch."""
+"""Layers of the models: attention, experts, norms, rotary embeddings, shared prefixes."""
 
 import torch
 from slipstream.learner.trainer import Megatron

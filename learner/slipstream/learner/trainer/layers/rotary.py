@@ -115,7 +115,7 @@ def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
 def _local_positions(
     rotary: Megatron, _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a layer with a window, with the angles of its own `rotary`."""
+    """Returns a sliding-window layer's arguments, with rotary angles from its own `rotary`."""
     angles = named["rotary_pos_emb"]
     assert named["packed_seq_params"] is not None, "only packed sequences have all angles"
     own = rotary(len(angles), packed_seq=True)

@@ -156,7 +156,11 @@ class TrainedModel(ParallelModel):
         return not (overflowed and can_fall)
 
     def _optimizer_step(self, learning_rate: float) -> float:
-        """Does the other parts of Megatron's `step`, and checks the norm before weights change."""
+        """Checks the gradient norm, clips, and updates the weights; returns the norm.
+
+        It replaces the rest of Megatron's `step`. Raises UntrainableBatch, before weights change,
+        if the norm is not finite on any rank.
+        """
         norm = float(self.optimizer.get_grad_norm())
         # No rank may wait for one that has refused the batch.
         if self.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
