@@ -225,7 +225,7 @@ class FusedExperts:
     def maybe_modify_loaded_hf_weight(
         self, hf_param: str | dict[str, str], hf_state_dict: Mapping[str, Tensor]
     ) -> Tensor | dict[str, Tensor]:
-        """Returns the tensors that a parameter is made of, experts' matrices as Megatron's."""
+        """Returns a parameter's tensors from the files, expert matrices in Megatron's layout."""
         if not isinstance(hf_param, str):
             return {name: hf_state_dict[theirs] for name, theirs in hf_param.items()}
         if ".mlp.experts." not in hf_param:

@@ -261,7 +261,7 @@ class Fp8Replay(Replay):
 
 
 class Fp8Check(PlanCheck):
-    """Checks quantised matrices too: quantised here they must equal the loader's, bit by bit."""
+    """A `PlanCheck` that also compares matrices quantised to FP8 with the loader's, by bits."""
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
