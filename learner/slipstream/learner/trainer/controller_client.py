@@ -111,7 +111,7 @@ class ControllerClient:
         return (*self._token, *self._epoch)
 
     def _keep_place(self) -> None:
-        """Holds the `KeepPlace` stream open until `close`: it shows the controller that we run."""
+        """Holds the `KeepPlace` stream open until `close`, as a sign that the trainer runs."""
         while not self._closed.is_set():
             try:
                 for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):
