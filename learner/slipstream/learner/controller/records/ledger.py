@@ -254,9 +254,10 @@ class AccountedReceiver(AsyncClosing):
 async def open_receiver(
     stack: AsyncExitStack, server: grpc.aio.Server, journal: Journal, history: RunHistory, run: Run
 ) -> TrajectoryReceiver:
-    """Opens the receiver on `stack`, or adds its service to `server`; journals Redis's data mark.
+    """Opens and returns the receiver of trajectories that `queue.kind` asks for: Redis or gRPC.
 
-    Warns when Redis lost the data of an earlier start.
+    A Redis receiver is closed by `stack`, and its mark is journaled; if the mark differs from the
+    journaled one, Redis lost data, and a warning is written. A gRPC receiver is added to `server`.
     """
     queue = run.config.queue
     if queue.kind == "redis":
