@@ -29,5 +29,5 @@ def import_engine(config: Config) -> None:
             importlib.import_module(f"slipstream.rollout_server.{name}")
         importlib.import_module("transformers")
         if on_cpu:
-            # The engine would import it; on a GPU its imports may start CUDA before the fork.
+            # The engine would import it.
             importlib.import_module("vllm.v1.worker.cpu_worker")

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slipstream.client.launch.children import Child, open_log, start_child
+from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.process import below_this
 
@@ -99,14 +100,14 @@ class _Server(asyncio.SubprocessProtocol):
 class ForkServer:
     """Starts a program like `start_child`, one process at a time; `close` ends them all.
 
-    Where the server cannot import the program, or must not fork it, the program starts plainly and
-    says itself what is wrong. A server that was killed is started again with the next process.
+    Where the server cannot import the program, this starts plainly and says itself what is wrong. A
+    server that was killed is started again with the next process. On a machine with GPUs all start
+    plainly: imports may start CUDA, which a forked process could not use.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], *, is_plain: bool = False) -> None:
-        """With `is_plain` there is no fork server."""
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self._words = [module, *arguments]
-        self._is_plain = is_plain or sys.platform != "linux"
+        self._is_plain = uses_gpus() or sys.platform != "linux"
         self._server: _Server | None = None
 
     async def start(self, name: str, *, log_path: Path, environ: Mapping[str, str] = {}) -> Child:

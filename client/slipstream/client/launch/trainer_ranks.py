@@ -20,7 +20,7 @@ from slipstream.client.launch.children import (
     RestartPolicy,
 )
 from slipstream.client.launch.forks import ForkServer
-from slipstream.client.launch.placement import Placement, uses_gpus
+from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.roles import TRAINER
 from slipstream.core.run_folder import log_path
@@ -66,8 +66,7 @@ class TrainerRanks:
     ) -> None:
         """`arguments` go to every rank; `milestones` returns None if the controller is silent."""
         self._config, self._placement = config, placement
-        # Megatron's imports may start CUDA, which a forked process could not use.
-        self._forks = ForkServer(TRAINER.module, arguments, is_plain=uses_gpus())
+        self._forks = ForkServer(TRAINER.module, arguments)
         self._ranks = ranks
         self._warn, self._milestones = warn, milestones
         self.children: list[Child] = []

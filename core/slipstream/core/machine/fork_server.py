@@ -31,7 +31,6 @@ from slipstream.core.machine.process import become_reaper, die_with_parent, flus
 # Seconds within which what a dead process has left is gone, its GPU memory too.
 LEFT_LIMIT_S = 10.0
 _LOOK_S = 0.01
-_CUDA_NOT_INITIALIZED = 3
 
 
 def main() -> None:
@@ -42,8 +41,6 @@ def main() -> None:
     orders = FileIO(0, closefd=False)
     module, *arguments = json.loads(orders.readline())
     importlib.import_module(f"{module}.preload").preload(arguments)
-    if has_cuda_begun():
-        sys.exit("the imports have started CUDA, so processes start without a fork server")
     become_reaper()
     gc.freeze()
     server = os.getpid()
@@ -51,16 +48,6 @@ def main() -> None:
     _become(order, [sys.executable, "-m", module, *arguments], server, answers)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def has_cuda_begun() -> bool:
-    """Whether this process has called CUDA's driver, which a forked process could not do again."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:
-        return False
-    code: int = driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))
-    return code != _CUDA_NOT_INITIALIZED
 
 
 def show_as(name: str, words: Sequence[str]) -> None:

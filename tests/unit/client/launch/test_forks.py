@@ -1,7 +1,6 @@
 """Processes that a fork server starts: like those of `python -m`, but the imports are made once."""
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ import pytest
 from slipstream.client.launch import forks
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.forks import ForkServer
-from slipstream.core.machine import fork_server
 from support.rigs.waiting import until
 
 pytestmark = pytest.mark.process
@@ -188,18 +186,6 @@ async def test_a_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
     await until(lambda: not is_there(server))
 
 
-@pytest.mark.parametrize(("code", "has_begun"), [(3, False), (0, True), (201, True)])
-def test_a_process_that_has_called_cuda_is_not_forked(code, has_begun, monkeypatch):
-    class Driver:
-        @staticmethod
-        def cuCtxGetCurrent(_: object) -> int:  # noqa: N802
-            return code
-
-    assert not fork_server.has_cuda_begun()
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Driver)
-    assert fork_server.has_cuda_begun() == has_begun
-
-
 async def test_the_end_of_a_process_is_seen_though_all_tasks_were_cancelled(tmp_path: Path) -> None:
     toy = Toy(tmp_path, "stay")
     child = await toy.start()
@@ -209,3 +195,13 @@ async def test_the_end_of_a_process_is_seen_though_all_tasks_were_cancelled(tmp_
     await child.stop(5.0)
     assert child.process.returncode == -signal.SIGTERM
     await toy.server.close()
+
+
+async def test_on_a_machine_with_gpus_processes_start_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "uses_gpus", lambda: True)
+    toy = Toy(tmp_path, "stay")
+    child = await toy.start()
+    assert (await toy.says())["parent"] == os.getpid()
+    await child.stop(0.0)
