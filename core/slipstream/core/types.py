@@ -277,7 +277,7 @@ class RoutedExperts:
     def of_parts(
         cls, parts: Sequence[npt.NDArray[np.unsignedinteger]], num_experts: int, *, num_tokens: int
     ) -> RoutedExperts:
-        """Joins `parts`, the experts of the first tokens; later tokens become "not recorded"."""
+        """Joins the experts of consecutive tokens from the first on; the rest is "not recorded"."""
         dtype = expert_dtype(num_experts)
         recorded = np.concatenate(parts).astype(dtype)
         missing = num_tokens - len(recorded)

@@ -1,4 +1,7 @@
-"""Name two letters: the smallest task for which a model must read its prompt."""
+"""An environment whose prompt is two letters, which the reply must name.
+
+It is the smallest task for which a model must read its prompt.
+"""
 
 import random
 import string

@@ -138,12 +138,16 @@ class Functions(Environment[Exam]):
         memory_mib: int = 512,
         max_running: int = 0,
     ) -> None:
-        """`question`, `tests`, `setup` and `function` are columns of the .jsonl or .parquet file.
+        """Reads tasks from `path`, .jsonl or .parquet. Raises ConfigError for invalid arguments.
 
-        Tests are a list of Python texts, or one text; if a test defines `check`, it is called with
-        the function. Without `function` all names are examined that tests use and do not define.
-        `limit_s` is the limit of one call; `max_running` is the number of replies that are examined
-        at once, 0: one for each core. Raises ConfigError for arguments that cannot work.
+        `question`, `tests`, `setup` and `function` name columns. A row's tests are a list of Python
+        texts, or one text; its setup is code that runs before them. The tested function is the one
+        that the row names; a test that defines `check` is called with it. Without `function`, all
+        names that the tests use but do not define are tested.
+
+        `instruction` is the prompt, with the question in place of `{question}`. `reward` is the
+        share of passed tests, or with "all" 1 if all pass, else 0. `limit_s` limits one call,
+        `memory_mib` each sandbox. `max_running` replies are examined at once, 0: one for each core.
         """
         check_choice("reward", reward, ("share", "all"))
         check_holds("instruction", instruction, "{question}")

@@ -279,7 +279,7 @@ def check_name(run: str, nodes: int) -> None:
 
 
 def _secret_places(config: Config, has_queue: bool) -> list[str]:
-    """Returns the settings of the secrets' files, as pods see them."""
+    """Returns the settings of secret files' paths in the pods, and of the queue's users."""
     names = {"tls_ca": "ca.pem", "token_file": "token"}
     names |= {"tls_certificate": "server.pem", "tls_key": "server.key"}
     places = [f"security.{setting}={SECRETS}/{name}" for setting, name in names.items()]

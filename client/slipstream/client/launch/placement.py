@@ -1,4 +1,7 @@
-"""Gives GPUs to processes: to the learner first, then to each rollout server, or one to all."""
+"""Assigns GPUs to processes: first to the learner, then to each rollout server.
+
+If there is only one GPU, all processes share it.
+"""
 
 from __future__ import annotations
 

@@ -189,9 +189,10 @@ async def check_megatron(config: Config) -> str | None:
 
 
 async def check_functions(config: Config) -> str | None:
-    """Has the user's own functions imported and called; raises ConfigError.
+    """Checks that the user's own algorithm functions can be imported and called.
 
-    The check takes as long as torch's import. Returns None if there are none.
+    Returns a line that names them, or None if the run has none. Raises ConfigError. The check takes
+    as long as torch's import.
     """
     if not config.algorithms.has_own:
         return None

@@ -248,7 +248,10 @@ def _settings_of(path: Path) -> dict[str, Any]:
 
 
 def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
-    """Returns the settings that `table` lists under `automatic`, or {} if any is missing."""
+    """Returns the settings that `table["automatic"]` lists, with their values.
+
+    Returns {} if there is no such list, or `table` lacks a listed setting.
+    """
     try:
         return {
             key: reduce(lambda place, name: place[name], key.split("."), table)

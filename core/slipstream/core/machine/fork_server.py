@@ -34,7 +34,7 @@ _LOOK_S = 0.01
 
 
 def main() -> None:
-    """Imports the program, then forks it; returns only in a forked process, after its program."""
+    """Runs the fork server, and the program in each forked process; only these return."""
     answers = os.dup(1)
     # What imports print must not look like an answer.
     os.dup2(2, 1)

@@ -1,7 +1,8 @@
 """Requests of a process to Linux: to end with its parent, to reap orphans, to open many files.
 
-`python -m slipstream.core.machine.process PARENT PROGRAM ARGUMENTS...` becomes PROGRAM, which
-will end with its parent, the process PARENT. `below_this` returns the words before PROGRAM.
+`python -m slipstream.core.machine.process PARENT PROGRAM ARGUMENTS...` replaces itself by PROGRAM,
+which Linux kills when its parent, the process with id PARENT, ends. `below_this` returns this
+command up to PARENT, the id of the calling process.
 """
 
 import ctypes

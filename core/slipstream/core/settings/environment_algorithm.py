@@ -105,7 +105,10 @@ class EnvironmentAlgorithms:
         algorithm: AlgorithmSection,
         tables: Sequence[tuple[str, EnvironmentAlgorithmSection | None]],
     ) -> EnvironmentAlgorithms:
-        """Makes them from the run's algorithm and the table of each environment."""
+        """Combines the run's algorithm with each environment's own table, None if it has none.
+
+        Raises ValueError, which names the environment, if a combination is invalid.
+        """
         distinct, places, weights = [algorithm], {}, {}
         for name, table in tables:
             if table is None:

@@ -297,7 +297,7 @@ def algorithm_problems(config: Tables) -> Iterator[str]:
 
 
 def replay_table_problems(config: Tables) -> Iterator[str]:
-    """Checks that no setting prevents that experts are recorded or replayed."""
+    """Yields one line for each setting that conflicts with `algorithm.router_replay`."""
     if config.algorithm.router_replay == "off":
         return
     if not config.rollout_server.enable_prefix_caching:

@@ -52,7 +52,10 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         mcp_urls: Mapping[str, str],
         data: Foreign,
     ) -> Foreign:
-        """Chats to the end of one segment; a full context ends it with what was said so far."""
+        """Requests replies and runs their tool calls, until a reply has none.
+
+        A full context ends the chat too, without an error. Other errors of the API are raised.
+        """
         client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=REPLY_LIMIT_S)
         messages = self._opening(data)
         async with AsyncExitStack() as stack:

@@ -68,7 +68,10 @@ class Scene:
 
     @functools.cached_property
     def fields(self) -> dict[str, Tensor]:
-        """The fields of all tokens; masked tokens have values of the same range as trained ones."""
+        """The values of all tokens by field name, such as `logprobs` or `advantages`.
+
+        Each tensor is [tokens]. Masked tokens have values of the same range as trained ones.
+        """
         chance = np.random.default_rng([self.seed, len(self.mask)])
         size = len(self.mask)
         logprobs = -0.2 - chance.exponential(1.0, size)
@@ -141,7 +144,10 @@ class _SharedSums(SequenceSums):
 
 
 def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tensor]:
-    """Computes the micro batches in turn, and returns the values of all tokens by their places."""
+    """Returns what `compute` gives for all tokens, by name, in the scene's order of tokens.
+
+    It computes the micro batches of `layout` in turn.
+    """
     found: dict[str, Tensor] = {}
     for shares in layout:
         if any(shares):

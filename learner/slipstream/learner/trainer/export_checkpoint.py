@@ -50,9 +50,10 @@ def main() -> int:
 
 
 def export(config: Config, path: Path, out: Path) -> None:
-    """Writes `out`, and a folder `out`-adapters beside it if the run has adapters.
+    """Exports the checkpoint `path` to `out`, a Hugging Face folder.
 
-    Adapters with names belong to several models: then there is only `out`-adapters.
+    Adapters are also saved alone, in the folder `out`-adapters beside it. If they have names, each
+    belongs to another model, and only `out`-adapters is written.
 
     Raises CheckpointError when the files or the weights differ from the saved ones.
     """

@@ -173,10 +173,11 @@ class TrainingStep:
     def _train_part(
         self, batch: Batch, reports: Reports, advantages: dict[str, float]
     ) -> tuple[_Totals, dict[str, float]]:
-        """Trains the active adapter, or all of the policy; returns the critic's metrics too.
+        """Trains the active adapter, or all of the policy, and then the critic if there is one.
 
-        `reports` gets what advantages and rewards report; `advantages` the mean of each trajectory.
-        A part with fewer groups than `mini_batches` has one mini-batch for each group.
+        Returns the policy's totals and the critic's metrics. Adds to `reports` what the algorithm's
+        functions report, and to `advantages` the mean of each trajectory by its id. With several
+        adapters, a batch with fewer groups than `mini_batches` has one mini-batch for each group.
         """
         number = self._config.algorithm.mini_batches
         if self._policy.adapters.are_several:

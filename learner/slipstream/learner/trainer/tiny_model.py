@@ -77,7 +77,7 @@ def make_model(
 
 
 def main() -> None:
-    """Writes the folder that the first argument names."""
+    """Writes the model and its tokenizer to the folder that the first argument names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-layers", type=int, default=2)

@@ -159,7 +159,7 @@ TERMINATED = "the trainer was told to terminate"
 
 
 class StartAgain(Exception):  # noqa: N818
-    """Raised when the weights belong to no version: the ranks restart from a checkpoint."""
+    """Raised when a step fails after it changed weights: the trainer restarts from a checkpoint."""
 
 
 class Trainer:

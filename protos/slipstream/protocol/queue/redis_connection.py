@@ -107,7 +107,7 @@ class Counters:
         return ""
 
     def loss_against(self, stream_bytes: int) -> str:
-        """Returns the evidence of a loss if the counters differ from `stream_bytes`, else ""."""
+        """Returns evidence of a loss as text if `stream_bytes` is not `used_bytes`, else ""."""
         if self.used_bytes != stream_bytes:
             return f"it counts {self.used_bytes} bytes that wait, and has {stream_bytes}"
         return ""

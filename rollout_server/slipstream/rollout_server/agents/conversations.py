@@ -211,7 +211,10 @@ class Conversations:
         messages: Sequence[MessageKey],
         reply: Sequence[Sequence[MessageKey]],
     ) -> None:
-        """Adds a turn to the tree behind `messages` and each combination of the `reply`'s keys."""
+        """Adds a finished turn to the tree of messages, behind `messages` and its own reply.
+
+        `reply` has the possible keys of each message of the reply; any of them leads to the turn.
+        """
         start = self._roots.setdefault(settings, _Node())
         for path in itertools.product(*([(key,) for key in messages] + list(reply))):
             node = start
@@ -250,7 +253,7 @@ class MessageKey(NamedTuple):
 
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
-    """Returns the key of a message in the form of OpenAI's chat completions."""
+    """Returns the key by which `message`, in OpenAI's chat completions format, is compared."""
     role = str(message.get("role", ""))
     return MessageKey(
         role=role,

@@ -66,10 +66,11 @@ WAIT = None
 def room(
     sampling: Sampling, use: Use, *, prompt: int, context: int, is_new: bool
 ) -> ReplyRoom | Refusal | None:
-    """Returns the token budget of a call, a Refusal if there will never be one, or WAIT.
+    """Returns a call's token budget, or a Refusal if the episode's limits rule the call out.
 
-    `prompt`: tokens of the call's whole prompt, of which `use` does not count `context`. `is_new`:
-    the call begins a branch.
+    Returns WAIT while open calls reserve tokens that this call needs. `prompt`: tokens of the
+    call's whole prompt. `context`: those that the call adds, which `use` does not count yet.
+    `is_new`: the call begins a branch.
     """
     if use.turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"

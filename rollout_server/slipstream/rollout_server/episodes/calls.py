@@ -273,7 +273,7 @@ class CallTable:
 
     @property
     def is_open(self) -> bool:
-        """Whether its stream still takes calls."""
+        """Whether calls can still be made: the stream has not ended."""
         return self._end is None
 
     async def call(

@@ -116,7 +116,7 @@ class Dispatcher:
         await self._idle.wait()
 
     def hold(self) -> None:
-        """Makes later trajectories wait for `settle`: new weights have no verdict yet."""
+        """Holds trajectories back until `settle` says whether the new weights passed the probe."""
         if self._verdict is None:
             self._verdict = asyncio.get_running_loop().create_future()
 

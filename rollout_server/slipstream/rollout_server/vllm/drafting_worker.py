@@ -95,7 +95,7 @@ def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.
 
 
 class DraftingWorker(Worker):  # type: ignore[misc]
-    """vLLM's worker for GPUs, whose drafts come from the texts of all requests."""
+    """vLLM's GPU worker with speculative decoding: drafts come from the texts of all requests."""
 
     def _make_model_runner(self) -> Any:  # noqa: ANN401 - vLLM's
         """See vLLM.

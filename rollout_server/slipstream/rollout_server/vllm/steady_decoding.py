@@ -244,10 +244,10 @@ class SteadyPlanner:
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
-    """Whether the next step computes a prompt in any case, so that others may join it.
+    """Whether the next step has a prefill in any case, so that other prompts may join it.
 
-    This is so while a long prompt is computed in several steps, or when a waiting prompt is to be
-    scored: such prompts are probes of new weights.
+    This is so in the middle of a chunked prefill, or when a waiting request asks for
+    log-probabilities of its prompt: such requests are probes of new weights.
     """
     return any(request.is_prefill_chunk for request in running) or any(
         request.sampling_params and request.sampling_params.prompt_logprobs is not None

@@ -37,7 +37,10 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_
 
 
 class ImagesAlone:
-    """Tells vLLM, before it starts, that a model takes images alone, and their most tokens."""
+    """Tells vLLM that images are a model's only inputs besides text.
+
+    It also tells the most tokens of one image.
+    """
 
     ctx: Any
 

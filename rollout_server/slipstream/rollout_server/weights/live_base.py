@@ -213,7 +213,8 @@ def _name_of(parts: set[tuple[View, int]]) -> str:
 class LiveParts:
     """Views of a bucket's tensors inside the live parameters.
 
-    Digests are computed from `pointer`, the lowest address, and `bucket`, with offsets from it.
+    Digests are computed from `pointer`, the lowest address of the views, and `bucket`, whose
+    offsets count from `pointer`.
     """
 
     def __init__(self, bucket: Bucket, views: list[Tensor], kernels: CudaChanges | None) -> None:

@@ -136,9 +136,9 @@ class Awaited:
 class LeaseBook:
     """All groups that are leased and not trained yet, in the order of their leases.
 
-    Life of a training group: `lease` gives it to a server, `add` files its members, `take_batch`
-    takes it out. `closed` (lease ended) or `orphan` (server lost) leaves an unfinished group
-    without a holder; `reassign` gives it to another server. `remove` takes a group out early.
+    Life of a training group: `lease` gives it to a server, `add` stores its members' trajectories,
+    `take_batch` takes it out. `closed` (lease ended) or `orphan` (server lost) leaves an unfinished
+    group without a holder; `reassign` gives it to another server. `remove` takes a group out early.
     """
 
     def __init__(

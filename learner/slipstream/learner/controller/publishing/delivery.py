@@ -411,7 +411,7 @@ class Deliveries:
         )
 
     def _note_failure(self, session: ServerSession, cause: str) -> RetryAfter | SendAway | FailRun:
-        """Counts a failed publish; fails the run where the rule says so."""
+        """Counts a failed publish and returns its `consequence`; a FailRun also fails the run."""
         self._failed_while_none_served[session.key.server_id] += 1
         self._failed[session.key.server_id] += 1
         for failures in (self._failed, self._failed_while_none_served):

@@ -43,8 +43,8 @@ class Readiness:
 
     `ask` sends the question. `answers` collects the answer for the next publish and forgets it. If
     the server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late`
-    is true. A late answer makes the server due again. Without an answer within `join_deadline_s`
-    the controller ends the server's stream.
+    is true until it answers; then the next publish may include it. Without an answer within
+    `join_deadline_s` the controller ends the server's stream.
     """
 
     def __init__(
@@ -351,7 +351,8 @@ class Publisher:
     ) -> trainer_pb2.PublishReceipt:
         """Waits until all receivers have loaded, or for `bucket_deadline_s`; returns the receipt.
 
-        A receiver that loaded buckets with other digests fails. A late one is followed by a task.
+        A receiver that reports other digests is treated as failed. The report of a late receiver is
+        awaited in the background.
         """
         loads = {
             session.key: self._reports.expect(publish.publish_id, session.key, LOADED)

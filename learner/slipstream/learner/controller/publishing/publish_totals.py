@@ -1,4 +1,4 @@
-"""The costs of publishing, and the gap that its probes measure."""
+"""The totals of all publishes, and the check of a server's log-probabilities by a probe."""
 
 from __future__ import annotations
 

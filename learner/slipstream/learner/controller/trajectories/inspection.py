@@ -68,9 +68,11 @@ class Claim:
 
 
 def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -> Claim:
-    """Reads the claim of a delivery; `known` servers are recognised by the epoch in the id alone.
+    """Returns what a delivery states about itself; never raises.
 
-    A delivery of more than `largest_bytes` is not decoded: only its id is read. Never raises.
+    The epoch in its id identifies the server if that is among `known`; otherwise the server is the
+    one that the decoded trajectory names, or unknown. Of a delivery of more than `largest_bytes`,
+    or one that cannot be decoded, only the id is read.
     """
     name = TrajectoryName.parse(delivery.trajectory_id)
     epoch = 0 if name is None else name.epoch

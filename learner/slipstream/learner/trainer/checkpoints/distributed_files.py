@@ -197,7 +197,10 @@ def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]
 
 
 def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None) -> dict[str, Any]:
-    """Returns Megatron's state to save, or without `host` to load, by model name; collective."""
+    """Returns the sharded state of each model for Megatron's checkpoints, by name; collective.
+
+    With `host` the states are for saving, without it for loading.
+    """
     states = {}
     for model in models:
         with model.in_force():

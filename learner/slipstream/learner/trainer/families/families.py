@@ -50,7 +50,7 @@ from transformers import (
 
 
 class DenseBridge(FamilyBridge):
-    """A Llama by its tensors."""
+    """The bridge of dense models with the tensors of Llama."""
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")]

@@ -281,7 +281,7 @@ class _OneExpert(AutoMapping):  # type: ignore[misc]
         return {name: self._as_in_files(tensor) for name, tensor in found.items()}
 
     def _validate_patterns(self, *_args: object, **_named: object) -> None:
-        """Accepts a files' name without a wildcard for the number of the expert."""
+        """Skips a check of Bridge: the Hugging Face name has no wildcard for the expert."""
 
     def _as_in_files(self, tensor: Tensor) -> Tensor:
         return (tensor.mT if self.is_turned else tensor).contiguous()

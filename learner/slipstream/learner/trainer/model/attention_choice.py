@@ -20,7 +20,7 @@ _KINDS = {
 
 @functools.cache
 def log_attention_once() -> None:
-    """Logs one line after the first call of the attention; it does not affect the choice."""
+    """Logs once which kernel attention has used; call it after the first forward pass."""
     logger.info("attention: %s", chosen_attention())
 
 

@@ -53,7 +53,10 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Measured:
-    """Memory of a pass that keeps one layer, in bytes per token of its largest micro batch."""
+    """Memory of a training pass that recomputes all layers but one.
+
+    The unit is bytes per token of the pass's largest micro batch.
+    """
 
     # Activations of one micro batch in the layer that keeps most.
     layer: float

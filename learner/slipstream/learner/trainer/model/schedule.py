@@ -221,7 +221,11 @@ def _logprobs(
     rows: tuple[Tensor, Tensor],
     projection: Projection,
 ) -> tuple[Tensor, Tensor]:
-    """Calls `vocab_parallel_logprobs` for the sampled rows, and at temperature 1 for the others."""
+    """Returns log-probabilities of `targets` and entropies, as `vocab_parallel_logprobs` does.
+
+    `rows`: positions of sampled tokens, then of tokens that an environment gave, which have
+    temperature 1. Other positions are 0.
+    """
     sampled, given = rows
     if not len(given):
         return vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)

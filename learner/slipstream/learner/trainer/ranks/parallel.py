@@ -126,7 +126,7 @@ class Ranks:
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share each matrix."""
+        """The tensor parallel group of this rank."""
         group: dist.ProcessGroup = self._groups.get_tensor_model_parallel_group()
         return group
 
@@ -141,7 +141,7 @@ class Ranks:
 
     @property
     def cp_rank(self) -> int:
-        """This rank's part of each sequence."""
+        """The rank of this process in its context parallel group."""
         return int(self._groups.get_context_parallel_rank())
 
     @property

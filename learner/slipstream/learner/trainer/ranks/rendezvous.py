@@ -40,12 +40,13 @@ def rendezvous(
 ) -> Store:
     """Returns the store that the ranks of this start share, once all have joined.
 
-    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there or other
-    machines cannot reach the address. Raises it too when the server there is not rank 0 of this
-    run. Raises TimeoutError with the ranks that did not join.
+    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there, when
+    other machines cannot reach the address, or when the server there is not rank 0 of this run.
+    Raises TimeoutError with the ranks that did not join.
 
-    `timeout` is for the ranks to join. A rank 0 that listens has `connect_grace_s` more for each
-    answer, and `recognition_limit_s` to announce itself.
+    `timeout`: limit for the ranks to join. `recognition_limit_s`: limit for a rank 0 that listens
+    to announce itself in the store. `connect_grace_s`: time added to these limits for rank 0's
+    answer.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -202,7 +202,7 @@ class Roles:
         return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
     def memories(self) -> list[HostMemory]:
-        """Returns the memories of the models in use, without the policy's."""
+        """Returns the `HostMemory` of each model beside the policy: of reference and critic."""
         roles = (self.reference, self.critic)
         return [
             role.model.memory

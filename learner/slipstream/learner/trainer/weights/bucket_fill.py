@@ -315,10 +315,11 @@ def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[s
 def open_filling(
     policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
 ) -> Filling:
-    """Returns a `PlannedFilling` if every rank knows all its mappings, else Bridge's. Collective.
+    """Returns a `PlannedFilling`, or a `BridgeFilling` if any mapping is unknown. Collective.
 
-    If `senders` is given, only these ranks send, and all of them take part. An UnknownMapping is
-    logged. The plan is not compared with Bridge's export here: see `open_stream`.
+    `kind` is the part of the policy to export. If `senders` is given, only these ranks send, and
+    all of them take part. An UnknownMapping is logged. The plan is not compared with Bridge's
+    export here: see `open_stream`.
     """
     pieces: list[Piece] = []
     problem = ""

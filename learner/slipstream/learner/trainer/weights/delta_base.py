@@ -68,7 +68,10 @@ class CudaMarks:
         return int(self._number)
 
     def write(self, place: int, data: Tensor, changed: int) -> Tensor:
-        """Returns the payload of the bucket that was marked last, with its `changed` elements."""
+        """Returns the delta payload of bucket `place`, which must be the one that was marked last.
+
+        `data`: the bucket's bytes. `changed`: the number of its changed elements.
+        """
         bucket = self._buckets[place]
         blocks = num_blocks(bucket)
         first, second, end = payload_parts(bucket, changed)

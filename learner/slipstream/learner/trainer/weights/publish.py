@@ -314,7 +314,10 @@ class _Sends:
         return (self._sender and self._tried(self._sender.finish)) or Wire()
 
     def _tried(self, act: Callable[[], Result], where: str = "") -> Result | None:
-        """Returns the result of `act`; None after the first problem."""
+        """Returns the result of `act`, or None if it fails or an earlier call has failed.
+
+        A WeightSyncError is noted as `problem`, with the prefix `where`; later calls skip `act`.
+        """
         if self.problem:
             return None
         try:
@@ -329,7 +332,10 @@ def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:
-    """Returns the name of the flag for an abandoned publish, without the secret communicator id."""
+    """Returns the name of the rank flag that says that the publish of `order` is abandoned.
+
+    The name has the publish id, not the communicator id, which is secret.
+    """
     return f"abandoned/{order.publish_id}"
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 
 class Published:
-    """Streams with the same senders; `run` and `digests` are collective."""
+    """The published weights: streams with the same senders. `run` and `digests` are collective."""
 
     def __init__(
         self,

@@ -133,7 +133,11 @@ class VersionWriter:
             self._remove(self._run, set(), Until.after(_CLOSE_LIMIT_S))
 
     def _is_whole(self) -> bool:
-        """Whether the next version is stored whole: the chain has enough links or bytes."""
+        """Whether the next version is stored whole, not as a delta to the version before it.
+
+        It is if there is no chain yet, if the chain has `whole_every` versions, or if its deltas
+        are together as large as the whole version that it begins with.
+        """
         size = sum(_num_bytes(link) for link in self._chain[1:])
         is_long = len(self._chain) >= self._whole_every
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])
@@ -248,7 +252,7 @@ def _part(folder: str, sender: int | None) -> str:
 
 
 def _stored(key: str, data: bytes | None = None) -> str:
-    """Returns the flag of `key` as written, or of `key` as written with `data`."""
+    """Returns the rank flag for "`key` is written", with `data` for "written with these bytes"."""
     return f"stored/{key}" if data is None else f"stored/{key}/{object_digest(data).hex()}"
 
 

@@ -220,7 +220,7 @@ class WeightStream:
 
     @torch.no_grad()
     def fill_ahead(self) -> None:
-        """Fills the first buckets for the next pass; it uses them only if it sends.
+        """Fills the first buckets before the next pass, which uses them only if it sends.
 
         The caller has made a pass over these weights before, so parameters are gathered, and does
         not change them until the next pass.

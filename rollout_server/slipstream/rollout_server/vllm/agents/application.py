@@ -289,7 +289,7 @@ class RecordingClient:
         self.renderer = parts.renderer
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """See vLLM; a recorder admits calls."""
+        """See vLLM; admits every call."""
 
     async def is_tracing_enabled(self) -> bool:
         """See vLLM."""

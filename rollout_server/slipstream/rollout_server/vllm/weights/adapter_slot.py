@@ -23,10 +23,10 @@ from vllm.model_executor.models.interfaces import supports_lora
 
 
 class AdapterRequests:
-    """The names by which vLLM's requests call the adapters of `lora`.
+    """Maps the adapter names in `lora` to the LoRARequests by which vLLM finds them.
 
-    vLLM loads an adapter that it does not hold from `lora_path`. There is nothing at this path: the
-    request fails, and is never computed without the adapter.
+    vLLM would load an adapter that it does not hold from `lora_path`, which does not exist: the
+    request then fails, instead of running without the adapter.
     """
 
     def __init__(self, lora: LoraSection) -> None:

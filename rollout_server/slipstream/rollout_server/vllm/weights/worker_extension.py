@@ -91,9 +91,10 @@ class WorkerExtension:
         return self._answer(call, begin)
 
     def slipstream_finish(self, call: int) -> dict[str, Any]:
-        """Ends an update that was begun; answers the fields of a `LoadResult`.
+        """Finishes the update that `slipstream_begin` began; answers the fields of a `LoadResult`.
 
-        May run outside the engine's thread, which plans no step before the server has heard this.
+        May run outside the engine's thread: the engine plans no step before the server has the
+        answer.
         """
 
         def finish() -> dict[str, Any]:
