@@ -112,7 +112,10 @@ def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
 
 
 def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
-    """Returns the error for the trajectories of the sequences at `indices`; it names a few."""
+    """Returns the error with text `cause` for the trajectories of the sequences at `indices`.
+
+    The text ends with the ids of the first few of these trajectories.
+    """
     owners = dict.fromkeys(batch.owners[index] for index in indices)
     ids = [batch.trajectories[owner].trajectory_id for owner in owners]
     more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
@@ -147,7 +150,10 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
 
 
 def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if a trajectory lacks the served reference's `top_k` tokens."""
+    """Raises UntrainableBatch if a trajectory lacks the served reference's log-probabilities.
+
+    They must cover `top_k` tokens at each place, with ids below `vocab_size`.
+    """
 
     def fits(trajectory: Trajectory) -> bool:
         found = trajectory.reference

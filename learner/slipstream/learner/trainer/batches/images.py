@@ -79,7 +79,7 @@ def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a micro batch, as a model with vision takes them."""
+    """The images of a micro batch as inputs of a vision model: pixels, grids, positions, rows."""
 
     # int64 [tokens, 3]: the position of each token in time, height and width of its sequence.
     positions: Tensor
@@ -92,7 +92,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
-        """Joins the images of consecutive sequences, which have these `lengths` in tokens."""
+        """Returns the inputs for packed sequences with these `images` and `lengths` in tokens."""
         num_rows, start = 0, 0
         rows = np.full(sum(lengths), -1, dtype=np.int64)
         positions, pixels, grids = [], [], []
@@ -120,7 +120,7 @@ class ImageInputs:
         )
 
     def to(self, device: torch.device) -> ImageInputs:
-        """Returns a copy on `device`; the grids stay."""
+        """Returns a copy on `device`; `grids` stays on the CPU."""
         return ImageInputs(
             self.positions.to(device), self.rows.to(device), self.pixels.to(device), self.grids
         )

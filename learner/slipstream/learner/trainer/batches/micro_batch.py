@@ -24,10 +24,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Paths:
-    """Index of tree attention: each segment attends to all tokens on its path from the root.
+    """The keys for tree attention: each segment attends to all tokens on its path from the root.
 
-    `cu_seqlens` of the micro batch are then the bounds of segments. The last keys of a segment are
-    its own tokens.
+    In a micro batch with `Paths`, `cu_seqlens` bounds segments instead of sequences. The last keys
+    of a segment are its own tokens.
     """
 
     # int64 [keys]: the place in the micro batch of each key, segment by segment.
@@ -41,7 +41,7 @@ class Paths:
 
     @classmethod
     def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
-        """Joins the places of each segment's keys in a micro batch of `num_tokens`."""
+        """Returns the keys of a micro batch of `num_tokens`; `places` has those of each segment."""
         lengths = [len(keys) for keys in places]
         joined = np.concatenate(places)
         counts = np.bincount(joined, minlength=num_tokens)
@@ -121,10 +121,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
-    """Returns int64 places in the whole micro batch of the tokens of `rank`, in its order.
+    """Returns the places of the tokens of context parallel rank `rank` of `size`, int64.
 
-    `bounds` has the start of each sequence, and the end. With more than one rank every length must
-    be a multiple of 2 * size, and each rank holds 1 / size of a sequence.
+    They index the whole micro batch, in the order in which the rank holds the tokens. `bounds` has
+    the start of each sequence, and the end. With more than one rank every length must be a multiple
+    of 2 * size, and each rank holds 1 / size of a sequence.
     """
     if size == 1:
         return torch.arange(bounds[-1])
@@ -139,7 +140,10 @@ def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
-    """Returns each token's place in the tokens of all ranks joined in rank order."""
+    """Returns for each token of a micro batch its index in the joined shares of all ranks.
+
+    `bounds` are those of `zigzag`.
+    """
     return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
 
 

@@ -45,7 +45,7 @@ def build_tree_micro_batch(
     """Packs the segments of `bundles`, and filler up to a multiple of `multiple` tokens.
 
     Positions count from the beginning of a sequence, and the target of a segment's last position is
-    the next token of its sequence. `indices` has each sequence once.
+    the next token of its sequence. `MicroBatch.indices` names each sequence once.
     """
     segments = [segment for bundle in bundles for segment in bundle]
     parts = [_cut(sequences[segment.index], segment) for segment in segments]
@@ -59,7 +59,7 @@ def _packed(
     parts: Sequence[TrainingSequence],
     multiple: int,
 ) -> MicroBatch:
-    """Joins the `parts` of sequences at `segments`, and filler up to a multiple of `multiple`."""
+    """Joins the tokens of the `segments`, `parts`, and filler up to a multiple of `multiple`."""
     filler = _filler(multiple, sum(map(len, parts)), sequences)
     place_of: dict[int, int] = {}
     for segment in segments:
@@ -128,7 +128,11 @@ def _cut(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
 
 
 def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
-    """Returns the keys of all segments, and of filler, whose tokens lie between `bounds`."""
+    """Returns the keys of all segments of `bundles`, and of the filler behind them.
+
+    `bounds` is `cu_seqlens` of the micro batch: the start of each segment and of the filler, the
+    end.
+    """
     places: list[npt.NDArray[np.int64]] = []
     for bundle in bundles:
         first = len(places)

@@ -76,14 +76,14 @@ class _Work:
         return _Work(sizes, costs, self.max_tokens)
 
     def levelled(self, number: int) -> _Bins | None:
-        """Returns `number` micro batches level in cost, else in tokens; None if they cannot fit."""
+        """Returns `number` micro batches balanced by cost, else by tokens; None if neither fits."""
         return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
             self.sizes, self.sizes, self.max_tokens, number
         )
 
 
 def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
-    """Plans with the fewest micro batches that the tokens allow, else with those of first fit."""
+    """Plans with the fewest micro batches that tokens allow, else with the number of first fit."""
 
     def per_rank(number: int) -> int:
         return round_up(max(1, number), dp_size * multiple) // dp_size

@@ -24,9 +24,9 @@ _MANY = 2**63
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions `start` to `end` of the sequence `index`, which may stand for other sequences too.
+    """Positions `start` to `end` of sequence `index`; others with the same prefix may share them.
 
-    `parent` is the place in the bundle of the segment that ends at `start`; None at the beginning
+    `parent` is the index in the bundle of the segment before it on its path; None at the beginning
     of a sequence. Only the sequence `index` trains any of these positions.
     """
 
@@ -45,7 +45,7 @@ Bundle = list[Segment]
 
 
 class SavedWork(NamedTuple):
-    """Work that sharing leaves out: tokens, and sums of squared lengths as in `num_squares`."""
+    """Work that shared prefixes save: tokens, and attention work in the unit of `num_squares`."""
 
     tokens: int = 0
     squares: int = 0
@@ -54,7 +54,7 @@ class SavedWork(NamedTuple):
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
 ) -> SavedWork:
-    """Returns the tokens and squared lengths that the bundles `made` of all `members` save."""
+    """Returns the work that the bundles `made` of `members` save over separate sequences."""
     lengths = [len(sequences[index]) for index in members]
     return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),
@@ -63,12 +63,12 @@ def saved_by(
 
 
 def num_tokens(bundle: Bundle) -> int:
-    """Returns the tokens that are computed for a bundle."""
+    """Returns the number of tokens that are computed for a bundle."""
     return sum(map(len, bundle))
 
 
 def num_squares(bundle: Bundle) -> int:
-    """Returns twice the pairs of tokens that attend: l² for one sequence of l tokens."""
+    """Returns the attention work of a bundle: l² for a single sequence of l tokens."""
     return sum(segment.end**2 - segment.start**2 for segment in bundle)
 
 
@@ -116,7 +116,10 @@ class PrefixTree:
             self._add_fitting(found, _Run(run.indices[half], run.common[half]), max_tokens)
 
     def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
-        """Adds the sequences of `run` from `start` on; the tokens up to there are the same."""
+        """Adds the segments of `run` from position `start` on; all earlier tokens are the same.
+
+        `parent` is the index of the segment that ends at `start`, or None.
+        """
         if len(run.indices) == 1:
             (index,) = run.indices
             bundle.append(Segment(index, start, len(self._sequences[index]), parent))
@@ -136,9 +139,9 @@ class PrefixTree:
             self._add(bundle, part, start, parent)
 
     def _trained(self, run: _Run, start: int) -> list[tuple[int, int]]:
-        """Returns each sequence's first trained position from `start` on, and its index; sorted.
+        """Returns pairs of first trained position from `start` on and sequence index, sorted.
 
-        For a sequence without one, the position is its length.
+        A sequence that trains no position from there on has its length as the position.
         """
         found = []
         for index in run.indices:
@@ -150,17 +153,17 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class _Run:
-    """Sequences in the order of their tokens, with common prefix lengths of neighbours.
+    """Sequences sorted by their tokens, with the lengths of the prefixes that neighbours share.
 
-    `common` has each sequence's number of leading tokens equal to the previous one's; its first
-    entry has no meaning.
+    `common` has for each sequence the number of leading tokens that equal the previous sequence's;
+    its first entry has no meaning.
     """
 
     indices: list[int]
     common: list[int]
 
     def cut(self, least: int) -> list[_Run]:
-        """Returns the parts whose neighbours have at least `least` tokens in common."""
+        """Cuts the run where neighbours share fewer than `least` tokens; returns the parts."""
         if not self.indices:
             return []
         cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]

@@ -1,4 +1,4 @@
-"""Packed sequences with the experts to which their tokens are routed, or with paths.
+"""Megatron's packed-sequence parameters, extended by replayed experts and by shared prefixes.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass
 class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
-    """The object that Megatron passes to every layer with a micro batch, also on recomputation.
+    """Packed-sequence parameters with the experts that the routers replay.
 
-    Experts travel in it so that every layer, in the forward pass and when recomputed, has the
-    experts of its current micro batch.
+    Megatron passes this object to every layer, also when it recomputes the layer, so that each
+    router has the experts of its current micro batch.
     """
 
     # The ids of `MicroBatch.expert_ids`; None if the routers choose.
@@ -24,10 +24,10 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
 
 @dataclass
 class SharedSequences(RoutedSequences):
-    """The object that Megatron passes to every layer with a micro batch of shared prefixes.
+    """Packed-sequence parameters of a micro batch whose sequences share prefixes.
 
-    For the rotary embedding the micro batch is one sequence, whose angles `PrefixSharing` arranges
-    by token. The true bounds are in `bounds` and `paths`.
+    Megatron's own fields describe the micro batch as one sequence; `PrefixSharing` gives each token
+    the rotary angles of its position. The bounds of the segments are in `bounds` and `paths`.
     """
 
     bounds: Tensor | None = None

@@ -24,7 +24,7 @@ Read = Callable[[Sequence[Trajectory], int], NumpyArray | None]
 
 @dataclass(frozen=True)
 class Column:
-    """How an array of one token field is made and padded."""
+    """The element type of a token field, and how its array is read from trajectories and padded."""
 
     # The type in a training sequence.
     dtype: type[np.generic]
@@ -63,7 +63,7 @@ def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN
 
 
 def _joined(name: str) -> Read:
-    """Returns a function that joins field `name` of trajectories; None if any of them lacks it."""
+    """Returns a function that joins field `name` of trajectories, or gives None if one lacks it."""
 
     def read(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
         arrays = [getattr(trajectory, name) for trajectory in trajectories]

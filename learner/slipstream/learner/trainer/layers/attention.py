@@ -111,7 +111,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
     ) -> Tensor:
-        """Attends group by group; returns [tokens, heads * dim]."""
+        """Attends group by group; returns [tokens, heads * dim].
+
+        `order` has each token's place in the joined outputs of the groups.
+        """
         parts = [
             self._attend_group(query, key, value, group)
             if group.band is None
@@ -213,7 +216,7 @@ _MATRICES = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes latent attention gather its down projections instead of their output vectors.
+    """Makes latent attention gather the weights of its down projections instead of their outputs.
 
     Tokens must be split by sequence parallelism.
     """

@@ -31,7 +31,11 @@ class EngineKernels(Protocol):
         """Returns the RMS norm of `x`; `is_sum`: `x` is the result of a residual addition."""
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """Returns `x` [tokens, heads, dim] rotated by the `table` of RoPE's cosines and sines."""
+        """Returns `x` [tokens, heads, dim] rotated by the `table` of RoPE's cosines and sines.
+
+        `halves`: whether dimension i pairs with i + dim / 2; otherwise neighbouring dimensions pair
+        up.
+        """
 
     def gate(self, x: Tensor) -> Tensor:
         """Returns SiLU of the first half of each row, times the second half."""

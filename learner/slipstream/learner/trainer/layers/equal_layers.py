@@ -59,7 +59,7 @@ class PlainInputNorm(SumNorm):
 
 
 class EqualAttention(CoreAttention):
-    """Causal attention of packed [tokens, heads, dim]."""
+    """Causal attention of packed [tokens, heads, dim] with the engine's kernel."""
 
     def forward(
         self,
@@ -85,7 +85,7 @@ class EqualAttention(CoreAttention):
 
 
 def equal_parts(layer: Megatron, *, is_first: bool) -> None:
-    """Gives the spec of a layer the engine's kernels; `is_first`: it reads the embeddings."""
+    """Puts this module's classes into the spec of a layer; `is_first`: it reads the embeddings."""
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     layer.input_layernorm = PlainInputNorm if is_first else SumNorm
     layer.pre_mlp_layernorm = SumNorm
@@ -105,8 +105,8 @@ def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
 def install() -> None:
     """Makes Megatron compute SwiGLU and rotary embeddings with the engine's kernels.
 
-    It replaces the SwiGLU of `bias_activation_fusion`, which only models with these layers then
-    set.
+    It replaces Megatron's SwiGLU of `bias_activation_fusion`; only models with these layers may set
+    that.
     """
     engine_kernels.engine_kernels()
     AutoMapping.register_module_type("EqualColumnLinear", "column")

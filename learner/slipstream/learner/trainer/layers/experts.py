@@ -1,4 +1,4 @@
-"""Mixtures of experts: our experts without TransformerEngine, and what all experts need.
+"""Mixtures of experts: our own expert layers, and the settings and marks that all experts need.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -93,7 +93,11 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         is_gated: bool = False,
         has_bias: bool = False,
     ) -> None:
-        """`is_gated`: a rank's rows are those of the gate, then as many of the up projection."""
+        """Makes matrices of `shape` [out, in], this rank's part; they are NaN until loaded.
+
+        `is_gated`: the rows are those of the gate, then as many of the up projection. `groups` are
+        Megatron's process groups.
+        """
         super().__init__(config)
         self.partition_dim, self.is_gated = partition_dim, is_gated
         self.num_experts = num_experts
@@ -138,7 +142,10 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
     ) -> dict[str, Megatron]:
-        """Returns this rank's parts of `key`, the checkpoint's tensors of all experts."""
+        """Returns this rank's experts as sharded tensors for a checkpoint, by parameter name.
+
+        In the checkpoint the matrices of all experts are one tensor, named `key` and "weight".
+        """
         first = self.groups.ep.rank() * self.num_experts
         total = self.groups.ep.size() * self.num_experts
         found = {}

@@ -86,7 +86,7 @@ def rows(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: Megatron) -> Tensor:
-    """Applies `mix`, which takes one sequence a row, to packed `tokens` [tokens, ...].
+    """Applies `mix` to packed `tokens`, laid out as [sequences, length, ...]; packs the results.
 
     The whole of each sequence is on this rank. Trailing padding must have no effect.
     """

@@ -1,4 +1,4 @@
-"""Norms of places and widths that Megatron lacks, for layers with or without TransformerEngine.
+"""Norms that Megatron lacks: with sequence parallelism, before a residual sum, over all heads.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -56,7 +56,11 @@ class NormedResidual(torch.nn.Module):
         )
 
     def forward(self, training: bool, fused: bool) -> Callable[[Output, Tensor, float], Tensor]:
-        """Returns the function that adds: (output and bias, residual, dropout) to their sum."""
+        """Returns a function that normalises an output and adds it to the residual stream.
+
+        Its arguments are the pair of output and bias, the residual, and the probability of dropout;
+        the bias must be None.
+        """
         add = get_bias_dropout_add(training, fused)
 
         def added(output: Output, residual: Tensor, dropout: float) -> Tensor:
@@ -69,7 +73,7 @@ class NormedResidual(torch.nn.Module):
 
 
 class _WholeNorm(MegatronModule):  # type: ignore[misc]
-    """RMSNorm over all heads of a token together; each tensor parallel rank has its heads' part."""
+    """RMSNorm over all heads of a token together; a tensor parallel rank has its heads' weights."""
 
     # Bridge reads these marks to learn that the weight is split like the heads.
     tensor_model_parallel = True
@@ -109,14 +113,14 @@ class _WholeNorm(MegatronModule):  # type: ignore[misc]
 
 
 class WholeQueryNorm(_WholeNorm):
-    """RMSNorm over all queries of a token."""
+    """RMSNorm over all query heads of a token together."""
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps, heads=config.num_attention_heads)
 
 
 class WholeKeyNorm(_WholeNorm):
-    """RMSNorm over all keys of a token."""
+    """RMSNorm over all key heads of a token together."""
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps, heads=config.num_query_groups)

@@ -27,7 +27,7 @@ class MaskType(Enum):
 
 
 class PrefixSharing:
-    """Lets the chunks of a model compute micro batches with paths, whose prefixes are shared."""
+    """Hooks by which the chunks of a model compute micro batches whose sequences share prefixes."""
 
     def __init__(self, chunks: list[Megatron], *, min_tokens: int) -> None:
         """`min_tokens` is the length of the shortest prefix that is shared."""
@@ -46,7 +46,7 @@ class PrefixSharing:
                     rotary.register_forward_hook(self._by_positions)
 
     def note(self, saved: SavedWork) -> None:
-        """Adds what the micro batches of one mini-batch save; sets `saved` to its sum."""
+        """Adds the work that the micro batches of one mini-batch save to `saved`."""
         self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
 
     @contextmanager
@@ -91,7 +91,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Returns the arguments of an attention by paths; None (no change) without paths."""
+    """Applies `by_paths` before an attention; returns None (no change) without shared prefixes."""
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
 
     shared = named["packed_seq_params"]
@@ -101,7 +101,10 @@ def _by_paths(
 def by_paths(
     arguments: tuple[Any, ...], named: dict[str, Any], shared: Megatron
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Lays out keys and values by the paths of `shared`; gives the attention its true bounds."""
+    """Returns an attention's arguments with keys and values laid out by the paths of `shared`.
+
+    The packed-sequence parameters among them have the true bounds of queries and keys.
+    """
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
     query, key, value, *others = arguments

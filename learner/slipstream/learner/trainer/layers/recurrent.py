@@ -131,8 +131,8 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
     def _mix(self, mixed: Tensor, steps: Tensor) -> Tensor:
         """Returns the outputs of the scan, float32 [sequences, length, heads, head size].
 
-        `mixed` holds x, B and C before the convolution, [sequences, length, ...], and `steps` the
-        size of each head's step. Trailing padding has no effect.
+        `mixed` holds x, B and C before the convolution, [sequences, length, ...], and `steps` each
+        head's dt before bias and softplus. Trailing padding has no effect.
         """
         length = mixed.shape[1]
         mixed = F.silu(self.conv1d(mixed.mT)[..., :length]).mT

@@ -91,7 +91,7 @@ def _rotaries(chunk: Megatron) -> list[Megatron]:
 
 
 def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
-    """Returns the rotary embedding of the layers of `chunk` with windows, made once."""
+    """Returns the rotary embedding of the sliding-window layers of `chunk`; makes it if new."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     config = chunk.config

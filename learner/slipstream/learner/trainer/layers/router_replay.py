@@ -110,7 +110,10 @@ class LayerReplay:
 
 
 class GroupsByBest:
-    """Chooses groups of experts by their best expert; it has the one method that routers call."""
+    """Group-limited routing that ranks each group of experts by its best expert.
+
+    It takes the place of Megatron's `RouterReplay`, of which routers call only `get_replay_topk`.
+    """
 
     def get_replay_topk(
         self,
@@ -145,7 +148,7 @@ def _sparse_layers(chunk: Megatron) -> list[Megatron]:
 
 
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes a model's routers replay; a router without given experts chooses itself."""
+    """Makes a model's routers replay recorded experts; without a record a router chooses itself."""
     for chunk in chunks:
         for layer in _sparse_layers(chunk):
             LayerReplay(layer)

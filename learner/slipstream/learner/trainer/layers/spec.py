@@ -37,7 +37,7 @@ from slipstream.learner.trainer.ranks import compat
 
 
 def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
-    """Returns the transformer block of `config` with the layers of this pipeline stage."""
+    """Returns the spec of the transformer block of `config`, with this pipeline stage's layers."""
     is_equal = getattr(config, "agreement", "close") == "bits"
     has_te = compat.has_transformer_engine() and not is_equal
     block = get_gpt_decoder_block_spec(
@@ -76,7 +76,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
 
 
 def _places(config: Megatron, vp_stage: int | None) -> list[int]:
-    """Returns the places of this stage's layers among all layers."""
+    """Returns the indices, from 0, of this stage's layers in the whole model."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         found: list[int] = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
@@ -162,7 +162,7 @@ def _replace_parts(parts: Megatron, config: Megatron) -> None:
 
 
 def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
-    """Gives a layer the norms of its family: see `FamilyBridge`."""
+    """Puts norms into the spec of a layer where its family has them: see `mappings.place_norms`."""
     attention = parts.self_attention.submodules
     if getattr(config, "has_whole_norms", False):
         attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm

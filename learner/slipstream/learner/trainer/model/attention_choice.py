@@ -1,4 +1,7 @@
-"""The attention that runs; TransformerEngine chooses it at the first call by shape and version."""
+"""Descriptions of the attention kernel that TransformerEngine, or torch, used last.
+
+TransformerEngine chooses a kernel at the first call, by shapes and library versions.
+"""
 
 import functools
 import importlib
@@ -50,7 +53,10 @@ def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
 
 
 def describe(decision: dict[str, Any]) -> str:
-    """Describes TransformerEngine's last choice; `decision` is the namespace of its module."""
+    """Describes TransformerEngine's last choice of a kernel: its kind, layout and element type.
+
+    `decision` is the namespace of its module `dot_product_attention`.
+    """
     found = decision["_attention_backends"]
     kinds = [name for key, name in _KINDS.items() if found[key]]
     parameters = found["attention_params"]

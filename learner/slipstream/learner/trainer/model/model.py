@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """The parameters of this rank; `chunks` has an entry for each virtual pipeline stage."""
+    """This rank's part of a model; `chunks` has an entry for each virtual pipeline stage."""
 
     ranks: Ranks
     parallel: ParallelSection
@@ -74,13 +74,13 @@ class ParallelModel:
 
     @property
     def logit_cap(self) -> float | None:
-        """The number that logits stay below; None if they are not capped."""
+        """The bound of soft-capped logits; None if they are not capped."""
         cap: float | None = getattr(self.chunks[0].config, "logit_cap", None)
         return cap
 
     @property
     def has_engine_bits(self) -> bool:
-        """Whether the model computes with the engine's kernels."""
+        """Whether the model computes with the inference engine's kernels, for bitwise equality."""
         return getattr(self.chunks[0].config, "agreement", "close") == "bits"
 
     def count_not_finite(self) -> int:
@@ -90,7 +90,7 @@ class ParallelModel:
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
 
     def gather_parameters(self) -> None:
-        """Completes the parameters before they are read; a frozen model's are always complete."""
+        """Completes a deferred all-gather of parameters; does nothing here: none is deferred."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class TrainedModel(ParallelModel):
     def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        `again` recomputes the same gradients. While float16 numbers overflow on any rank, it is
-        called with the loss scale that the scaler lowered: no batch is skipped.
-        Raises UntrainableBatch, with unchanged weights and scale, if the norm is not finite.
+        `again` recomputes the same gradients. It is called, after the scaler lowered the loss
+        scale, as long as float16 gradients overflow on any rank: no batch is skipped. Raises
+        UntrainableBatch, with unchanged weights and scale, if the norm is not finite.
         """
         before = None if self.scaler is None else self.scaler.state_dict()
         try:
@@ -138,8 +138,8 @@ class TrainedModel(ParallelModel):
     def _prepare_gradients(self) -> bool:
         """Unscales the gradients; False if they must be recomputed at a lower loss scale.
 
-        Does what Megatron's `prepare_grads` does in each part of the optimizer, but updates their
-        common loss scale once. An overflow at the lowest scale still returns True.
+        Does what Megatron's `prepare_grads` does in each part of the optimizer, but updates the
+        shared loss scale only once. Also returns True after an overflow at the lowest scale.
         """
         if self.scaler is None:
             self.optimizer.prepare_grads()
@@ -156,7 +156,7 @@ class TrainedModel(ParallelModel):
         return not (overflowed and can_fall)
 
     def _optimizer_step(self, learning_rate: float) -> float:
-        """Checks the gradient norm, clips, and updates the weights; returns the norm.
+        """Clips the gradients and updates the weights; returns the gradient norm before clipping.
 
         It replaces the rest of Megatron's `step`. Raises UntrainableBatch, before weights change,
         if the norm is not finite on any rank.
@@ -178,7 +178,7 @@ class TrainedModel(ParallelModel):
         return norm
 
     def _faulty(self) -> str:
-        """Returns text on this rank's parameters with gradients that are not finite; "" if none."""
+        """Returns text on this rank's parameters with infinite or NaN gradients; "" if none."""
         trained = {
             name: parameter.main_grad
             for chunk in self.chunks
@@ -204,7 +204,7 @@ class TrainedModel(ParallelModel):
                 )
 
     def gather_parameters(self) -> None:
-        """Completes an all-gather deferred to the next forward pass, as exports need."""
+        """Runs an all-gather deferred to the next forward pass: exports need all parameters."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -229,16 +229,17 @@ def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
 
 
 def unwrapped(chunk: Megatron) -> Megatron:
-    """Returns the GPT model inside the wrappers for replicas and precision."""
+    """Returns the GPT model inside Megatron's wrappers for data parallelism and mixed precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def token_alignment(settings: Megatron) -> int:
-    """Returns the divisor of a rank's number of tokens; `settings` are those of the model.
+    """Returns the divisor of a rank's number of tokens; it is above 1 only for fp8.
 
-    Matrix units take 8-bit operands in blocks of 16 numbers, and 32 numbers share a scale of mxfp8.
+    Tensor cores take 8-bit operands in blocks of 16 numbers; in mxfp8, 32 numbers share a scale.
+    `settings` are the model's.
     """
     if not settings.fp8:
         return 1
@@ -246,7 +247,7 @@ def token_alignment(settings: Megatron) -> int:
 
 
 def shared_scaler(optimizer: Megatron) -> Megatron:
-    """Makes all parts of an optimizer use the first one's scale of the loss; returns its scaler.
+    """Makes all parts of an optimizer share the first part's loss scaler, and returns that scaler.
 
     Megatron gives each part a scaler of its own, but scales the loss only by the first one's:
     after an overflow in one part the others would divide by a wrong scale. Returns None if the

@@ -1,6 +1,6 @@
 """Several adapters of one policy, each with its optimizer's state; one at a time is in the model.
 
-A training step, a pass of a publish or a save works on the active adapter. So each adapter is
+A training step, the publish of an adapter and a save work on the active adapter. So each adapter is
 trained exactly as if it were alone, in every layout: the model holds nothing of the others.
 """
 
@@ -46,11 +46,11 @@ class NamedAdapters:
         gather: Callable[[], None],
         memory: HostMemory,
     ) -> None:
-        """Collective with several names: then it makes all moments of the optimizer.
+        """Makes every adapter a copy of the one in the model; with several names it is collective.
 
         `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which
-        `optimizer` updates. `memory` may keep these and the state of the active adapter on the
-        host; the other adapters never leave.
+        `optimizer` updates. `memory` may move parameters and optimizer state of the active adapter
+        to the host; those of the other adapters stay where they are.
         """
         self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
@@ -69,14 +69,14 @@ class NamedAdapters:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one adapter."""
         return len(self.names) > 1
 
     @contextmanager
     def active(self, name: str) -> Iterator[None]:
         """Puts adapter `name` and its optimizer state into the model inside the context.
 
-        Collective, since parameters that are left to the next pass are gathered first.
+        Collective: a change of adapter first gathers parameters whose all-gather was deferred.
         """
         before = self._active
         self._exchange(name)
@@ -133,7 +133,7 @@ class NamedAdapters:
         return [*trained, *master_weights(self._optimizer, self._chunks)]
 
     def _parts(self) -> list[Megatron]:
-        """Returns torch's optimizers inside Megatron's."""
+        """Returns the torch optimizers inside Megatron's optimizer."""
         parts = self._optimizer.chained_optimizers
         return [part.optimizer for part in parts if not part.is_stub_optimizer]
 
@@ -141,7 +141,7 @@ class NamedAdapters:
         return [group for optimizer in self._parts() for group in optimizer.param_groups]
 
     def _make_moments(self) -> None:
-        """Makes all moments, as zeros, so that an adapter can be saved before it is trained.
+        """Creates the optimizer's moments as zeros, so that an untrained adapter can be saved.
 
         It runs an update by zero gradients at a learning rate of 0, which changes no weight, and
         resets the count of updates.

@@ -161,7 +161,7 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:
-    """Returns the norm of `found - right` divided by the norm of `right`."""
+    """Returns the norm of `found - right` divided by the norm of `right`, the true value."""
     found, right = found.detach().double(), right.detach()
     return float((found - right).norm() / right.norm())
 
@@ -184,7 +184,10 @@ def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatr
 
 
 def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
-    """Returns the queries of each sequence as a range, and the places of all keys on its path."""
+    """Returns for each sequence the range of its queries, and the places of all keys on its path.
+
+    `before` has for each sequence the index of the earlier one that it continues, or None.
+    """
     found: list[Path] = []
     for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
         seen = [] if earlier is None else found[earlier][1]
@@ -195,7 +198,10 @@ def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
 def _shared(
     own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns attention's arguments for a micro batch whose sequences share prefixes (`paths`)."""
+    """Returns the arguments for a call of attention over sequences that share prefixes by `paths`.
+
+    `own` has queries, keys and values; `named` has the call's other arguments.
+    """
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
     from slipstream.learner.trainer.layers.prefix_sharing import by_paths
 
@@ -243,9 +249,9 @@ def _plain(
 
 
 def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
-    """Returns the outputs of a sequence's attention; `own` holds queries, keys and values.
+    """Returns the attention outputs of one sequence; `own` holds its queries, keys and values.
 
-    There may be more keys than queries: the last key belongs to the token of the last query.
+    If there are more keys than queries, the queries align with the last keys.
     """
     query, key, value = own
     scores = query @ key.T * kind.scale
@@ -272,7 +278,7 @@ _TOKENS_SEED = 35
 
 
 def check_range(model: ParallelModel, *, max_tokens: int) -> None:
-    """Raises ConfigError if weights or activations of a float16 model nearly leave its range.
+    """Raises ConfigError if a float16 model's weights or activations exceed half of its range.
 
     Collective; `max_tokens` is the limit of a micro batch. The model does not change.
     """
@@ -300,7 +306,7 @@ def check_range(model: ParallelModel, *, max_tokens: int) -> None:
 
 
 def _forward(model: ParallelModel, max_tokens: int) -> None:
-    """Runs pseudo-random tokens through the model."""
+    """Runs a forward pass over sequences of pseudo-random tokens."""
     random = np.random.default_rng(_TOKENS_SEED)
     longest = max(2, min(LONGEST, max_tokens, model.max_positions))
     sequences = [
@@ -324,7 +330,7 @@ def _note_pass(
 
 
 def _note(largest: dict[str, Tensor], name: str, tensors: Iterable[object]) -> None:
-    """Notes the largest number of float16 in `tensors`; NaN counts as infinite."""
+    """Raises `largest[name]` to the largest magnitude in float16 `tensors`; NaN is infinite."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
             # The device is not waited for.

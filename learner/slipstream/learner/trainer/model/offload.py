@@ -31,7 +31,7 @@ class Part(Enum):
 
 @dataclass
 class _Away:
-    """The storages of a part that are resized to 0, with their sizes in bytes."""
+    """The storages of a part that is on the host, each with its size in bytes on the device."""
 
     storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     # The contents of each storage; None for a part whose contents are dropped.
@@ -39,10 +39,10 @@ class _Away:
 
 
 class HostMemory:
-    """Brings parts to the device for their users, and back to the host afterwards.
+    """Moves a model's parts to the device while they are used, and back to the host afterwards.
 
-    `own` names a part's tensors once. Users nest `resident`; after the last user leaves, the parts
-    that `settings` offloads move to the host.
+    `own` sets each part's tensors, once. Code that uses parts runs inside `resident`, which may be
+    nested; after the last use the parts that `settings` offloads move to the host.
     """
 
     def __init__(self, settings: OffloadSection) -> None:
@@ -52,16 +52,16 @@ class HostMemory:
         self._away: dict[Part, _Away] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
-        """Sets functions that return each part's tensors; an optimizer's tensors come and go."""
+        """Sets for each part a function that returns its tensors: an optimizer's tensors change."""
         self._tensors.update(tensors)
 
     def offloads(self, part: Part) -> bool:
-        """Whether `part` moves to host memory after its last user."""
+        """Whether `part` moves to host memory when it is not in use."""
         return self._is_offloaded[part]
 
     @contextlib.contextmanager
     def resident(self, *parts: Part) -> Iterator[None]:
-        """Keeps the parts on the device inside; offloaded parts leave with their last user.
+        """Keeps `parts` on the device inside the context; after their last use they are offloaded.
 
         A part that `own` has not set is ignored. After an exception every part stays on the device,
         except after UntrainableBatch: training goes on with another batch.
@@ -141,7 +141,7 @@ def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields moments and master weights."""
+    """Yields the optimizer's moments and master weights."""
     yield from master_weights(optimizer, chunks)
     for part in optimizer.chained_optimizers:
         for state in () if part.is_stub_optimizer else part.optimizer.state.values():

@@ -1,4 +1,4 @@
-"""Settings of Megatron's objects: values that the trainer needs, and a run's settings over them.
+"""The settings of Megatron's objects: the trainer's values, and a run's, which override them.
 
 A run's settings pass through by name, and are checked against Megatron's real fields.
 """
@@ -199,7 +199,10 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
 
 
 def _check_windows(config: Config, kind: object, *, has_windows: bool) -> None:
-    """Raises ConfigError where TransformerEngine's context parallelism has no windows."""
+    """Raises ConfigError if context parallelism of this `kind` does not support sliding windows.
+
+    `kind` is Megatron's `cp_comm_type`, one for all layers or a list with each layer's.
+    """
     kinds = kind if isinstance(kind, list) else [kind]
     if has_windows and config.learner.parallel.cp > 1 and set(kinds) != {"a2a"}:
         raise ConfigError(
@@ -224,7 +227,10 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
 
 
 def _window_settings(hf_config: Megatron) -> dict[str, object]:
-    """Returns Megatron's settings of sliding windows: N tokens include the query's own."""
+    """Returns Megatron's settings of sliding windows; {} if the model has none.
+
+    A window of N tokens in `hf_config` includes the query's own token.
+    """
     size = getattr(hf_config, "sliding_window", None)
     kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
     if size is None or "sliding_attention" not in kinds:
@@ -271,7 +277,7 @@ def _overlap(learner: LearnerSection) -> dict[str, object]:
 
 
 def optimizer_config_of(config: Config) -> Megatron:
-    """Returns Megatron's settings of the optimizer. Raises ConfigError for a refused one."""
+    """Returns Megatron's settings of the optimizer. Raises ConfigError if Megatron refuses one."""
     from megatron.core.optimizer import OptimizerConfig
 
     learner = config.learner
@@ -303,7 +309,10 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
-    """Raises ConfigError for Muon, which calls a package in a form that no release of it has."""
+    """Raises ConfigError for an optimizer that is neither Adam nor SGD, and for settings of Muon.
+
+    Muon of Megatron-Core 0.16.1 needs a version of `emerging_optimizers` that no index has.
+    """
     if kind not in ("adam", "sgd"):
         raise ConfigError(
             f"learner.optimizer.optimizer must be adam or sgd, got {kind!r}: Muon of Megatron-Core "
@@ -316,7 +325,7 @@ def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
 
 
 def _check_host_optimizer(config: Config) -> None:
-    """Raises ConfigError where Megatron's optimizer on the host cannot work."""
+    """Raises ConfigError unless the optimizer on the host can work: with a GPU and bfloat16."""
     if not torch.cuda.is_available():
         raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
     # Megatron would give torch slices of float32 parameters as parameters, which torch refuses.
@@ -385,8 +394,8 @@ def passed_through(
     """Returns the values of `settings` for the dataclass (or instance) `target`.
 
     Raises ConfigError for an unknown key, with the nearest names. Raises it too for a key that the
-    trainer sets itself, and for a value of another type than the field's. Names of torch's element
-    types and of an enum's members become these objects.
+    trainer sets itself, and for a value of another type than the field's. For fields of torch's
+    element types and of enums, names are converted to the objects that they name.
     """
     hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
     fields = [field.name for field in dataclasses.fields(target) if field.init]
@@ -439,7 +448,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
 
 @contextlib.contextmanager
 def refusals_of(section: str) -> Iterator[None]:
-    """Turns an error of Megatron's objects about their values into a ConfigError of one line."""
+    """Raises a ConfigError of one line in place of Megatron's error about a value in `section`."""
     try:
         yield
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""How many layers compute their activations a second time, planned by the memory of the GPU.
+"""Activation recomputation: how many layers recompute, planned by the memory of the GPU.
 
 The first training pass keeps the activations of one layer and recomputes all others, so that it
-fits wherever training fits at all. It measures what each layer keeps while its backward pass needs
-it, of which the largest counts, and what else the pass takes. From the second pass on, when the
-optimizer has its state, as many layers keep theirs as there is memory for. All ranks recompute
-equally many, because a recomputed layer may communicate.
+fits wherever training fits at all. It measures the activation memory of each layer, of which the
+largest counts, and all other memory of the pass. From the second pass on, when the optimizer has
+its state, as many layers keep their activations as there is memory for. All ranks recompute equally
+many layers, because a recomputed layer may communicate.
 """
 
 import contextlib
@@ -105,7 +105,10 @@ class Recompute:
 
     @contextlib.contextmanager
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
-        """Surrounds a training pass over micro batches of `sizes` tokens; collective."""
+        """The context of a training pass over micro batches of `sizes` tokens; collective.
+
+        It measures the first pass, and decides before the second how many layers recompute.
+        """
         if not self._is_planned and self.measured is not None:
             self._decide(self.measured, ranks)
         if self._is_planned:
@@ -121,9 +124,9 @@ class Recompute:
 
     @contextlib.contextmanager
     def _kept_by_layers(self) -> Iterator[list[int]]:
-        """Yields a list that gets the bytes that each layer keeps of a micro batch.
+        """Yields a list to which each layer's forward pass appends the bytes that it keeps.
 
-        A layer that is computed again in the backward pass is measured there too.
+        The second forward pass of a recomputed layer, during the backward pass, appends too.
         """
         begun: list[int] = []
         kept: list[int] = []
@@ -181,10 +184,10 @@ class Recompute:
 def _with_gradient(
     _: object, arguments: tuple[object, ...], named: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
-    """Gives a block's input a gradient, as a pre-hook of its forward pass.
+    """Makes a block's input require a gradient; a pre-hook of the block's forward pass.
 
-    Else autograd passes by a recomputed layer whose input has none, as behind frozen embeddings,
-    and its adapters get no gradient.
+    Otherwise autograd would skip a recomputed layer whose input requires none, as after frozen
+    embeddings, and the layer's adapters would get no gradient.
     """
     hidden = named["hidden_states"]
     if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:

@@ -38,11 +38,11 @@ def forward_backward(
     temperature: float,
     entropy_gradient: bool = False,
 ) -> list[TokenLoss]:
-    """Adds up the gradients of all micro batches, divided by the tokens of all ranks; collective.
+    """Accumulates the gradients of all micro batches, divided by the trained tokens of all ranks.
 
-    Returns the loss of each micro batch, detached, on the last pipeline stage, and [] on the
-    others. `temperature` applies to tokens that the policy sampled; those that an environment gave
-    have 1. Set `entropy_gradient` if the loss itself depends on the entropies.
+    Collective. Returns the loss of each micro batch, detached, on the last pipeline stage, and []
+    on the others. `temperature` applies to tokens that the policy sampled; those that an
+    environment gave have 1. Set `entropy_gradient` if the loss itself depends on the entropies.
     """
 
     def finish(
@@ -130,8 +130,8 @@ def run_schedule(
 ) -> list[Output]:
     """Runs Megatron's schedule; returns the results of `finish` on the last stage. Collective.
 
-    `finish` gets an output [1, tokens, ...]: hidden states, or what a changed output layer returns.
-    The layout of `model` must be in force. The other stages return [].
+    `finish` gets a chunk's output [1, tokens, ...]: hidden states, or the values of a critic. The
+    layout of `model` must be in force. The other stages return [].
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -92,7 +92,10 @@ def rank_micro_batches(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    """Returns this rank's share of the `members`; the layout of `model` must be in force."""
+    """Returns this rank's share of the sequences at indices `members`, packed into micro batches.
+
+    The layout of `model` must be in force.
+    """
     wholes = _packed(model, sequences, members, max_tokens=max_tokens)
     return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
 
@@ -104,7 +107,7 @@ def _packed(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    """Returns this replica's whole micro batches, which context parallel ranks share."""
+    """Returns this replica's micro batches, not yet split over its context parallel ranks."""
     ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
     if model.sharing is not None:
         chosen = _shared_plan(model, sequences, members, max_tokens=limit)
