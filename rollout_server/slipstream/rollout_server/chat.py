@@ -11,7 +11,7 @@ PLACEHOLDER = "slipstreamreplyplaceholder"
 
 
 class ParsedToolCall(NamedTuple):
-    """A tool call parsed from a reply; `arguments` is valid JSON only if the model wrote it so."""
+    """A tool call parsed from a reply; `arguments` is the model's text, perhaps invalid JSON."""
 
     id: str
     name: str
@@ -21,8 +21,9 @@ class ParsedToolCall(NamedTuple):
 class ChatMessage(NamedTuple):
     """One message of a conversation.
 
-    `tool_call_id` names the call that a result answers; calls and reasoning are a reply's own. A
-    message with images has texts and encoded images in `parts`, and no `content`.
+    `tool_call_id` names the call that a tool result answers. Only the model's replies have
+    `tool_calls` and `reasoning`. A message with images has texts and encoded images in `parts`, and
+    no `content`.
     """
 
     role: str

@@ -39,7 +39,10 @@ def main() -> int:
 
 
 def _tool_warnings(config: Config) -> Iterator[str]:
-    """Yields a warning if tools are parsed but the chat template, where present, writes none."""
+    """Yields a warning if a tool parser is set but the chat template does not render tools.
+
+    Yields nothing if the tokenizer or its chat template is missing.
+    """
     server, folder = config.rollout_server, config.model.path
     if server.tool_parser is None or missing_tokenizer(folder, server.chat_template):
         return

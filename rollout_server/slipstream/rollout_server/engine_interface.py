@@ -79,7 +79,7 @@ class Sampling:
 
     @property
     def total_tokens(self) -> int:
-        """Most tokens of an episode, all branches together."""
+        """The largest number of tokens of an episode, all branches together."""
         return self.max_total_tokens or self.max_episode_tokens
 
     @property
@@ -239,7 +239,7 @@ class Engine(Protocol):
 
     @property
     def keeps_start(self) -> bool:
-        """Whether the initial model can sample too: it is the weights without the adapter."""
+        """Whether it can also sample from the initial model: the weights without an adapter."""
 
     @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
@@ -250,7 +250,7 @@ class Engine(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """The experts in each layer of a mixture of experts; 0: the model has none."""
+        """Number of experts in each mixture-of-experts layer; 0: the model has none."""
 
     async def generate(
         self,
@@ -317,7 +317,10 @@ class Engine(Protocol):
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        """Returns the log-probability of every token but each sequence's first, in one array."""
+        """Returns the log-probability of every token but each sequence's first, in one array.
+
+        `adapters` names the adapter of each sequence; a name that is missing counts as "".
+        """
 
     async def watch(self) -> None:
         """Raises EngineDied when the engine is gone or hangs; never returns."""

@@ -61,8 +61,9 @@ class Answering:
     ) -> None:
         """`plain` answers requests without tools, `with_tools` those with tools.
 
-        `current` passes them their call; `has_tools`: `with_tools` can parse tool calls.
-        `has_drafts`: the engine drafts replies.
+        `current`: the context variable from which both take the recorder and state of their call.
+        `has_tools`: `with_tools` can parse tool calls. `has_drafts`: the engine decodes
+        speculatively.
         """
         self._plain, self._with_tools = plain, with_tools
         self._current, self._model = current, model
@@ -192,7 +193,10 @@ class _Exchange:
     async def run(
         self, application: Application, context: Context
     ) -> AsyncGenerator[HttpPart, None]:
-        """Runs the application and yields its answer; a part has all that was sent meanwhile."""
+        """Runs the application and yields its answer in parts.
+
+        A part has the bytes that the application has sent since the part before, up to a limit.
+        """
         loop = asyncio.get_running_loop()
         call: Any = application(self._scope, self._receive, self._send)
         work: asyncio.Task[None] = loop.create_task(call, context=context)
@@ -246,7 +250,7 @@ class _Exchange:
 
 
 async def _ended(work: asyncio.Task[None]) -> None:
-    """Ends the application, if it has not ended; its error was answered with status 500."""
+    """Cancels the application if it still runs; logs its error, if any, instead of raising it."""
     work.cancel()
     try:
         await work

@@ -1,8 +1,8 @@
 """The conversations of one episode: a tree of messages, and a token sequence for each branch.
 
 A request that repeats a conversation with at least one more message continues it. The tokens of the
-conversation stay as they were sampled; only the messages behind it are tokenized. A
-`MessageKey` is the form in which messages from a client are compared with those it was sent.
+conversation stay as they were sampled; only the new messages are tokenized. A client's messages are
+compared with those that it was sent by their `MessageKey`.
 
 Life of a call: `find` -> `begin` -> the engine samples -> `finish`, then `remember` with the reply
 as the client saw it. A call that samples nothing leaves no trace.
@@ -48,13 +48,13 @@ class ConversationBranch:
 
     @property
     def num_routed(self) -> int:
-        """Tokens whose experts are recorded."""
+        """Number of tokens whose routed experts are recorded."""
         return sum(map(len, self.expert_ids))
 
 
 @dataclass(frozen=True, eq=False)
 class AgentTurn:
-    """A finished reply: its branch, and the number of the branch's tokens up to its end."""
+    """A finished reply in `branch`; `end` counts the branch's tokens up to the reply's end."""
 
     branch: ConversationBranch
     end: int
@@ -106,7 +106,7 @@ class Conversations:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled in all branches."""
+        """Number of tokens that the model sampled in all branches."""
         return sum(sum(branch.run_lengths[1::2]) for branch in self.branches)
 
     def find(
@@ -135,7 +135,7 @@ class Conversations:
         return found
 
     def why_branch(self, settings: str, messages: Sequence[MessageKey]) -> Beginning:
-        """Returns why a request is not appended to a conversation; the first branch is "new"."""
+        """Returns why a request begins a branch instead of continuing one; "new" for the first."""
         depth, node = self._walk(settings, messages)
         deepest = max((self._walk(each, messages)[0] for each in self._roots), default=0)
         if all(each.role in _SYSTEM for each in messages[:deepest]):
@@ -152,7 +152,7 @@ class Conversations:
         return "edited" if any(each.role == ASSISTANT for each in rest) else "again"
 
     def _walk(self, settings: str, messages: Sequence[MessageKey]) -> tuple[int, _Node]:
-        """Returns how many of `messages` are known under `settings`, and the state behind them."""
+        """Returns how many leading `messages` the tree of `settings` has, and the last node."""
         node, depth = self._roots.get(settings, _Node()), 0
         while depth < len(messages) and messages[depth] in node.children:
             node, depth = node.children[messages[depth]], depth + 1
@@ -165,8 +165,10 @@ class Conversations:
         context: list[int],
         images: Sequence[PlacedImage] = (),
     ) -> AgentCall:
-        """Opens a call that reads `context` behind `turn`, or from the start where that is None.
+        """Opens a call: its prompt is the conversation up to the end of `turn`, then `context`.
 
+        If `turn` is None, the prompt is `context` alone. The call extends the branch of `turn` if
+        that ends with `turn`, has no open call and is called `name`; else it begins a branch.
         `images` have their places in `context`.
         """
         start = 0 if turn is None else turn.end
@@ -181,7 +183,10 @@ class Conversations:
         return AgentCall(ConversationBranch(name), context, context, is_append=False, images=seen)
 
     def finish(self, call: AgentCall, generation: Generation | None) -> AgentTurn | None:
-        """Frees a call's branch and records its sample; returns None if it sampled nothing."""
+        """Ends a call, and adds its prompt and reply to the branch; returns the reply's turn.
+
+        Returns None, and adds nothing, if no token was sampled.
+        """
         assert not call.is_over, "a call ends once"
         call.is_over = True
         branch = call.branch
@@ -224,7 +229,7 @@ class Conversations:
         self._replies.update(key for keys in reply for key in keys)
 
     def note_unread(self, settings: str, messages: Sequence[MessageKey]) -> None:
-        """Notes that a reply to `messages` could not be read."""
+        """Notes for `why_branch` that the reply to `messages` could not be read."""
         node = self._roots.setdefault(settings, _Node())
         for key in messages:
             node = node.children.setdefault(key, _Node())

@@ -14,7 +14,7 @@ MAX_JUDGE_CALLS = 64
 
 
 def judge_sampling(sampling: Sampling) -> Sampling:
-    """Returns how a judge replies in a run with `sampling`: greedily, and as long as fits.
+    """Returns the settings of a judge's replies: those of `sampling`, but greedy and not cut short.
 
     `max_episode_tokens` bounds each of its conversations; MAX_JUDGE_CALLS bounds their number.
     """
@@ -43,7 +43,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ReplyRoom:
-    """The token budget of a call: `new_tokens` for its reply; `reserved_tokens` until it ends."""
+    """The token budget of a call.
+
+    `new_tokens`: the limit of its reply. `reserved_tokens`: new context and reply together, which
+    count against the episode's limit until the call ends.
+    """
 
     new_tokens: int
     reserved_tokens: int

@@ -59,7 +59,7 @@ RESPONSES_PATH = "/v1/responses"
 
 
 class LimitReached(Exception):
-    """A call is beyond a limit of its episode, or came after its end."""
+    """Raised for a call beyond a limit of its episode, with a bad image, or that has been ended."""
 
 
 class Recorder:
@@ -110,15 +110,15 @@ class Recorder:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit of the run has cut the episode short: a call, or a branch's last reply.
+        """Whether a limit of the run refused a call or cut off the last reply of a branch.
 
-        A reply that ends where its request wanted it to end is whole.
+        A reply that ends at the `max_tokens` of its own request does not count as cut off.
         """
         return self.was_refused or any(self._is_cut.values())
 
     @property
     def num_open(self) -> int:
-        """Calls that are not closed."""
+        """Number of calls that are not closed."""
         return len(self._open)
 
     def open(self, http: HttpCall, path: str, *, is_stream: bool) -> ServedCall:
@@ -128,7 +128,7 @@ class Recorder:
         return opened
 
     def close(self, opened: ServedCall) -> None:
-        """Ends a call; a sample that nobody reads any more is ended."""
+        """Ends a call, and the sampling of its reply if that still runs."""
         opened.is_answered = True
         del self._open[opened.http.number]
         if opened.sampling is None:
@@ -149,7 +149,7 @@ class Recorder:
             self._hang_up(opened)
 
     async def settled(self) -> None:
-        """Waits until no call is sampled any more."""
+        """Waits until no reply is being sampled."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -173,9 +173,11 @@ class Recorder:
         context: list[int],
         images: Sequence[PlacedImage] = (),
     ) -> list[int]:
-        """Waits until there is room for a call's reply; returns the call's prompt.
+        """Waits until the episode's limits leave room for a reply; returns the call's prompt.
 
-        Raises LimitReached if there never will be, or for an image that cannot be read.
+        The prompt is the conversation up to `turn`, if any, then `context`, in which `images` have
+        their places. Raises LimitReached if there will never be room, if an image is refused, or if
+        the call has been ended.
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
@@ -213,10 +215,10 @@ class Recorder:
     def sample(
         self, opened: ServedCall, max_tokens: int, options: TextOptions
     ) -> AsyncGenerator[TextPart, None]:
-        """Samples the reply to a call that has begun, and returns its parts.
+        """Starts to sample the reply to a call that has begun; returns a generator of its parts.
 
-        GenerationFailed comes when the engine could not serve it. The reply is sampled and recorded
-        even if the client does not read it, until the call is closed.
+        The generator raises GenerationFailed if the engine cannot serve the call. The reply is
+        sampled and recorded until `close`, even if the client does not read it.
         """
         assert opened.room is not None, "a call begins before it is sampled"
         parts: _Parts = asyncio.Queue()
@@ -309,7 +311,7 @@ class Recorder:
         )
 
     def _read_replies(self) -> None:
-        """Tells the conversations the replies that clients have got since the last call."""
+        """Adds the replies that clients have received since its last run to `conversations`."""
         waiting = []
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
@@ -357,9 +359,10 @@ async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:
 
 
 def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa: ANN401 - JSON
-    """Returns the reply in the form of its API; None where the answer was cut off or has none.
+    """Returns the reply in the HTTP answer `body`: a message, content blocks or output items.
 
-    Raises ValueError for a tool call with invalid JSON arguments, if the API sends them parsed.
+    Returns None if the answer was cut off or has no reply. Raises ValueError for a tool call with
+    invalid JSON arguments, if the API sends them parsed.
     """
     events = list(_events(body)) if is_stream else [json.loads(body)]
     match path, is_stream:

@@ -1,7 +1,7 @@
-"""Holds every call of an agent to the run's sampling, and reports what a request asked otherwise.
+"""Replaces the sampling settings in agents' requests by the run's, and reports those it overrode.
 
 Tokens that are trained must come from the distribution of the run. A request may only shorten its
-reply (`max_tokens`, `stop`) and, where nothing is drafted, choose its `seed`. `StoredResponses`
+reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed`. `StoredResponses`
 keeps the responses that later requests of an episode name as `previous_response_id`.
 """
 
@@ -73,9 +73,9 @@ def rule(
 ) -> Ruled:
     """Returns the request to serve for a JSON `body`; raises RefusedRequest if none can be.
 
-    `auto` is the value of `tool_choice` by which the API leaves the choice to the model. An engine
-    that `has_drafts` takes no seed: drafts repeat earlier replies. If the random numbers behind
-    these came again, likely tokens would be accepted more often than their probability.
+    `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
+    engine `has_drafts`, the seed is ignored: drafts repeat earlier replies. With the random numbers
+    that these were sampled with, likely tokens would be accepted more often than their probability.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -167,7 +167,7 @@ class StoredResponses:
         self._known: dict[str, _Stored] = {}
 
     def keep(self, response_id: str, asked: list[Any], output: list[Any], turn: AgentTurn) -> None:
-        """Stores the response to a request with the items `asked`."""
+        """Stores a response: the items `asked` by its request, those of its `output`, its turn."""
         self._known[response_id] = _Stored([*asked, *output], turn)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:

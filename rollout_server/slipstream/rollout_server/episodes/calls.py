@@ -1,6 +1,7 @@
 """Sessions: the commands of one episode to its environment, and the answers.
 
-`CallTable` has the open calls of one stream, each with its answer, or with the answers of an agent.
+`CallTable` matches the answers on one stream to its open calls. Most calls get one answer; a call
+that follows an agent gets each call of the agent, then its result.
 Consumes: commands, answers from the stream. Produces: the answer to each command. Waits for: the
 answer. Unblocked by: the answer, the limit of the call, or the end of the stream.
 """
@@ -60,7 +61,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The result of an agent; `shares` and `rewards` are by branch name."""
+    """The result of an agent; `shares`, factors on the advantage, and `rewards` are by branch."""
 
     reward: float
     metrics: dict[str, float]
@@ -83,9 +84,9 @@ class StreamSession:
         on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]],
         on_close: Callable[[bool], None],
     ) -> None:
-        """`on_timeout` examines a call without an answer: the error that it returns is raised.
+        """`on_timeout` gets the error of a call without an answer, and returns the one to raise.
 
-        `on_close` is called with whether the environment has answered a step.
+        `on_close` gets whether the environment answered a step or, for an agent, gave a result.
         """
         self._table = table
         self._key = episode_key
@@ -174,7 +175,7 @@ class StreamSession:
             await self._table.call(message, timeout_s=self._timeout_s)
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Returns the error of an agent that is `late`, with the place where it hangs."""
+        """Turns the timeout error `late` of an agent into one that says where the agent hangs."""
         return await self._on_timeout(late)
 
     def close(self) -> None:
@@ -264,7 +265,10 @@ class CallTable:
         send: Callable[[environment_pb2.WorkerCommand], None],
         numbers: Iterator[int] | None = None,
     ) -> None:
-        """`send` puts a command on the stream at once; tables of one stream share `numbers`."""
+        """`send` puts a command on the stream without waiting; `numbers` are the ids of calls.
+
+        Several tables that use one stream share `numbers`.
+        """
         self._send = send
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
@@ -301,7 +305,8 @@ class CallTable:
     def follow(self, command: environment_pb2.WorkerCommand) -> Answers:
         """Sends the command to follow an agent; returns the queue of its calls and its result.
 
-        It holds 1024 answers; where more come, a failure is the last.
+        The queue has 1024 places. A call that would take the last place is replaced by a failure,
+        and later ones are dropped.
         """
         answers: Answers = asyncio.Queue(_MAX_WAITING_CALLS)
         self._followed[self.notify(command)] = answers
@@ -355,7 +360,7 @@ def misused(cause: str) -> EnvironmentFailed:
 
 
 def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFailed) -> None:
-    """Puts an answer into a queue; its last place gets a failure, later answers are dropped."""
+    """Appends an answer to a queue; in the last place as a failure, not at all if it is full."""
     if answers.full():
         return
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):
