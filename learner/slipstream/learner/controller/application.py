@@ -80,7 +80,7 @@ T = TypeVar("T")
 
 
 class RunTasks(asyncio.TaskGroup):
-    """The tasks of a controller; one that ends with an error fails the run and ends no other."""
+    """The task group of a controller: a task that raises fails the run and cancels no others."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         """`fail` gets the name of a task and the error with which it ended."""
@@ -135,7 +135,7 @@ class RunTasks(asyncio.TaskGroup):
 
 
 class Controller:
-    """Runs one run; `run` returns the exit code after it has closed everything that it opened."""
+    """The controller of one run; `run` closes everything it opened, then returns the exit code."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Controller:
     ) -> None:
         """`publisher` and `former` construct these parts; a caller may replace them.
 
-        `goodbye_limit_s`: at the end the trainer may make no call for this long beyond
-        `learner.timeout_s`.
+        At the end of the run the controller waits for the trainer's goodbye. The run fails if the
+        trainer makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds meanwhile.
         """
         self._make_publisher, self._make_former = publisher, former
         self._config = config

@@ -71,8 +71,9 @@ def evaluation_statistics(
 ) -> dict[str, float]:
     """The numbers of one evaluation in one round, by name; docs/metrics.md says what they mean.
 
-    Returns only the counts when there is no episode. `pass_at_k` is the mean over the tasks with at
-    least k replies, not counting failed episodes. It is left out when there is no such task.
+    Returns only the counts when there is no episode. For each k of `pass_at`, `pass_at_k` is the
+    mean over the tasks with at least k episodes that did not fail; it is left out without such a
+    task. An episode passes with a reward of at least `pass_reward`.
     """
     counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
     if not episodes:
@@ -140,11 +141,11 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Runs the rounds: before the first step, after every n-th, after the last.
+    """Runs evaluation rounds: before the first step, after every n-th, after the last.
 
-    Life of a round: `step_done` wants a version; `run_forever` pins a server that serves it, leases
-    the episodes to it as it has room, collects them, and tells `on_result`. If the server is lost
-    or serves another version, the round starts again on another server.
+    Life of a round: `step_done` requests a version; `run_forever` pins a server that serves it,
+    leases the episodes to it as it has room, collects them, and calls `on_result`. If the server is
+    lost or serves another version, the round starts again on another server.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Evaluator:
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the results so far; a due evaluation that is missing is measured now."""
+        """Restores the journaled results; requests the newest due evaluation if it is missing."""
         for record in history.evaluations:
             mean = record["reward_mean"]
             self._keep(
@@ -200,7 +201,7 @@ class Evaluator:
             await self._run.signal.changes(0.5)
 
     def step_done(self, step: int) -> None:
-        """Notes that version `step` exists, and evaluates it if it is due."""
+        """Notes that version `step` exists; requests its evaluation if one is due at that step."""
         if self._sections and self._is_due(step):
             self._wanted_step = self._asked_step = step
 
@@ -265,10 +266,10 @@ class Evaluator:
             self._scheduler.reserved[session.key] = len(self._round.waiting)
 
     def _chosen(self) -> ServerSession | None:
-        """Chooses a server: one that has loaded the environments, else a pinned one, else any.
+        """Returns a server with the environments loaded, else a pinned one, else any suitable one.
 
-        All other servers are unpinned, because nothing else would unpin them. Returns None if no
-        evaluation is due or no server serves a suitable version.
+        Unpins all other servers, because nothing else would unpin them. Returns None if no
+        evaluation is due, or if no server is pinned or serves a suitable version.
         """
         if self._wanted_step is None:
             return None

@@ -54,8 +54,8 @@ class Signal:
     async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
         """Returns `gather_s` after the next `notify`, or after `timeout_s`.
 
-        All changes until then cause one return. Each trajectory is a change; to wake a task for
-        each costs more than its check.
+        More changes within `gather_s` cause no return of their own: every trajectory is a change,
+        and waking a task for each costs more than the task's check.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
@@ -83,7 +83,8 @@ def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
 class EventLog:
     """The newest 10,000 events, numbered; the newest 100 events with metrics keep their metrics.
 
-    Events are kept encoded, since a message takes seven times the memory, and take at most 16 MiB.
+    Events are kept as encoded bytes, at most 16 MiB in all: a decoded message takes seven times
+    the memory.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class ModelFolder(_Record):
 
     @property
     def digest(self) -> str:
-        """One digest for all files of the folder."""
+        """A digest over the names and digests of all files of the folder."""
         return _digest(json.dumps([entry.model_dump() for entry in self.files]).encode())
 
 
@@ -87,7 +87,7 @@ class Receipt(_Record):
 
     @property
     def digest(self) -> str:
-        """The digest of `receipt.json`, which covers all files; a receipt is cited by it."""
+        """The digest of `receipt.json` and so of all listed files; it identifies a receipt."""
         return _digest(self.encoded())
 
     def encoded(self) -> bytes:
@@ -96,9 +96,11 @@ class Receipt(_Record):
 
 
 def pack(run: Path, out: Path) -> None:
-    """Writes the receipt of the run in the folder `run`; raises ConfigError if there can be none.
+    """Writes the receipt of the run in the folder `run` to the file `out`.
 
-    The same run gives the same bytes. Nobody else may write the folder meanwhile.
+    The same run gives the same bytes. No process may write to the folder meanwhile. Raises
+    ConfigError if a file is missing or contains a secret, if no step is journaled, or if `out`
+    exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or name another file by --out")
@@ -128,9 +130,10 @@ def pack(run: Path, out: Path) -> None:
 
 
 def unpack(path: Path, folder: Path) -> Receipt:
-    """Writes the files of a receipt into `folder`; raises ProtocolError unless all are as listed.
+    """Writes the files of the receipt `path` into `folder`, and returns its `receipt.json`.
 
-    Nothing but what `CONTENTS` matches is written, and no more bytes than are listed.
+    Raises ProtocolError unless the files are exactly those listed, with the same digests and with
+    names that `CONTENTS` matches. It never writes more bytes than are listed.
     """
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -141,7 +144,7 @@ def unpack(path: Path, folder: Path) -> Receipt:
 
 
 def describe_model(setting: str, path: Path) -> ModelFolder:
-    """Returns the name of a model's folder and its files' digests, none if it does not exist."""
+    """Returns the name of a model's folder and its files' digests; no files if it is missing."""
     found = _SNAPSHOT.search(str(path))
     name = f"{found[1]}/{found[2]}@{found[3]}" if found else str(path)
     files = {file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()}
@@ -150,7 +153,10 @@ def describe_model(setting: str, path: Path) -> ModelFolder:
 
 
 def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
-    """Returns the files by their names in a receipt; writes copies without secrets to `changed`."""
+    """Maps the name of each file in the receipt to its path; writes some files to `changed`.
+
+    The journal and the settings are written there without the run's key and passwords.
+    """
     records = list(read_records(run / JOURNAL))
     history = read_history(records)
     for name, spec in history.submitted.items():
@@ -178,7 +184,7 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
 
 
 def _without_password(config: Config) -> Config:
-    """Returns the settings without the Redis login in a URL; ConfigError for other secrets."""
+    """Returns the settings without the login in the URL of Redis; ConfigError for other secrets."""
     if config.queue.redis_url is not None:
         url = re.sub(r"//[^/?#]*@", "//", config.queue.redis_url.partition("?")[0])
         queue = config.queue.model_copy(update={"redis_url": url})
@@ -217,7 +223,7 @@ def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
 
 
 def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
-    """Yields name and bytes of each secret, from files and URLs of the settings and environment."""
+    """Yields name and value of each secret in files and URLs of the settings and in variables."""
     security, queue = config.security, config.queue
     files = {
         "security.token_file": security.token_file,

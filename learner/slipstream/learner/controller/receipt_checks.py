@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def check(path: Path) -> int:
-    """Prints a line for each thing that a receipt shows; returns 1 at the first that is wrong."""
+    """Prints one line for each check of a receipt; returns 1 at the first that fails, else 0."""
     with tempfile.TemporaryDirectory(prefix="slipstream-receipt-") as unpacked:
         folder = Path(unpacked)
         try:
@@ -176,7 +176,7 @@ def _ledger(story: Story) -> Iterator[str]:
 
 
 def _curve(story: Story) -> Iterator[str]:
-    """Compares the rewards of the metrics with the batches and with the journaled evaluations."""
+    """Compares the rewards in metrics.jsonl with the batches and the journaled evaluations."""
     rows = _rows(story.folder / METRICS)
     steps = [row["step"] for row in rows if "step" in row]
     if steps != list(story.rewards):

@@ -13,7 +13,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook
 class Books:
     """Leases, environments, servers, journal, tokens and queue of a run.
 
-    Each is one of its kind, and several parts of the controller read and change it.
+    A run has one object of each, which several parts of the controller read and change.
     """
 
     leases: LeaseBook

@@ -76,9 +76,9 @@ class Group:
         return [member for member in self.missing if member not in self.ended]
 
     def may_end(self, epoch: int, attempt: int) -> bool:
-        """Whether the end of this attempt, by the server of `epoch`, ends its member.
+        """Whether this attempt, on the server of `epoch`, is of the present lease, if there is one.
 
-        False when a later lease runs the member again.
+        If it is not, a later lease runs the member again: the end of the attempt does not end it.
         """
         if self.holder is None:
             return True
@@ -97,7 +97,10 @@ class Group:
         return ""
 
     def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
-        """Raises ProtocolError if the holder's report contradicts the lease."""
+        """Raises ProtocolError if the holder's report on its closed lease contradicts the lease.
+
+        `unfinished`: the members that it did not end. `next_attempt`: all its attempts are below.
+        """
         assert self.holder is not None
         fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
         if max(unfinished, default=0) >= self.size:
@@ -154,7 +157,7 @@ def fewest_members(size: int, share: float) -> int:
 
 
 def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
-    """Returns the group of an earlier start's record; it waits for a server."""
+    """Returns the group that an earlier start journaled as `record`; it waits for a server."""
     allowed = range(record.num_leases * attempts_per_lease)
     return Group(
         group_id=record.group_id,

@@ -71,7 +71,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """Number of episodes that a serving server may be given."""
+    """A serving server and the number of episodes that it may still be given."""
 
     session: ServerSession
     episodes: int
@@ -101,7 +101,7 @@ def rooms(
 def place_orphans(
     book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[ServerRoom], limit: int
 ) -> list[Grant]:
-    """Gives at most `limit` interrupted groups to servers that may finish them."""
+    """Leases at most `limit` orphans, groups without a holder, to servers that may finish them."""
     # Orphans of one kind suit the same servers; each keeps its place in the order of the leases.
     kinds: dict[tuple[str, int, int], deque[tuple[int, Group]]] = {}
     for place, group in enumerate(book.orphans()):
@@ -181,7 +181,7 @@ class NewLeases:
         *,
         num_episodes: int,
     ) -> None:
-        """Grants the `num_episodes` that fit into the queue.
+        """Grants leases of `num_episodes` episodes at most: the queue has room for that many.
 
         `again` holds abandoned groups: their tasks are leased before any new task, and then leave
         the list.

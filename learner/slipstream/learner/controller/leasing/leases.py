@@ -24,7 +24,10 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 
 @dataclass(eq=False)
 class ClosingLease:
-    """A lease of which `holder` still runs `members`: they keep their slots and bytes."""
+    """The `members` of a group that `holder` still runs although the group waits for them no more.
+
+    They still count against the episode slots of the server and the bytes of the queue.
+    """
 
     environment: str
     holder: ServerKey
@@ -85,7 +88,7 @@ class Awaited:
         self._since_s: float | None = None
 
     def expect(self, servers: Iterable[str]) -> None:
-        """Awaits `servers`."""
+        """Adds names of `servers` that may join again."""
         self._servers.update(servers)
 
     def has(self, group: Group) -> bool:
@@ -99,14 +102,14 @@ class Awaited:
             self.hold(undelivered)
 
     def hold(self, trajectory_ids: Iterable[str]) -> None:
-        """Awaits finished trajectories."""
+        """Adds finished trajectories that have not been delivered yet."""
         self._since_s = None
         held = set(trajectory_ids) - self._arrived - self._held
         self._held |= held
         self._groups.update(name.partition(".")[0] for name in held)
 
     def arrived(self, trajectory_id: str) -> None:
-        """Notes a delivery."""
+        """Notes that a trajectory was delivered."""
         if trajectory_id in self._held:
             self._held.discard(trajectory_id)
             self._since_s = None
@@ -118,10 +121,10 @@ class Awaited:
             self._arrived.add(trajectory_id)
 
     def look(self, now_s: float, limit_s: float) -> None:
-        """Gives up servers, and trajectories if none came in the last `limit_s` seconds.
+        """Stops awaiting servers `limit_s` after the first call, and trajectories that stop coming.
 
-        Servers are given up `limit_s` after the first call. A long queue may take longer, but
-        groups of a lost server do not wait for it.
+        Trajectories are awaited until none has come for `limit_s` seconds: a long queue may take
+        longer, but groups of a lost server do not wait for it.
         """
         self._began_s = now_s if self._began_s is None else self._began_s
         self._since_s = now_s if self._since_s is None else self._since_s
@@ -274,7 +277,7 @@ class LeaseBook:
         return lost
 
     def add(self, trajectory: Trajectory) -> Fate:
-        """Files a trajectory and returns its fate."""
+        """Adds a trajectory to its group, if it is still needed, and returns its fate."""
         if not trajectory.will_retry:
             self.closing.end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
@@ -303,10 +306,10 @@ class LeaseBook:
         return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
 
     def give_up(self, group: Group, members: Collection[int]) -> bool:
-        """Lets a group go on without `members`; returns False, unchanged, if the group must end.
+        """Marks `members` as failed; returns False and changes nothing if the group must end now.
 
-        It must end if too few members would be left, or if a quarter, at least two, had their last
-        attempt and no member has finished: such a task may end one worker after another.
+        It must end if too few members would be left, or if no member has finished and at least two
+        and a quarter of them failed: such a task may crash one worker after another.
         """
         num_failed = len(group.failed.union(members))
         is_hopeless = not group.finished and num_failed >= max(2, group.size / 4)
@@ -319,7 +322,7 @@ class LeaseBook:
         return True
 
     def oldest_open(self, environment: str) -> float:
-        """The smallest number of the environment's incomplete groups; inf if all are complete."""
+        """The lowest number of an incomplete group of the environment; inf if there is none."""
         return min(
             (
                 group_number(group.group_id) or 0
@@ -382,7 +385,7 @@ class LeaseBook:
             self._hand_back(group)
 
     def _hand_back(self, group: Group) -> None:
-        """Leaves a group whose lease is over without a holder, unless it is complete."""
+        """Removes the holder of an incomplete group whose lease is closed and runs no member."""
         if group.closed and not group.running and not group.is_complete:
             group.holder = None
 
@@ -393,7 +396,7 @@ class LeaseBook:
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Takes the batch of the present step and moves to the next step. None if not ready."""
+        """Returns the batch of the present step and moves to the next step. None if not ready."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None

@@ -223,7 +223,7 @@ class Scheduler:
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:
-        """Numbers of the leases; docs/metrics.md says what each name means."""
+        """The metrics of the leases; docs/metrics.md says what each name means."""
         return {"reserved_bytes": float(self.reserved_bytes)}
 
     def waited_s(self) -> dict[str, float]:

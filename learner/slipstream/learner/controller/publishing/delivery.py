@@ -46,7 +46,7 @@ MAX_FAILING = 1000
 
 @dataclass(frozen=True)
 class FailureCounts:
-    """Numbers of publishes to one server that failed in a row."""
+    """Counts of consecutive failed publishes to one server."""
 
     # Failures since this session began or last served.
     in_session: int
@@ -79,7 +79,10 @@ class FailRun:
 
 
 def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
-    """Returns the consequence of a failure; `counts` already includes that failure."""
+    """Returns what follows from a failed publish, which `counts` already includes.
+
+    The run fails only if no server serves (`is_any_serving`).
+    """
     if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
         return FailRun()
     if counts.in_session >= MAX_FAILED_PUBLISHES:
@@ -256,7 +259,7 @@ class Deliveries:
     async def _expire(
         self, publish_id: str, waits: Mapping[ServerKey, Wait], limit_s: float
     ) -> None:
-        """Ends waits as failed after `limit_s`: one timer for all receivers of a publish."""
+        """Fails each wait that is still open after `limit_s`; one timer covers all receivers."""
         await self._run.clock.wait(waits.values(), limit_s)
         for key in [key for key, wait in waits.items() if not wait.done()]:
             self.reports.abandon(publish_id, key, f"no answer within {limit_s:g} s")
@@ -268,7 +271,7 @@ class Deliveries:
         digests: Sequence[bytes],
         report: fleet_pb2.PublishReport,
     ) -> None:
-        """Fails a receiver that has not loaded buckets with these digests."""
+        """Checks a report of LOADED or FAILED: a failure or other digests fail the receiver."""
         if report.phase == FAILED:
             self.fail(publish, session, report.message or "it failed")
         elif list(report.bucket_digests) != list(digests):
@@ -342,7 +345,8 @@ class Deliveries:
     def _allow_more_time(self, publish: Publish) -> None:
         """Doubles the deadline of later publishes, since this machine or network may be slow.
 
-        A lost server is no reason. Later failures of the same publish change nothing.
+        It does so once for each failed publish, up to `MOST_TIME` times the setting. Callers leave
+        out failures of lost servers.
         """
         deadline_s = publish.order.bucket_deadline_s
         largest_s = MOST_TIME * self._settings.bucket_deadline_s
@@ -372,7 +376,7 @@ class Deliveries:
         self._follow_failure(session, cause)
 
     def fetch_failed(self, session: ServerSession, cause: str) -> None:
-        """Notes that a server could not fetch a version: one that serves keeps its version."""
+        """Notes that a server could not fetch a version: it serves its old one on, or is stale."""
         if not session.is_serving:
             self.make_stale(session, cause)
             return

@@ -32,7 +32,7 @@ class PhaseReports:
         self._open: dict[ServerKey, Expectations] = {}
 
     def expect(self, publish_id: str, server: ServerKey, phase: int) -> Wait:
-        """Returns the future of a report, which also keeps a report that comes before `wait`."""
+        """Returns a future for a report; it also keeps a report that comes before `wait`."""
         future: Wait = asyncio.get_running_loop().create_future()
         return self._open.setdefault(server, {}).setdefault((publish_id, phase), future)
 

@@ -120,7 +120,7 @@ class Readiness:
         self._tasks.create_task(self._follow(question))
 
     async def _follow(self, question: _Question) -> None:
-        """Waits for the answer, which makes the server due, or for the deadline of the question."""
+        """Waits for a late answer, then wakes the run; sends the server away if none comes."""
         limit_s = self._settings.join_deadline_s
         clock = self._run.clock
         await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
@@ -194,7 +194,7 @@ class Publisher:
         self._holders = set()
 
     def pin(self, session: ServerSession) -> bool:
-        """Lets a server keep its version; False if a publish to it is under way."""
+        """Makes a server keep its version; returns False if a publish to it is under way."""
         if self._current is not None and session in self._current.receivers:
             return False
         self.pinned.add(session.key)
@@ -207,10 +207,10 @@ class Publisher:
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
-        """Asks the due servers if they are ready; returns the trainer's order, or None.
+        """Asks the due servers if they are ready; returns the trainer's order, if any is ready.
 
-        If `trainer` names its digests, the publish begins with the order: the servers get theirs,
-        with the digests, before the trainer sends.
+        If `trainer` names the digests of its buckets, the publish may begin at once: the servers
+        get their orders, with the digests, before the trainer sends.
         """
         if self._current is not None:
             # The trainer asks for an order, so it never got the last one.
@@ -432,7 +432,10 @@ class Publisher:
     def _drop(
         self, sessions: Sequence[ServerSession], problems: Sequence[str]
     ) -> list[ServerSession]:
-        """Makes servers with a problem stale; returns the others that are still there."""
+        """Makes servers with a problem stale; returns the others that are connected and not pinned.
+
+        `problems` has a text for each session, empty if it has no problem.
+        """
         kept = []
         for session, problem in zip(sessions, problems, strict=True):
             if session.is_serving and session.key in self.pinned:

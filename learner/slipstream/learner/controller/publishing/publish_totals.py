@@ -59,7 +59,7 @@ def check_probe(
 
 @dataclass
 class PublishTotals:
-    """Counts, bytes and seconds of all publishes of this start."""
+    """Counts, bytes and seconds of all publishes since the controller started."""
 
     publishes: int = 0
     verified: int = 0

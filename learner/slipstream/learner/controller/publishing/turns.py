@@ -44,7 +44,10 @@ class EngineTurns:
         return not self._are_off and self._is_beside(session)
 
     async def begin(self) -> None:
-        """Lets the engines of the learner's devices rest; returns when all of them do."""
+        """Orders the engines on the learner's devices to rest; returns when all of them do.
+
+        Removes servers that do not answer within `weights.join_deadline_s`.
+        """
         if self._are_off:
             return
         sharing = self._sharing()

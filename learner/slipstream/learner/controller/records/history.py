@@ -30,7 +30,7 @@ START = PolicyVersion(0, 0)
 
 
 class FilterVerdict(Enum):
-    """The consequence, for the run, of the groups left out while one batch was formed."""
+    """What the groups that dynamic sampling left out of one batch mean for the run."""
 
     # Too few groups were left out to judge.
     GO_ON = "go on"
@@ -42,7 +42,7 @@ class FilterVerdict(Enum):
 
 @dataclass
 class Tally:
-    """Counts of the groups of one environment that were left out."""
+    """Counts of the groups of one environment that dynamic sampling left out."""
 
     groups: int = 0
     # Number of groups in which every episode has the full reward.
@@ -53,12 +53,12 @@ class Tally:
 
 @dataclass
 class FilteredGroups:
-    """The groups that were left out since the last batch, counted by environment."""
+    """The groups that dynamic sampling left out since the last batch, counted by environment."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
 
     def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
-        """Counts one more group."""
+        """Counts one more group, with its mean reward; `solved`: all its rewards are full."""
         tally = self.tallies.setdefault(environment, Tally())
         tally.groups += 1
         tally.solved += solved
@@ -104,7 +104,7 @@ class TaskResults:
         self._newest: dict[int, dict[GroupId, float]] = {}
 
     def note(self, group_id: GroupId, task_index: int, reward: float) -> None:
-        """Takes one result; a group that is played again replaces its result."""
+        """Stores the mean reward of a group; it replaces an earlier result of the same group."""
         newest = self._newest.setdefault(task_index, {})
         newest[group_id] = reward
         if len(newest) > MAX_WINDOW:
@@ -237,7 +237,7 @@ class RunHistory:
 
     @property
     def next_step(self) -> int:
-        """The first step that the journal does not hold."""
+        """The first step whose batch is not in the journal."""
         return len(self.batches)
 
     @property
@@ -250,7 +250,7 @@ class RunHistory:
 
     @property
     def incarnation(self) -> int:
-        """The number of the newest timeline."""
+        """The number of the newest timeline of versions."""
         return max((step.version.incarnation for step in self.steps.values()), default=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -443,7 +443,7 @@ class RunHistory:
 
 
 def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
-    """Returns `settled`, the amount that has ended or is in a batch, after one more record."""
+    """Returns `settled` after one more record: the trajectories that ended or are in a batch."""
     if kind == "end" and "tokens" in record:
         return settled.plus(record["tokens"])
     if kind == "batch":

@@ -126,7 +126,7 @@ class Journal:
             self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable; blocks on the disk. Raises RunFailed after any failure."""
+        """Makes all records durable; blocks on the disk. Each failure is final: RunFailed."""
         with self._syncing:
             if self._failure is not None:
                 raise self._failure
@@ -165,7 +165,7 @@ class Journal:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a controller that was started later writes this journal."""
+        """Whether a controller that started later has begun a log, which ends this one."""
         return newest_log_number(self._folder) > log_number(self._path.name)
 
     def _check_fence(self) -> None:
@@ -191,9 +191,9 @@ class Journal:
         return None
 
     def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
-        """Makes the batch of a step durable, file and record; called before it is trained.
+        """Makes the batch of a step durable, its file and then its record; called before training.
 
-        Returns the checksum. RunFailed when the disk cannot be written or the folder is gone.
+        Returns the checksum of the file. Raises RunFailed if the disk or the folder fails.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
@@ -248,7 +248,7 @@ class Journal:
 def tokens_by_server(
     trajectories: Iterable[Trajectory | trajectory_pb2.Trajectory],
 ) -> list[JsonValue]:
-    """Name, epoch and sampled tokens of each server epoch."""
+    """Returns [name, epoch, sampled tokens] of each server that sampled the trajectories."""
     tokens: Counter[tuple[str, int]] = Counter()
     for trajectory in trajectories:
         key = (trajectory.server_id, trajectory.server_epoch)
@@ -257,13 +257,13 @@ def tokens_by_server(
 
 
 def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
-    """Returns the line of a record; lines are counted from 1."""
+    """Returns a record as a line of the log, with line number `number`, counted from 1."""
     text = _ENCODER.encode({LINE: number, **record}).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def whole_bytes(path: Path) -> int:
-    """The length of a file of lines without a torn last line, in bytes."""
+    """The size of a file in bytes, without a last line that lacks its newline."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -351,7 +351,7 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
 
 def _first_number(path: Path) -> int | None:
-    """The number of the first line of a log. None if that line is no whole record."""
+    """The line number in the first line of a log. None if that line is damaged or missing."""
     with path.open("rb") as file:
         text = _whole_record(file.readline())
     record = None if text is None else _parse(text)

@@ -35,7 +35,7 @@ FLUSH_S = 0.05
 
 
 def made_for_one(ledger: status_pb2.Ledger) -> float:
-    """Returns generated tokens, without judges', per token that is trained or still may be."""
+    """Returns the generated tokens per token that was trained or may still be; judges excluded."""
     made = ledger.generated - ledger.judged
     wasted = sum(
         (ledger.filtered, ledger.failed, ledger.cancelled, ledger.quarantined, ledger.evaluated)
@@ -45,7 +45,7 @@ def made_for_one(ledger: status_pb2.Ledger) -> float:
 
 
 class TokenLedger:
-    """Counts sampled tokens from the engines to their ends; duplicates count once."""
+    """Accounts for each sampled token from the engine to its end; duplicates count once."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class TokenLedger:
         journal: Journal,
         queue: AccountedReceiver,
     ) -> None:
-        """`epochs` has the servers' counts; `held` returns the trajectories of no batch yet."""
+        """`epochs` has the servers' counts; `held` returns the trajectories outside of batches."""
         self._epochs, self._held = epochs, held
         self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
@@ -91,11 +91,11 @@ class TokenLedger:
         return found
 
     def gaps_to_journal(self, key: ServerKey) -> tuple[int, ...]:
-        """Returns the gaps of a server's counts as numbers."""
+        """Returns the gaps of a server's counts in the form of `EpochCount.journaled_gaps`."""
         return self._epochs.count(key).journaled_gaps()
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
-        """Takes over the counters of a heartbeat."""
+        """Stores the counters of a server's heartbeat."""
         self._epochs.join(key).report(report)
 
     def receive(
@@ -109,20 +109,20 @@ class TokenLedger:
         return True
 
     def end(self, end: TrajectoryEnd, tokens: int) -> None:
-        """Notes the end of a trajectory that is in no batch."""
+        """Counts a trajectory of `tokens` tokens that ended outside of any batch."""
         self._ends[end] += tokens
         self._settled = self._settled.plus(tokens)
 
     def end_batched(self, end: TrajectoryEnd, tokens: int) -> None:
-        """Notes the end of trajectories that are in a batch."""
+        """Counts `tokens` tokens of a batch as ended: trained or set aside."""
         self._ends[end] += tokens
 
     def settle(self, trajectories: Sequence[Trajectory]) -> None:
-        """Notes the trajectories of a batch, which go to the journal."""
+        """Counts the trajectories of a new batch, just before the journal gets it."""
         self._settled = self._settled.less(_amount(trajectories, sign=-1))
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
-        """Notes the trajectories of a set-aside batch that wait for another batch."""
+        """Uncounts the trajectories of a set-aside batch that wait for another batch."""
         self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:
@@ -130,7 +130,7 @@ class TokenLedger:
         self._epochs.count(key).dead = True
 
     def news(self) -> list[str]:
-        """The gaps that were not returned before."""
+        """Returns a text for each gap that no earlier call returned."""
         gaps = {line.partition(":")[0]: line for line in self.snapshot().gaps}
         new = [line for place, line in gaps.items() if place not in self._told]
         self._told.update(gaps)
@@ -190,7 +190,7 @@ def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Amount:
 
 
 def _line(place: str, gap: Amount) -> str:
-    """Names a gap: the hand-over, and the trajectories and tokens that are lost or there twice."""
+    """Describes a gap: the hand-over, and how many trajectories and tokens are lost or twice."""
     number = abs(gap.trajectories)
     noun = "trajectory" if number == 1 else "trajectories"
     fault = "lost" if sum(gap) > 0 else "twice"
@@ -211,7 +211,7 @@ class AccountedReceiver(AsyncClosing):
 
     @property
     def untaken(self) -> Amount:
-        """The amount that the queue gave and `get` did not take; below 0 if it took some twice."""
+        """The amount that the queue gave and `get` did not receive; below 0 for duplicates."""
         return self._receiver.given.less(self.given)
 
     @property
@@ -256,8 +256,9 @@ async def open_receiver(
 ) -> TrajectoryReceiver:
     """Opens and returns the receiver of trajectories that `queue.kind` asks for: Redis or gRPC.
 
-    A Redis receiver is closed by `stack`, and its mark is journaled; if the mark differs from the
-    journaled one, Redis lost data, and a warning is written. A gRPC receiver is added to `server`.
+    A Redis receiver is closed by `stack`. Its mark, an id of the data in Redis, is journaled; a
+    warning follows if it differs from the last one, since Redis lost data then. A gRPC receiver is
+    added to `server`.
     """
     queue = run.config.queue
     if queue.kind == "redis":

@@ -18,10 +18,10 @@ _NUMBERED = re.compile(r"(g|e[0-9]+-)(0[0-9]{5}|[1-9][0-9]{5,11})")
 
 
 class SeenIds:
-    """A set of trajectory ids, exact for every text.
+    """A set of trajectory ids in about a byte per id, without false answers.
 
-    Most ids are the first attempt of a member by the only server that ran its group. Such ids are
-    bits of a word, next to the epoch of that server. All others are kept as text.
+    Most ids are the first attempt of a member by the only server that ran its group. Such an id
+    is one bit, stored next to the epoch of that server. All others are kept as text.
     """
 
     def __init__(self, ids: Iterable[TrajectoryId] = ()) -> None:
@@ -101,7 +101,7 @@ class GroupSteps:
 
 
 def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
-    """Page, index in it, epoch and bit of a first attempt. None for any other text."""
+    """Page, index in the page, epoch and bit of the id of a first attempt. None for other texts."""
     return _find_place(trajectory_id) if len(trajectory_id) <= MAX_KEPT else None
 
 

@@ -84,7 +84,7 @@ class Advisor:
     """
 
     def __init__(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        """`write` replaces the file of the advice."""
+        """`write` replaces the file of the advice with a text; `warn` adds a warning event."""
         self._write, self._warn, self._has_warned = write, warn, False
         self._steps: deque[StepCosts] = deque(maxlen=WINDOW_STEPS)
         self._groups: deque[Group] = deque()
@@ -156,7 +156,7 @@ class Advisor:
             self._due.set()
 
     async def advise_forever(self) -> None:
-        """Predicts after each `EVERY_STEPS` steps of one setting, until it is cancelled."""
+        """Predicts after each `EVERY_STEPS` steps of one setting, until the task is cancelled."""
         while True:
             await self._due.wait()
             self._due.clear()
@@ -220,7 +220,7 @@ class Advisor:
         )
 
     def _rest_s(self, steps: Sequence[StepCosts]) -> float:
-        """Returns the mean seconds of a step in which engines rest, less training and publish."""
+        """Returns the mean seconds per step in which engines rest beyond training and publish."""
         uptime_s = sum(work.uptime_s for work in self._work)
         share = sum(work.paused_s for work in self._work) / uptime_s if uptime_s > 0 else 0.0
         rests_s = [share * s.step_s - s.training_s - s.publish_s for s in steps]

@@ -59,10 +59,10 @@ class RunRecorder:
         texts: TokenTexts | None,
         events: EventLog,
     ) -> None:
-        """`trackers` get the numbers of each step and round; `close` closes them.
+        """`trackers` get the numbers of each step and evaluation round; `close` closes them.
 
-        `events` gets hints and warnings. With `texts`, sampled episodes of several turns show each
-        turn.
+        `events` gets hints and warnings. With `texts`, sampled episodes of several turns list the
+        text of each turn.
         """
         self._folder, self._config, self._trackers = folder, config, trackers
         self._texts, self._warn = texts, events.warn
@@ -87,7 +87,7 @@ class RunRecorder:
         self._last_step_s = time.monotonic()
 
     def _read_rows(self) -> float:
-        """Takes over the rows of earlier starts; returns the seconds that these starts took."""
+        """Counts the rows that earlier starts wrote; returns the seconds that those starts took."""
         wall_s = 0.0
         for row in read_rows(self._folder / METRICS, self._warn):
             wall_s = max(wall_s, row["wall_s"])
@@ -135,7 +135,7 @@ class RunRecorder:
             self.rate.began(time.monotonic() - report.busy_s)
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Writes `suspended`, the cause by name of each suspended environment, if it changed."""
+        """Writes the suspended environments, a cause by name, to their file if they changed."""
         if suspended == self._suspended:
             return
         self._suspended = suspended
@@ -154,8 +154,8 @@ class RunRecorder:
     ) -> dict[str, float]:
         """Writes the row of one step and returns it.
 
-        `advantages` are those of the batch's first trajectories. `training`: start and end of the
-        step, in Unix seconds.
+        `advantages`: those of the first trajectories of the batch, in order; the others stay
+        unknown. `training`: start and end of the step, in Unix seconds.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
@@ -301,7 +301,7 @@ async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
 
 
 def sampled_groups(groups: Sequence[Group]) -> list[Group]:
-    """The first group of each environment, and more if these are fewer than two groups."""
+    """Returns the first group of each environment, plus others if that gives fewer than two."""
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.environment, group)

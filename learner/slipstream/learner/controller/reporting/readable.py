@@ -30,9 +30,10 @@ class TokenTexts:
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """Opens the tokenizer; returns None if each episode has one turn, or if its file is missing.
+    """Opens the tokenizer that shows episodes turn by turn; None if it is not needed or missing.
 
-    Warns if the file is missing and `sampling.max_turns` is above 1.
+    It is not needed with `sampling.max_turns` 1. Warns if its file is missing and the setting is
+    above 1.
     """
     if config.sampling.max_turns == 1:
         return None
@@ -48,10 +49,10 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
 
 
 def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]:
-    """Returns the line of a group; each list has a number for each member.
+    """Returns the line of a group; each list has one number per member.
 
     `surprisal` is the mean of -log p over the sampled tokens of a member, in nats: an estimate of
-    the policy's entropy.
+    the policy's entropy. It is None without a sampled token.
     """
     return {
         "step": step,
@@ -97,7 +98,7 @@ def readable(
 
 
 def _mean_lag(step: int, trajectory: Trajectory) -> float | None:
-    """Returns the mean lag of the sampled tokens, trained from version `step`; None without any."""
+    """Returns the mean lag of sampled tokens if version `step` trains them; None without any."""
     spans = trajectory.version_spans
     total = sum(span.length * (step - span.version.step) for span in spans)
     return total / trajectory.num_sampled_tokens if spans else None

@@ -31,8 +31,8 @@ MAX_NUMBER = 1e30
 class ResultFile:
     """A file to which whole records are appended; a record that cannot be written is lost.
 
-    A fault causes one warning, and a second one with the number of lost records when it is over.
-    Each record opens the file again, so that a removed file is created again.
+    The first lost record causes a warning; the next record that can be written causes another,
+    with the number of lost ones. Each record opens the file, so a removed file is created again.
     """
 
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:

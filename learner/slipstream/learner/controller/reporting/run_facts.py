@@ -20,7 +20,7 @@ EDGE_STEPS = 5
 
 
 class RunTotals:
-    """Sums and peaks over the rows of all steps, the loading before the first step included."""
+    """Sums and maxima over the rows of all steps, including the loading before the first step."""
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(("step_s", *TRAINER_PARTS, *SERVER_SHARES, *RESOURCES), 0.0)
@@ -45,7 +45,7 @@ class RunTotals:
             self._servers = int(servers)
 
     def resources(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
-        """The resources by name, without peaks that no row had."""
+        """The resources that the run used, by name; maxima that no row had are left out."""
         return {
             "trainer_ranks": trainer_ranks,
             "rollout_servers": self._servers,
@@ -54,7 +54,7 @@ class RunTotals:
         }
 
     def shares(self) -> dict[str, JsonValue]:
-        """The shares of the trainer's time and of the servers', each left out if unknown."""
+        """The shares of the trainer's and the servers' time; a party without data is left out."""
         found: dict[str, JsonValue] = {}
         if step_s := self._sums["step_s"]:
             trainer = {TRAINER_PARTS[name]: self._sums[name] / step_s for name in TRAINER_PARTS}
@@ -108,7 +108,7 @@ class RunFacts:
     gradient_overflows: int = 0
 
     def edge_rewards(self) -> tuple[list[float], list[float]]:
-        """Returns the mean rewards of the first and of the last steps, without a step in both."""
+        """Returns the mean rewards of the first and of the last steps; the two do not overlap."""
         num_edge = max(1, min(EDGE_STEPS, self.steps // 2))
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 

@@ -59,9 +59,9 @@ class ServerWork:
 
 
 class StepTimes:
-    """Computes the times of each step from counters that run since the start.
+    """Computes the times of each step from counters that only grow from the run's start.
 
-    Call `report` for each report of a server, and `step` for each step.
+    Call `report` for each report of a server, and `step` at the end of each step.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class StepTimes:
 
 
 def outside_s(group: Group, trajectory: Trajectory) -> float:
-    """Seconds of an episode outside the engine, from its lease to its arrival."""
+    """Seconds of an episode from its lease to its arrival, without those in the engine."""
     back_s = group.back_s.get(trajectory.member)
     if back_s is None or not group.leased_s:
         # A controller before this one has leased it.
@@ -113,7 +113,7 @@ def outside_s(group: Group, trajectory: Trajectory) -> float:
 
 
 def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
-    """Means over the groups of a step that was given to the trainer at `given_s`."""
+    """Returns mean waits of the groups that the trainer got at `given_s`, in Unix seconds."""
     waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
     rests = [
         max(0.0, outside_s(group, each) - each.environment_s)
