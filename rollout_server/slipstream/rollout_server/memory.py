@@ -76,9 +76,10 @@ MOST_OF_SHARE = 1 / 6
 
 
 def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
-    """Returns the fraction of a GPU's memory for vLLM: the engine's, less room for staged weights.
+    """Returns the fraction of a GPU's memory for vLLM: the engine's, less that of staged updates.
 
-    `wire_bytes`: size of an update, all of which each worker of an engine receives. Raises
+    `wire_bytes`: size of an update, all of which each worker of an engine receives. Nothing is
+    subtracted if updates are not staged, or if "auto" finds the update too large. Raises
     ConfigError if `weights.stage_on_server` is true and leaves vLLM nothing.
     """
     share = config.rollout_server.gpu_memory_utilization
@@ -94,6 +95,6 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 
 
 def wire_bytes(config: Config) -> int:
-    """Returns the bytes of all weights on the wire, by the headers of the model's files."""
+    """Returns the size of all weights as they are sent, from the shapes in the model's files."""
     elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
     return (4 if config.model.dtype == "float32" else 2) * elements

@@ -93,13 +93,16 @@ def is_cpu_build() -> bool:
 
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
-    """Returns all variables of an environment worker."""
+    """Returns all environment variables of an environment worker, which attaches with `token`."""
     return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
 @contextlib.contextmanager
 def limited_start(limit_s: float) -> Iterator[None]:
-    """Ends this process as NOT_STARTED when the block takes longer: vLLM's start has no limit."""
+    """Ends this process with code NOT_STARTED if the block takes more than `limit_s`.
+
+    The start of vLLM has no limit of its own.
+    """
 
     def abandon() -> None:
         print(f"slipstream: the engine did not start within {limit_s:g} s", file=sys.stderr)
@@ -127,9 +130,9 @@ def describe_engine_death(said: str, *, oom_kills: int) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with `code` after the functions of atexit.
+    """Ends this process with `code` after the atexit functions, without finalising its modules.
 
-    To take vLLM's and torch's modules apart costs seconds, in which vLLM's client logs errors.
+    Finalising vLLM's and torch's modules takes seconds, in which vLLM's client logs errors.
     """
     atexit._run_exitfuncs()
     flush_output()

@@ -181,7 +181,12 @@ class RolloutServer:
         stop: asyncio.Event,
         undelivered: Sequence[TrajectoryId] = (),
     ) -> _Joined | None:
-        """Returns a stream that was welcomed, in a new epoch; None when `stop` is set meanwhile."""
+        """Returns a stream that was welcomed, in a new epoch; None when `stop` is set meanwhile.
+
+        `undelivered`: ids of trajectories that the receiver may lack, for the controller. Raises
+        RunFailed without a welcome within `controller.fleet_timeout_s`, ConfigError if the
+        controller refuses.
+        """
         deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
         cause = told = ""
         while not stop.is_set():

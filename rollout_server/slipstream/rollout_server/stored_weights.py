@@ -63,9 +63,10 @@ class Fetched:
 class StoredWeights:
     """Keeps a file with the newest fetched version; `fetch` may be called on any thread.
 
-    The file holds all buckets, one after the other. A fetch that fails in the middle leaves no
-    version in it: the next one begins with a whole one. If the disk has no room for the other file,
-    of changes, this one still holds the new version, and the next fetch returns it whole.
+    The file holds all buckets, one after the other. A fetch that fails midway invalidates the file,
+    and the next fetch begins with a whole version. A delta is written to a second file, of changes.
+    If the disk has no room for that one, the fetch fails, but the first file has the new version,
+    which the next fetch returns whole.
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
@@ -120,9 +121,10 @@ class StoredWeights:
     def _write(
         self, changes: JoinedChanges, base: bytes, file: _Buckets
     ) -> weights_pb2.Delta | None:
-        """Writes the file of changes; returns its description, or None if no bucket is a payload.
+        """Writes the file of changes; returns the delta, or None if all buckets would be whole.
 
-        Raises WeightSyncError when the disk does not take it; the other file keeps its version.
+        Raises WeightSyncError when the disk does not take it; the file of all buckets keeps its
+        version.
         """
         try:
             return changes.write(self._changes_path, base, file.elements)
@@ -160,7 +162,11 @@ class StoredWeights:
         changes: JoinedChanges | None,
         until: Until,
     ) -> int:
-        """Applies one link to the file and checks the digests; returns the bytes fetched."""
+        """Applies a link of a manifest, whole version or delta, to the file; returns its bytes.
+
+        The bytes are those fetched. Adds what changed to `changes`, if given. Raises
+        WeightSyncError for a wrong digest.
+        """
         self._held = b""
         changed = list(link.delta.changed) if link.HasField("delta") else None
         wires = file.buckets if changed is None else on_the_wire(file.buckets, changed)
@@ -188,7 +194,7 @@ class _Buckets:
     """The file of all buckets, mapped into memory inside a `with`."""
 
     def __init__(self, path: Path, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """`anew`: the file is created; else it must exist."""
+        """`anew`: the file is created, or emptied if it exists; otherwise it must exist."""
         self.buckets = tuple(buckets)
         self._path, self._anew = path, anew
         self._starts = [0, *accumulate(bucket.num_bytes for bucket in buckets)]
@@ -247,11 +253,11 @@ def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
 
 
 class JoinedChanges:
-    """Collects the places that change in each bucket: 4 bytes of memory for each.
+    """Collects which elements of each bucket changed over several versions, in 4 bytes each.
 
     changes = JoinedChanges(buckets)
     changes.add(place, places)  # for each bucket of each version
-    delta = changes.write(path, base, elements_of)  # with what the last version has there
+    delta = changes.write(path, base, elements_of)  # with the last version's values
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -336,7 +342,8 @@ class FetchOrders:
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
         """Returns `message`; an order to receive gets the fetched version's layout, file and delta.
 
-        After a failed probe the next fetch, after an abort the next update, is a whole version.
+        After a failed probe the next fetch starts from a whole version. After an abort the next
+        update is loaded whole.
         """
         kind = message.WhichOneof("message")
         if kind == "abort":

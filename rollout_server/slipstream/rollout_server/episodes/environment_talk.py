@@ -38,7 +38,7 @@ class PromptTooLong(Exception):
 
 
 class Ask(Protocol):
-    """Awaits a call to the environment, which a cancelled episode interrupts."""
+    """A function that awaits a call to the environment; cancelling the episode interrupts it."""
 
     async def __call__(self, call: Awaitable[Answer], /) -> Answer:
         """Returns the answer to `call`."""
@@ -140,7 +140,7 @@ class EnvironmentTalk:
         return History(renderer, opening.messages, inputs)
 
     async def _offer(self, inputs: TemplateInputs) -> None:
-        """Opens the parser of replies to prompts with `inputs`.
+        """Gets the parser of the replies to prompts that are rendered with `inputs`.
 
         Raises EnvironmentFailed for tools that this run cannot offer.
         """
@@ -150,7 +150,7 @@ class EnvironmentTalk:
             self._reader.check(inputs)
 
     def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
-        """Returns the last reply as parsed by the run's parsers; None if there are none."""
+        """Returns the last reply as parsed by the run's parsers; None if no parser is needed."""
         if self._reader is None:
             return None
         tokens, reply = self._recording.conversation, self._recording.last_reply

@@ -85,10 +85,9 @@ class HostedEnvironment:
     ) -> StreamSession:
         """Opens a session on the worker with the fewest sessions.
 
-        Raises EnvironmentFailed when no worker starts.
-
-        A task that may end its worker gets a worker of its own. The start of workers does not count
-        against `timeout_s`: the episode waits for as long as they are started.
+        A task that may end its worker (see `Suspects`) gets a worker of its own. `timeout_s` limits
+        each call of the session, not the wait for a worker to start. Raises EnvironmentFailed when
+        no worker starts.
         """
         if self._suspects.runs_alone(task_index):
             worker, turn = await self._alone.turn(attempt)
@@ -222,7 +221,7 @@ class Environments:
         clients: ClientEnvironments,
         report: Report,
     ) -> None:
-        """Runs its tasks in `group`."""
+        """Starts its tasks in `group`; `report` sends reports on loading to the controller."""
         self._group, self._gateway = group, gateway
         self._clients, self._report = clients, report
         self._hosted: dict[str, tuple[HostedEnvironment, asyncio.Task[None]]] = {}

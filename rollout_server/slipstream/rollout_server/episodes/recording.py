@@ -69,7 +69,7 @@ class Recording:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens in all replies."""
         return sum(self.run_lengths[1::2])
 
     @property
@@ -84,7 +84,7 @@ class Recording:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """All conversations, in the order of their runs; () if there is only one."""
+        """All conversations in the order of their tokens; () if there is only one."""
         runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
         last = (Branch(runs),) if self.ended_branches and runs else ()
         return self.ended_branches + last
@@ -185,7 +185,7 @@ class Recording:
 
     @property
     def conversation_images(self) -> list[PlacedImage]:
-        """The images of the current conversation, by their places in it."""
+        """The images of the current conversation; their offsets count from its start."""
         known = list(self.images)
         return [
             PlacedImage(place.offset - self.start, known[place.image])
@@ -194,13 +194,13 @@ class Recording:
         ]
 
     def add_context(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> None:
-        """Appends tokens for the model to read; `images` have their places in `token_ids`."""
+        """Appends tokens for the model to read; the offsets of `images` count from their start."""
         self._place(images)
         self.token_ids += token_ids
         self.run_lengths.append(len(token_ids))
 
     def _place(self, images: Sequence[PlacedImage]) -> None:
-        """Notes images by their places in the tokens that follow."""
+        """Notes images in the tokens that are appended next; offsets count from their start."""
         for image in images:
             index = self.images.setdefault(image.data, len(self.images))
             self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))
@@ -220,9 +220,10 @@ class Recording:
 def _whole(
     branch: ConversationBranch, branches: Sequence[ConversationBranch]
 ) -> list[npt.NDArray[np.unsignedinteger]]:
-    """Returns the experts of all tokens of a branch; [] if the engine records no experts.
+    """Returns the routed experts of all tokens of a branch, in parts; [] if none are recorded.
 
-    Tokens that were never computed, such as the last, get those of `_unknown`.
+    `branches` are all branches of the episode. Tokens without a forward pass, such as the last, get
+    the placeholders of `_unknown`.
     """
     known = next((part for each in branches for part in each.expert_ids), None)
     if known is None:
@@ -233,6 +234,9 @@ def _whole(
 def _unknown(
     num_tokens: int, known: npt.NDArray[np.unsignedinteger]
 ) -> npt.NDArray[np.unsignedinteger]:
-    """Returns placeholders, the greatest id, for the experts of tokens never computed."""
+    """Returns placeholders for the experts of `num_tokens` tokens, in the shape of `known`.
+
+    Each placeholder is the greatest value of the element type.
+    """
     nothing = np.iinfo(known.dtype).max
     return np.full((num_tokens, *known.shape[1:]), nothing, known.dtype)

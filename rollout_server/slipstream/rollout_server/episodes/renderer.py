@@ -147,10 +147,11 @@ class Renderer:
         return [*self._tokenise(said + end), *([] if end or last is None else [last])]
 
     def _end_of_reply(self, inputs: TemplateInputs) -> tuple[str, str]:
-        """Returns the text that the template writes behind the last reply, and the end of a reply.
+        """Returns the text that the template writes after the last reply, and the end of a reply.
 
-        The end reaches up to the first special token, if need be that with which the next message
-        begins; "" without one.
+        The end is white space and the special token that follows it: at the start of that text or,
+        if none is there, at the start of the text before a next user message. It is "" if none is
+        there either.
         """
         asked = ChatMessage("user", "a")
         closing = self._tail((asked, REPLY), inputs, is_closed=True)

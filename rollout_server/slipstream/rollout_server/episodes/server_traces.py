@@ -62,7 +62,7 @@ class ServerTraces:
         )
 
     def delivery(self, trajectory: Trajectory, *, begin_s: float) -> None:
-        """Sends the span from the end of an episode to its place in the queue, which it has now."""
+        """Sends the span from an episode's end until now, when the queue has its trajectory."""
         if self._traces is None or trajectory.purpose is not Purpose.TRAINING:
             return
         attempt = f"{trajectory.member}.{trajectory.attempt}"
@@ -75,7 +75,7 @@ class ServerTraces:
         )
 
     def publish(self, report: fleet_pb2.PublishReport) -> None:
-        """Sends the spans of a publish that has ended on this server, if `report` says so."""
+        """Sends the spans of a publish if `report` says that it serves or failed on this server."""
         phases = (fleet_pb2.PUBLISH_PHASE_SERVING, fleet_pb2.PUBLISH_PHASE_FAILED)
         if self._traces is None or report.phase not in phases:
             return

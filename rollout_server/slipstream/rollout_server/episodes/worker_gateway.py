@@ -39,10 +39,10 @@ _CLOSE_LIMIT_S = 10.0
 
 
 class BoundedLog:
-    """A log in two files, each of at most half of `max_bytes`: `path`, and before it `PATH.1`.
+    """A log in two files of at most `max_bytes` / 2 each: `path`, and `PATH.1` with older lines.
 
-    The last `max_bytes` / 2 of the output are thus always there. A file begins with a whole line,
-    unless one line alone is longer than a file. A log continues files that exist already.
+    The last `max_bytes` / 2 of the output are thus always kept. A file begins with a whole line,
+    unless one line alone is longer than a file. Files that exist already are continued.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -125,9 +125,9 @@ class WorkerLogs:
         raise RunFailed("the output of environment workers is not logged any more: see above")
 
     def close(self) -> None:
-        """Writes all output printed so far; for a server whose workers have ended.
+        """Writes all output printed so far and ends the thread; call it after the workers' end.
 
-        Waits no longer than the limit for a disk that does not answer.
+        Gives up after `close_limit_s` if the disk does not answer.
         """
         os.close(self._wake_write)
         self._thread.join(self._close_limit_s)
@@ -163,7 +163,7 @@ class WorkerLogs:
                 self._close_pipe(key.fd, key.data)
 
     def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
-        """Reads what a pipe holds now, no more: a process left behind may print for ever."""
+        """Copies what a pipe holds now and closes it: a process left behind may print for ever."""
         left = _MAX_PIPE_BYTES if own is not None else 0
         with contextlib.suppress(BlockingIOError):
             while left > 0 and own is not None and (copied := self._copy(pipe, own)):

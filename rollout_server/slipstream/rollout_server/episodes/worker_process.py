@@ -47,7 +47,10 @@ NO_LIMITS = WorkerLimits()
 
 
 class WorkerProcess:
-    """Owns the process and the two files that outlive it; `close` ends all three."""
+    """Owns a keeper process and two memory files: its worker's calls, and the cause of its end.
+
+    `close` ends the process and frees the files.
+    """
 
     # The keepers that this process has started, and how many it is starting.
     _keepers: ClassVar[set[int]] = set()
@@ -60,7 +63,10 @@ class WorkerProcess:
     async def start(
         cls, command: Sequence[str], *, limits: WorkerLimits, token: str, log: int
     ) -> Self:
-        """Starts `command` with `--record`. Raises OSError when no process can be started."""
+        """Starts a keeper that runs `command --record FD` with its output in the descriptor `log`.
+
+        `token`: see `WorkerGateway.expect`. Raises OSError when no process can be started.
+        """
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
         WorkerProcess._num_starting += 1

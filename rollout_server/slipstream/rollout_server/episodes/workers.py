@@ -80,7 +80,7 @@ class EnvironmentWorker:
         *,
         closed: Callable[[bool], None] = lambda _: None,
     ) -> StreamSession:
-        """Opens a session; `closed` gets True if the episode was judged and its worker lives on."""
+        """Opens a session; at its end `closed` gets whether it was judged and the worker lives."""
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
@@ -198,7 +198,11 @@ class EnvironmentWorker:
         self._gone.set()
 
     def _lose(self, cause: str, in_call: Collection[str]) -> None:
-        """Fails all calls; the kind is BYSTANDER if several episodes shared the worker."""
+        """Fails all calls with `cause`, and reports the lost episodes' tasks to `Suspects`.
+
+        `in_call`: keys of the episodes with a call in progress. The failure's kind is BYSTANDER if
+        several episodes shared the worker, else ENVIRONMENT.
+        """
         tasks = self.episodes
         self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
         kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT

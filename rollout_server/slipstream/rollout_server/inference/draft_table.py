@@ -41,7 +41,7 @@ _SLOT_BITS = 40
 class DraftTable:
     """Maps the n-grams of an engine's texts to the tokens that followed them.
 
-    Texts are rows of a table of tokens that the caller keeps; `places` and `ends` are its columns.
+    The caller keeps the texts as rows of a table of tokens; `places` and `ends` are column indices.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class DraftTable:
     ) -> None:
         """Stores the tokens from each place on as the draft of the n-grams that end before it.
 
-        Leaves out places where `counts` is False. It must be False where less than a whole draft
-        follows: replies that advance together would otherwise find each other's ends.
+        Skips places where `counts` is False. The caller must set it to False where less than a
+        whole draft follows: replies that advance together would otherwise draft each other's
+        unfinished ends.
         """
         hashes, slots, whole = self._hashed(texts, rows, places)
         slots = slots.where(whole & counts[:, None], self._mask + 1)
@@ -74,9 +75,9 @@ class DraftTable:
         self._drafts[slots] = drafts[:, None].expand(-1, len(RUNS), -1)
 
     def draft(self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens that may follow the texts that end at `ends`, of dtype int64.
+        """Returns a draft, int64, for each of the texts that end at `ends`.
 
-        Where no n-gram is known, the last token is repeated.
+        Where no n-gram is known, the draft repeats the last token.
         """
         hashes, slots, whole = self._hashed(texts, rows, ends)
         found = whole & (self._hashes[slots] == hashes)
@@ -88,7 +89,7 @@ class DraftTable:
     def _hashed(
         self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The hash and slot of each n-gram before `ends`, and whether the text is that long."""
+        """Returns hash and slot of each n-gram before `ends`, and whether the text is that long."""
         before = (ends[:, None] + self._before).clamp(0, texts.shape[1] - 1)
         tokens = texts[rows[:, None], before].long() + 1
         hashes = (tokens[:, :, None] * self._factors).sum(1)
