@@ -1,4 +1,4 @@
-"""The arithmetic of training a model: pure functions of the sizes in its config.json."""
+"""The FLOPs of training a model, from the sizes in its config.json: pure functions."""
 
 import math
 import re
@@ -29,7 +29,7 @@ class ArithmeticSizes:
 
     @property
     def attention_length(self) -> float:
-        """Length of a sequence whose attention needs as much arithmetic as its matrix products."""
+        """Length of a sequence whose attention takes as many FLOPs as its matrix products."""
         return self.matrix_parameters / max(1, self.attention_width)
 
 

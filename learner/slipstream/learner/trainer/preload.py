@@ -9,7 +9,7 @@ _PACKAGE = "slipstream.learner.trainer"
 
 
 def preload(_: Sequence[str] = ()) -> None:
-    """Imports for a rank; a fork server calls this once."""
+    """Imports the modules that a rank needs; a fork server calls this once."""
     with without_collections():
         for name in ("ranks.cpu", "ranks.compat"):
             importlib.import_module(f"{_PACKAGE}.{name}").install()

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepCost:
-    """Measures the cost of a trainer's steps."""
+    """Metrics of the cost of a step: FLOPs, their rate, and the largest memory of any rank."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -73,7 +73,10 @@ class StepCost:
                 logger.warning("no mfu: the peak of %s is not known, set debug.peak_tflops", name)
 
     def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
-        """Returns the known metrics of the step that trained `batch`; collective."""
+        """Returns the metrics of the step that trained `batch`; collective.
+
+        `mfu` is left out if the peak rate of the device is not known.
+        """
         sizes = batch.lengths()
         flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
         computed = self._epochs * (sum(sizes) - result.saved.tokens)

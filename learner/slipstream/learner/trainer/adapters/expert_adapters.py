@@ -173,11 +173,11 @@ def _merging(task: Megatron) -> Callable[[], Tensor]:
 
 
 def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
-    """Returns a function that makes this rank's part of a factor for the mapping of its matrix.
+    """Returns a function that makes this rank's part of a factor, in the layout of its matrix.
 
-    The mapping joins the parts of all ranks along the dimension in which the matrix is split, so a
-    factor that is whole on every rank is cut. For a matrix split by rows (gate above up), lora_A is
-    repeated: once for each of both.
+    Bridge's mapping of the matrix joins the parts of all ranks along the dimension in which the
+    matrix is split, so a factor that is whole on every rank is cut. A matrix split by rows fuses
+    gate and up projections: lora_A is repeated, once for each.
     """
     adapter: ExpertAdapter = task.megatron_module.adapter
 

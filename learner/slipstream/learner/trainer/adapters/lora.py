@@ -33,7 +33,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         from slipstream.learner.trainer.layers.experts import GroupedLinear
 
         class DecoderAdapters(LoRA):  # type: ignore[misc]
-            """Adapters of the decoder, one for each expert, and none of the vision tower."""
+            """LoRA of the decoder alone: one adapter for each expert, none for the vision tower."""
 
             def transform(
                 self, module: Megatron, name: str | None = None, prefix: str | None = None
@@ -71,10 +71,11 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
 
 def gathering_itself(module: Megatron) -> Megatron:
-    """Has the adapter of a module, if it has one, gather its inputs under sequence parallelism.
+    """Makes a module's adapter, if it has one, gather its own inputs under sequence parallelism.
 
-    Bridge takes inputs that a fused norm of TransformerEngine has gathered, and TransformerEngine
-    2.11.0 drops the gradient of these: layers below would not see the adapter. Returns `module`.
+    Bridge's adapter would take the inputs that TransformerEngine's fused norm has gathered, but
+    TransformerEngine 2.11.0 drops their gradient: layers below would get none from the adapter.
+    Returns `module`.
     """
     wrapped: Megatron = getattr(module, "to_wrap", None)
     if getattr(wrapped, "return_layernorm_output_gathered", False):

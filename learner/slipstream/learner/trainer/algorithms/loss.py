@@ -33,7 +33,10 @@ LARGEST = "_max"
 
 
 def is_function(name: str) -> bool:
-    """Whether the column `name` counts a function's faulty values; report names have no space."""
+    """Whether the column `name` counts the non-finite values of a user's own function.
+
+    Such a column is named by the function, with a space; names of reports have none.
+    """
     return " " in name
 
 
@@ -57,7 +60,7 @@ class LossSum(IntEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """A report of a function, or a count of its faulty values, about the tokens in `mask`."""
+    """Values over the tokens in `mask`: a function's report, or flags of its non-finite values."""
 
     name: str
     values: Tensor

@@ -170,7 +170,7 @@ def _advantages(
     own: Sequence[AlgorithmSection],
     reports: Reports,
 ) -> dict[int, TokenAdvantages]:
-    """Returns the advantages of each episode that counts, by its place in the batch.
+    """Returns the advantages of each episode that is not left out, by its index in the batch.
 
     `own` has the algorithm of each trajectory; `reports` collects the functions' reported values.
     """
@@ -271,10 +271,10 @@ def _estimates(
 
 @dataclass(frozen=True)
 class Side:
-    """The branches of one side of an episode, which is an episode for the estimators.
+    """The branches of an episode that share a reward; estimators take them as one episode.
 
-    A side has a reward of its own, and is compared with the same side of its group's episodes. An
-    episode has one side, unless its agent gave a named branch a reward of its own.
+    A side is compared with the same side of its group's episodes. An episode has one side, unless
+    its agent gave a named branch a reward of its own.
     """
 
     name: str

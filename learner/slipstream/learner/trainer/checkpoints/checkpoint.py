@@ -85,7 +85,7 @@ class _Write:
 class Checkpointer:
     """Saves and loads `models`; every method is collective.
 
-    `load_newest` first. `save` begins a save; `poll` between orders publishes it when it is
+    Call `load_newest` first. `save` begins a save; `poll` between orders publishes it when it is
     written, and `finish` waits for that.
     """
 
@@ -97,7 +97,7 @@ class Checkpointer:
         *,
         part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """See `HostCopies` for `part_elements`."""
+        """Prepares checkpoints in the run's folder; `part_elements` is that of `HostCopies`."""
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
@@ -218,7 +218,10 @@ class Checkpointer:
         return self._disk.together(lambda: self._publish(write, entries))
 
     def _newest_step(self) -> bytes | None:
-        """Cleans the folder on rank 0 and returns the newest version as text, b"" without one."""
+        """Removes interrupted saves, and returns the newest checkpoint's version as text.
+
+        Only rank 0 does so; the other ranks return None. Returns b"" without a checkpoint.
+        """
         if not self._ranks.is_main:
             return None
         for name in remove_partial(self._folder):

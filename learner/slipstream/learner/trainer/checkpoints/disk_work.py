@@ -110,7 +110,11 @@ class DiskWork:
         return all(is_done for is_done, *_ in self._meet(future))
 
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
-        """Returns each rank's state. Raises CheckpointError if a disk was silent too long."""
+        """Exchanges and returns the ranks' states. Raises CheckpointError for a silent disk.
+
+        A state says whether the rank's work is done, whether it failed, how many bytes it has
+        moved, and for how many seconds it has moved none.
+        """
         limit_s = self.ranks.timeout_s
         is_done, silent_s = future.done(), time.monotonic() - self._moved_s
         failed = is_done and future.exception() is not None
@@ -175,7 +179,10 @@ def _is_seen(path: Path, disk: DiskWork, limit_s: float) -> bool:
 
 
 class CountedFile(io.FileIO):
-    """A file without a buffer; wrap it in `io.BufferedReader` or `io.BufferedWriter`."""
+    """An unbuffered file that reports the number of bytes of each read and write.
+
+    Wrap it in `io.BufferedReader` or `io.BufferedWriter`.
+    """
 
     def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
         """Calls `moved` with the number of bytes of each read and write, in the caller's thread."""

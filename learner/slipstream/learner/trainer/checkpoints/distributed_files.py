@@ -182,7 +182,7 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
 
 
 def _num_updates(model: StoredModel, ranks: Ranks) -> int:
-    """Returns how often `model` was updated, all its parts together; collective."""
+    """Returns how many updates the optimizer of `model` has made, 0 without one; collective."""
     with model.in_force():
         groups = [] if model.optimizer is None else model.optimizer.param_groups
         own = max((group.get("step") or 0 for group in groups), default=0)
@@ -428,7 +428,10 @@ def drop_absent(state: dict[Any, Any]) -> None:
 
 
 def detach(state: dict[str, Any]) -> None:
-    """Copies the tensors of a sharded state; the optimizer must have found its own before."""
+    """Copies the tensors of a sharded state, so that later changes of the model do not reach it.
+
+    The optimizer must have made its own sharded state from the original tensors before.
+    """
     for part in nested_values(state):
         is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))
         if is_tensor and part.data is not None:
@@ -498,7 +501,10 @@ def _dicts(tree: Tree) -> Iterator[dict[str, Tree]]:
 
 
 def _read_by_key(wanted: Tree, source: Callable[[str], str | None], load: Load) -> Tree:
-    """Reads each sharded leaf of `wanted` from its key by `source`; a leaf with None stays."""
+    """Reads each sharded leaf of `wanted` from the key that `source` returns for its own key.
+
+    A leaf for which `source` returns None stays as it is.
+    """
     chosen = _chosen(wanted, source)
     return _filled(wanted, load({"converted": chosen})["converted"])
 

@@ -30,8 +30,9 @@ PART_ELEMENTS = 64 << 20
 class HostCopies:
     """The copies of one device's tensors that one save holds in main memory.
 
-    `reserve` once, in the background; then for each save `begin`, and `copy` or `empty` and `wait`.
-    Keep it until the process ends: memory that is freed while pinned gives wrong copies later.
+    Call `reserve` once; it works in the background. Then, for each save, call `begin`, and `copy`,
+    or `empty` and `wait`. Keep it until the process ends: memory that is freed while pinned gives
+    wrong copies later.
     """
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:

@@ -61,9 +61,9 @@ def check_no_adapters(path: Path) -> None:
 
 
 def check_no_lost_tower(config: Config, path: Path) -> None:
-    """Raises ConfigError when the files for `load_starting_weights` hold a tower without use.
+    """Raises ConfigError if the files for `load_starting_weights` hold a tower that would be lost.
 
-    A run of `config` would train their decoder, and export it without the tower they hold.
+    A run of `config` that sees no images would train the decoder, and export it without the tower.
     """
     sizes = read_model_sizes(config.model.path)
     if sees_images(config, sizes):

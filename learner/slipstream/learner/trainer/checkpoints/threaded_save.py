@@ -83,7 +83,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return tensor if is_safe else tensor.clone()
 
     def write(self) -> None:
-        """Writes and syncs the file; a failure becomes its result, and leaves no part of it."""
+        """Writes and syncs the file; after a failure removes it and keeps the error as result."""
         try:
             self._results = self._write()
         except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks

@@ -77,7 +77,7 @@ class _GemmaBridge(FamilyBridge):
     """The parts that Gemma 2 and 3 share.
 
     Norms multiply by 1 + weight and stand before and after attention and MLP. Embeddings are scaled
-    by the root of the hidden size; scores by a number of config.json.
+    by the root of the hidden size, attention scores by the inverse root of `query_pre_attn_scalar`.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
@@ -98,7 +98,7 @@ class _GemmaBridge(FamilyBridge):
 
 @recipe_for(Gemma2ForCausalLM, "gemma2")
 class Gemma2Bridge(_GemmaBridge):
-    """Gemma 2: every second layer has windows; scores and logits are capped.
+    """Gemma 2: every second layer has a sliding window; scores and logits are soft-capped.
 
     Source: arXiv:2408.00118, section 2.
     """
@@ -114,7 +114,7 @@ class Gemma2Bridge(_GemmaBridge):
 
 @recipe_for(Gemma3ForCausalLM, "gemma3_text")
 class Gemma3Bridge(_GemmaBridge):
-    """Gemma 3, text only: most layers have windows, with positions of their own.
+    """Gemma 3, text only: most layers have a sliding window and a rotary base of their own.
 
     Source: arXiv:2503.19786, section 2.
     """
@@ -129,7 +129,7 @@ class Gemma3Bridge(_GemmaBridge):
 
 @recipe_for(Olmo2ForCausalLM, "olmo2")
 class Olmo2Bridge(FamilyBridge):
-    """OLMo 2: norms after attention and MLP, not before; queries and keys are normed as a whole.
+    """OLMo 2: norms after attention and MLP, not before; query and key norms span all heads.
 
     Source: arXiv:2501.00656, section 3.1.
     """
@@ -148,7 +148,7 @@ class Olmo2Bridge(FamilyBridge):
 
 @recipe_for(OlmoeForCausalLM, "olmoe")
 class OlmoeBridge(FamilyBridge):
-    """OLMoE: a mixture of experts whose queries and keys are normed as a whole.
+    """OLMoE: a mixture of experts whose query and key norms span all heads.
 
     Source: arXiv:2409.02060, section 2.
     """
@@ -182,7 +182,7 @@ class MixtralBridge(FamilyBridge):
 
 @recipe_for(Qwen2MoeForCausalLM, "qwen2_moe")
 class Qwen2MoeBridge(FamilyBridge):
-    """Qwen2-MoE and Qwen1.5-MoE: every token also goes to one expert that has a gate of its own.
+    """Qwen2-MoE and Qwen1.5-MoE: a mixture with a shared expert that has a gate of its own.
 
     Source: arXiv:2407.10671, section 2.2.2.
     """
@@ -231,7 +231,7 @@ class _SharedBridge(FamilyBridge):
 
 
 class _SigmoidBridge(_SharedBridge):
-    """A router that scores with a sigmoid and has a bias for each expert."""
+    """Decoders whose router scores with a sigmoid and chooses with a bias for each expert."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
@@ -261,7 +261,7 @@ class Glm4MoeBridge(_SigmoidBridge):
 
 
 def _make_latent(provider: Megatron, settings: Megatron) -> None:
-    """Gives the model of `provider` latent attention."""
+    """Gives the model of `provider` multi-head latent attention (MLA)."""
     provider.multi_latent_attention = True
     # Bridge leaves out what is None, and Megatron's own value is 512.
     provider.q_lora_rank = settings.q_lora_rank
@@ -269,7 +269,7 @@ def _make_latent(provider: Megatron, settings: Megatron) -> None:
 
 
 def _latent_attention() -> list[Megatron]:
-    """Returns the mappings of the matrices and norms of latent attention."""
+    """Returns the mappings of the matrices and norms of multi-head latent attention (MLA)."""
     theirs = f"{LAYER}self_attn."
     pairs = {
         f"{ATTENTION}linear_proj.weight": f"{theirs}o_proj.weight",
@@ -289,7 +289,7 @@ def _latent_attention() -> list[Megatron]:
 
 @recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
 class DeepseekV3Bridge(_SigmoidBridge):
-    """DeepSeek V3 and Moonlight: keys and values come from a small latent vector of each token.
+    """DeepSeek V3 and Moonlight: multi-head latent attention and a sigmoid router.
 
     Source: arXiv:2412.19437, section 2.1.
     """
@@ -304,9 +304,9 @@ class DeepseekV3Bridge(_SigmoidBridge):
 
 @recipe_for(DeepseekV2ForCausalLM, "deepseek_v2", provider=MLAModelProvider)
 class DeepseekV2Bridge(_SharedBridge):
-    """DeepSeek V2 and V2-Lite: latent attention; a group of experts is as good as its best expert.
+    """DeepSeek V2 and V2-Lite: latent attention; groups of experts rank by their best expert.
 
-    Megatron's score of a group is a sum over its best experts. Source: arXiv:2405.04434, section 2.
+    Megatron would rank a group by a sum over its best experts. Source: arXiv:2405.04434, section 2.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
@@ -321,10 +321,10 @@ class DeepseekV2Bridge(_SharedBridge):
 
 @recipe_for(GptOssForCausalLM, "gpt_oss")
 class GptOssBridge(FusedExperts, FamilyBridge):
-    """gpt-oss: every second layer has windows; experts have biases and a limited activation.
+    """gpt-oss: every second layer has a sliding window; experts have biases and a clamped SwiGLU.
 
-    Bridge's own recipe has other windows and positions than the file says, and keeps every expert's
-    weights in memory while it loads. Source: arXiv:2508.10925, section 2.
+    Bridge's own recipe has other windows and positions than config.json says, and keeps every
+    expert's weights in memory while it loads. Source: arXiv:2508.10925, section 2.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:

@@ -116,7 +116,7 @@ def experts(
 
 
 def shared_expert() -> list[Megatron]:
-    """Returns the mappings of the expert that every token goes to, and of its gate."""
+    """Returns the mappings of the shared expert, which every token goes to, and of its gate."""
     gate = ReplicatedMapping(
         megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
     )

@@ -71,7 +71,7 @@ def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
 
 
 def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
-    """Adds the expert that every token goes to, with a gate of its own."""
+    """Adds a shared expert, which every token goes to, with a gate of its own."""
     provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
     provider.moe_shared_expert_gate = True
 
@@ -155,9 +155,10 @@ class Qwen3NextBridge(FamilyBridge):
 
 
 def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor] | None:
-    """Returns `rows` of a delta net's `in_proj` by the files' names; None for other matrices.
+    """Splits `rows` of a delta net's fused `in_proj` into the files' tensors among `names`.
 
-    `rows`, those of all tensor parallel ranks, may have any number of columns.
+    Returns None if `names` are of another matrix. `rows`, those of all tensor parallel ranks, may
+    have any number of columns.
     """
     found = [name for kind in _FUSED for name in names if name.endswith(f".{kind}.weight")]
     if not found:

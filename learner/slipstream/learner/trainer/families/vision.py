@@ -159,7 +159,7 @@ class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
 
 
 class Vision:
-    """Lets the chunks of a model compute micro batches with images.
+    """Hooks by which the chunks of a model compute micro batches with images.
 
     with vision.images_of(micro_batch):
         output = chunk(...)
@@ -255,9 +255,10 @@ class Vision:
 
 
 class _NestedBridge(FamilyBridge):
-    """A mixin that gives a text recipe the names of a model with a tower; it precedes the recipe.
+    """A mixin that gives a text recipe the tensor names of a model with a vision tower.
 
-    Files have one of two forms of names: the published one, and that of transformers' modules.
+    It precedes the recipe among the bases. Files have one of two forms of names: the published one,
+    and that of transformers' modules.
     """
 
     # Names of the tensors in the folder.

@@ -166,7 +166,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend_capped(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attends over dim 2 with capped scores; torch's kernel has no cap. Holds all scores."""
+        """Attends over dim 2 with soft-capped scores, unlike torch's kernel. Holds all scores."""
         assert self.score_cap is not None
         per_key = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))

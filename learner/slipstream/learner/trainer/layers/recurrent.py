@@ -159,7 +159,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         return read
 
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
-        """Returns [tokens, inner]: gated first, then normalised within each group of heads."""
+        """Returns the gated RMSNorm of `read` [tokens, inner]: first the gate, then group norms."""
         gated = read.float() * F.silu(gate.float())
         grouped = gated.view(len(gated), self.groups, -1)
         normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.config.layernorm_epsilon)

@@ -33,7 +33,7 @@ class Tower(torch.nn.Module):
         return self
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features [tokens of images, hidden size]: the embedding's, then DeepStack's."""
+        """Returns features [tokens of images, hidden size]: for the embedding, then DeepStack's."""
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
         found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
@@ -63,7 +63,7 @@ def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
 
 
 def smallest_image(hf_config: Megatron) -> ImageInputs:
-    """Returns an image of one token whose features no token of a micro batch takes."""
+    """Returns an image of one token for passes without images; no token takes its features."""
     settings = hf_config.vision_config
     if hf_config.architectures[0] in NESTED:
         merge, depth = hf_config.spatial_merge_size, settings.num_channels

@@ -160,7 +160,7 @@ def check_fp8(
     *,
     has_engine: Callable[[], bool] = compat.has_transformer_engine,
 ) -> None:
-    """Raises ConfigError without TransformerEngine, or when 8-bit parameters would be offloaded.
+    """Raises ConfigError if fp8 lacks TransformerEngine, or if 8-bit parameters would be offloaded.
 
     `values` are the settings of the model provider.
     """
@@ -243,7 +243,7 @@ def _window_settings(hf_config: Megatron) -> dict[str, object]:
 
 
 def ddp_config_of(config: Config) -> Megatron:
-    """Returns Megatron's settings of data parallelism. Raises ConfigError for a refused one."""
+    """Returns Megatron's settings of data parallelism; ConfigError if Megatron refuses one."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values: dict[str, object] = {

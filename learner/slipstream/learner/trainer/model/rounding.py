@@ -69,7 +69,10 @@ class Rounding:
             weight.copy_(new)
 
     def changed_share(self, ranks: Ranks) -> float | None:
-        """Returns the share of weights that an update changed, 0 to 1; collective."""
+        """Returns the share of weights, 0 to 1, that updates since the last call changed.
+
+        Collective. Returns None if no weights were copied from masters.
+        """
         found = ranks.sum(torch.tensor([float(self._changed), float(self._total)]))
         self._changed, self._total = 0, 0
         changed, total = found.tolist()

@@ -176,7 +176,7 @@ def run_schedule(
 def _planned(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> AbstractContextManager[None]:
-    """Returns the context in which a training pass, also a critic's, plans recomputed layers."""
+    """Returns the context in which a training pass plans which of its layers recompute, if any."""
     if forward_only or not isinstance(model, TrainedModel) or model.recompute is None:
         return nullcontext()
     sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
@@ -184,7 +184,10 @@ def _planned(
 
 
 def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """Returns the context that gives hooks of the forward pass the data of `micro_batch`."""
+    """Returns the context in which hooks of the model use the data of `micro_batch`.
+
+    These are its images, or its positions if prefixes are shared.
+    """
     if model.vision is not None:
         return model.vision.images_of(micro_batch)
     return nullcontext() if model.sharing is None else model.sharing.positions_of(micro_batch)

@@ -53,7 +53,7 @@ class Projection:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group if it has several ranks, else None."""
+        """The group over which the vocabulary is split, or None if it is not split."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
 
@@ -187,7 +187,7 @@ class _Part:
         return [slice(start, min(start + step, length)) for start in starts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns a new tensor [len(hidden), width] in the form for `reduce` and `gradient`."""
+        """Returns new logits [len(hidden), width], raw for fused kernels, else prepared."""
         if self._projection.has_engine_bits:
             found = engine_kernels().logits(hidden, self._weight, self._dtype)
         elif self._dtype == self._weight.dtype:

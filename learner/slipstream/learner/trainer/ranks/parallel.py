@@ -95,8 +95,8 @@ class Ranks:
     def in_force(self) -> AbstractContextManager[None]:
         """Puts this layout in force inside the context; not collective.
 
-        A model of this layout must run, or be asked for its place, inside it. Raises RuntimeError
-        while a third layout is in force: see `Grid.use`.
+        A model of this layout may run, and the properties of its groups be read, only inside it.
+        Raises RuntimeError while a third layout is in force: see `Grid.use`.
         """
         return self._grid.use()
 
@@ -111,17 +111,17 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among the replicas, which train different micro batches."""
+        """The rank of this process in its data parallel group: the index of its replica."""
         return int(self._groups.get_data_parallel_rank())
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas."""
+        """The data parallel size: the number of replicas, which train different micro batches."""
         return int(self._groups.get_data_parallel_world_size())
 
     @property
     def tp_size(self) -> int:
-        """Number of ranks that share each matrix."""
+        """The tensor parallel size: the number of ranks that share each matrix."""
         return int(self._groups.get_tensor_model_parallel_world_size())
 
     @property
@@ -146,12 +146,12 @@ class Ranks:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks that share each sequence."""
+        """The context parallel size: the number of ranks that share each sequence."""
         return int(self._groups.get_context_parallel_world_size())
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        """The ranks that share each sequence."""
+        """The context parallel group of this rank."""
         group: dist.ProcessGroup = self._groups.get_context_parallel_group()
         return group
 
@@ -171,7 +171,11 @@ class Ranks:
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
-        """Whether no lower rank holds the same parameters; not collective."""
+        """Whether no lower rank holds the same parameters; not collective.
+
+        `of_experts`: whether these are parameters of experts, which have their own data parallel
+        groups.
+        """
         if of_experts:
             return bool(self._groups.get_expert_data_parallel_rank() == 0)
         return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
@@ -210,7 +214,7 @@ class Ranks:
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Takes the largest values of a CPU tensor over all ranks, in place, and returns it."""
+        """Takes the elementwise maximum of a CPU tensor over all ranks, in place; returns it."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return values
 

@@ -105,7 +105,7 @@ class RankFlags:
 
 
 class _NoAnswer(Exception):  # noqa: N818 - not an error yet: `_unanswered` says why
-    """Rank 0 does not answer. torch waits without a limit while its process is stopped."""
+    """Raised if rank 0 does not answer in time; torch would wait forever for a stopped rank 0."""
 
 
 def _answer(ask: Callable[[], Answer], limit_s: float) -> Answer:
@@ -154,7 +154,8 @@ def _connected(
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
     """Returns the error for a silent rank 0; the text depends on what its address answers now.
 
-    The next start may find it. A rank 0 whose port another program has ends with ConfigError.
+    It is no ConfigError, because rank 0 may answer at the next start. If another program has the
+    port, rank 0 itself ends with ConfigError.
     """
     try:
         socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()

@@ -190,7 +190,7 @@ def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer to one number, the same on all ranks of a stage; float32 inside.
+    """A linear layer to one value per token, the same on all ranks of a stage; float32 inside.
 
     Megatron calls it as an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
     With sequence parallelism a rank has a part of the tokens: it computes their values, and values

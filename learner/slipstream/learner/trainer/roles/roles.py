@@ -56,7 +56,7 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
-        """Takes the policy's present weights; the two layouts may differ.
+        """Copies the policy's current weights into the reference; the two layouts may differ.
 
         Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
         of them have arrived, so that no rank ever holds the whole model. Each tensor travels to
@@ -104,9 +104,10 @@ class Reference:
 def reference_logprobs(
     model: ParallelModel, batch: Batch, settings: Config
 ) -> list[ReferenceLogprobs]:
-    """Returns log-probabilities for each trajectory, with `reference.top_k` likely tokens.
+    """Returns each trajectory's log-probabilities: of sampled tokens, and of the likeliest ones.
 
-    The layout of `model` must be in force; collective, with the messages of `batch_outputs`.
+    The likeliest tokens are `reference.top_k` at each place. The layout of `model` must be in
+    force; collective, with the messages of `batch_outputs`.
     """
     top_k = settings.reference.top_k if settings.reference is not None else 0
     forward = functools.partial(
@@ -158,7 +159,7 @@ class PolicyWithoutAdapters:
 
 @contextmanager
 def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
-    """Gives forward passes in which every adapter of `chunks` is off."""
+    """Switches every adapter of `chunks` off inside the context."""
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
     from slipstream.learner.trainer.adapters.expert_adapters import adapters_of
 
@@ -179,7 +180,7 @@ def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that the algorithm needs; every method is collective."""
+    """The models besides the policy that the algorithm needs; every method is collective."""
 
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0

@@ -35,9 +35,9 @@ _MOST_BLOCKS = 64
 class Copies:
     """A fixed list of (target, source) tensor copies; a copy may convert the element type.
 
-    On a GPU torch does a list of contiguous copies in a few kernels. One copy with gaps in that
-    list makes it start a kernel for each copy. Those kernels reach two thirds of the speed of the
-    GPU's own copy, which large blocks of one element type are copied by.
+    On a GPU torch runs a list of contiguous copies in a few kernels, but if one of them is not
+    contiguous, in one kernel for each copy. Large blocks of one element type are copied outside the
+    list, by the GPU's own copy: the kernels reach only two thirds of its speed.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -63,7 +63,7 @@ class Copies:
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Splits a copy into contiguous pieces; yields none when there would be too many.
+    """Splits a copy into contiguous pieces; yields none if it cannot, or only into too many.
 
     The heads of one group of queries lie together in a fused matrix: a few pieces for each layer.
     """
@@ -220,7 +220,7 @@ class _Step:
 
 
 class PlannedFilling:
-    """Gathers the first copy of each parameter from its ranks on their lead, which sends it.
+    """Gathers each parameter from the ranks of its first copy on their lead rank, which sends it.
 
     Besides the lanes, each rank of a group uses memory for its part of a bucket, and the lead for
     the others' parts too.

@@ -78,7 +78,8 @@ class BucketSender(ABC):
     def finish(self) -> Wire:
         """Waits until all buckets are sent. Raises WeightSyncError after the deadline.
 
-        The seconds are those on the wire, or those spent waiting where the wire is not timed.
+        The result has the seconds on the wire, or the seconds spent waiting if the wire is not
+        timed.
         """
 
     @abstractmethod

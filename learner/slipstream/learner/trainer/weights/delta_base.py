@@ -117,12 +117,13 @@ _EARLY_SHARE = 0.125
 
 
 class DeltaBase:
-    """The bytes of a rank's own buckets as they were published last: as much memory again.
+    """A copy of a rank's own buckets as last published, and the search for changes since.
 
-    In a pass `count` each bucket, or `encode` or `keep` it if it is sent; then `counts`, `settle`.
-    Small payloads are encoded in a pass that counts already, so that a publish can begin with them:
-    `take_early` has them. `finish` ends the work on the bucket that was counted last, whose bytes
-    must not change before.
+    The copy takes as much memory as the buckets. In a pass call `count` for each bucket, or
+    `encode` or `keep` if it is sent; then `counts` and `settle`. With `encodes_early` a pass that
+    counts also encodes small payloads, which `take_early` returns, so that a publish can begin with
+    them. `finish` ends the work on the bucket that was counted last, whose bytes must not change
+    before.
     """
 
     def __init__(
@@ -257,13 +258,13 @@ class DeltaBase:
         self._kept[place].view(_ELEMENT)[places] = payload[first:second].view(_ELEMENT)
 
     def keep(self, place: int, data: Tensor) -> None:
-        """Takes bucket `place` as the new base."""
+        """Stores the bytes `data` of bucket `place` as its new base."""
         self._clear_gaps(place, data)
         self._kept[place].copy_(data, non_blocking=True)
         self._counts[place] = 0
 
     def encode(self, place: int, data: Tensor) -> None:
-        """Takes bucket `place` as the new base, and replaces `data` by the payload of the change.
+        """Stores bucket `place` as its new base, and replaces `data` by the payload of the change.
 
         Raises RunFailed unless as many elements differ as the last pass counted.
         """

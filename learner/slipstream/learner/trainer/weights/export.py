@@ -158,9 +158,10 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
 
 
 def _targets(config: Config, tensors: Collection[str]) -> list[str] | str:
-    """Returns the names of the matrices with adapters, as PEFT looks for them.
+    """Returns PEFT's `target_modules`: the names of the matrices with adapters.
 
-    With vision it is a pattern of whole names: the tower's matrices may have the decoder's names.
+    With vision it is a regular expression for whole names of modules, because matrices of the tower
+    may have the decoder's names.
     """
     names = [part for name in config.lora.modules for part in FUSED[name]]
     others = [*LATENT.values(), *DELTA.values()]

@@ -105,7 +105,8 @@ def plan_adapters(policy: Policy) -> list[Piece]:
 def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
     """Returns PEFT's name of a factor, lora_A or lora_B, of the matrix with a name in the files.
 
-    PEFT goes by transformers' modules. With vision files name the decoder otherwise.
+    PEFT uses the names of transformers' modules. In a model with vision these differ from the names
+    in the files for the decoder.
     """
     path = name.removesuffix("weight")
     if has_vision:

@@ -145,7 +145,11 @@ class IpcSender(BucketSender):
         live(self._handover).filled(number)
 
     def _make_buffers(self) -> None:
-        """Makes new buffers; in main memory for each communicator, as names do not outlive one."""
+        """Makes new shared buffers, on the GPU if there is one, and drops the old ones first.
+
+        In main memory each communicator has new ones, because their names end with the
+        communicator.
+        """
         gpu = self._device.index if self._device.type == "cuda" else None
         # Old buffers are freed first, unless a receiver holds them: two sets may not fit in memory.
         self._shared, self._memory = None, []

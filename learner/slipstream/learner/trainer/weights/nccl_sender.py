@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class CudaStream:
-    """The stream on which broadcasts are enqueued."""
+    """The CUDA stream on which broadcasts are enqueued."""
 
     def __init__(self, device: torch.device) -> None:
         # Broadcasts go before kernels that fill later buckets: while a broadcast waits for

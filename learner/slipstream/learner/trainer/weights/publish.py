@@ -177,7 +177,10 @@ class WeightPublisher:
     def _announce(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
-        """Tells the controller on rank 0 and hears which servers take part; returns as `_agree`."""
+        """Announces the publish to the controller, on rank 0; returns the same as `_agree`.
+
+        The controller answers with the servers that take part; a missing one is a problem.
+        """
         wanted = order.communicator.communicator_id
         communicator = order.communicator
         num_senders = len(self._published.weights.senders)

@@ -15,7 +15,7 @@ OBJECT_DIGEST_BYTES = 32
 
 
 def object_digest(data: bytes | memoryview) -> bytes:
-    """The digest of an object, which whoever names the object knows."""
+    """Returns the digest of an object's bytes; whatever names the object has its digest too."""
     return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
 
 
@@ -80,7 +80,7 @@ class RankObjects:
         return link
 
     def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
-        """Returns the number of changed elements, and the bucket as it travels."""
+        """Returns the number of changed elements, and what to store: all or a delta payload."""
         bucket, written = self._buckets[place], self._written[place]
         data = self._taken[place].numpy()
         data[self._gaps[place]] = 0
@@ -102,4 +102,4 @@ class RankObjects:
 
 
 def nothing() -> None:
-    """The release of a copy on the stream: the lane is refilled on the same stream."""
+    """Does nothing: the `Release` of a copy whose lane is refilled on the same stream."""

@@ -197,7 +197,11 @@ class VersionWriter:
             link.delta.changed[:] = changed
 
     def _write_part(self, key: str, link: weights_pb2.StoredLink, until: Until) -> None:
-        """Writes what rank 0 joins; the ranks' own store has its digest, since storage may lie."""
+        """Writes this rank's `link` for rank 0 to read, and sets rank flags that say so.
+
+        One flag holds the digest of the link, because storage may return other bytes than were
+        written.
+        """
         data = link.SerializeToString()
         self._storage.write(key, memoryview(data), until)
         self._ranks.flags.set(_stored(key, data))
