@@ -124,10 +124,10 @@ class Chunk:
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Returns the number of KV-cache blocks that requests can use.
+    """Returns the number of KV-cache blocks to use: enough for twice the most running requests.
 
-    It is enough for the most running requests at full length, twice: the second half is for cached
-    prefixes. A small model has room for millions of blocks, and vLLM creates an object for each.
+    These are counted at full length; the second half is for cached prefixes. A small model has room
+    for millions of blocks, and vLLM creates an object for each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
@@ -137,8 +137,9 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
 
 
 class _Chunking(DraftingScheduler):
-    """Hands out tokens in chunks, except for requests of more log-probabilities than the sampled.
+    """Hands out the tokens of a reply in chunks.
 
+    Requests for top log-probabilities or cumulative outputs get each token at once. For others
     `add_request` opens a chunk, `update_from_output` fills it and hands it out when it is full or
     the request ends; a pause hands out all chunks. `finish_requests` drops it.
     """
@@ -193,7 +194,7 @@ class _Chunking(DraftingScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """See vLLM; drops the held tokens: the canceller has built the last output already."""
+        """See vLLM; drops held tokens: the server has built the last output already."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._forget(request.request_id)
@@ -275,7 +276,8 @@ class _Chunking(DraftingScheduler):
     ) -> tuple[dict[str, int], list[tuple[Chunk, EngineCoreOutput]]]:
         """Adds the tokens of requests in the middle of a reply to their chunks.
 
-        Returns the number of scheduled tokens of all other requests, and the chunks that are full.
+        Returns the numbers of scheduled tokens of all other requests, by id, and the chunks that
+        are full, each with an empty output to fill.
         """
         others: dict[str, int] = {}
         full: list[tuple[Chunk, EngineCoreOutput]] = []
@@ -313,7 +315,11 @@ class _Chunking(DraftingScheduler):
         logprobs: list[float] | None,
         starts: list[int] | None,
     ) -> list[EngineCoreOutput]:
-        """Puts outputs into their chunks; returns the outputs to hand out now."""
+        """Puts outputs into their requests' chunks; returns the outputs to hand out now.
+
+        `logprobs` has a value for each sampled token. Those of a request begin at its row in `rows`
+        or, if `starts` is given, at `starts[row]`.
+        """
         ready = []
         for output in outputs:
             request_id, token_ids = output.request_id, output.new_token_ids

@@ -21,7 +21,7 @@ from vllm.utils import cpu_triton_utils
 
 
 class SharedTextProposer:
-    """Drafts for all requests of an engine from the texts of all of them."""
+    """Drafts tokens for speculative decoding from the texts of all requests of an engine."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """See vLLM, which makes one in each worker."""
@@ -38,7 +38,7 @@ class SharedTextProposer:
         token_ids: npt.NDArray[np.int32],
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> list[list[int]]:
-        """See vLLM; returns no draft for a request that got no token, or is at its longest."""
+        """See vLLM; a request without a new token or at the maximum length gets no draft."""
         chosen = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not chosen:
@@ -58,7 +58,10 @@ class SharedTextProposer:
         """See vLLM; loads nothing."""
 
     def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
-        """Returns the places of a row that a whole draft follows only since this step."""
+        """Returns the places in a row that have had a whole draft after them only since this step.
+
+        If the row has a new request, they are among its last `PROMPT_TOKENS` tokens.
+        """
         known = self._ends.get(row, 0)
         is_same = known + len(sampled[row]) == end
         first = known - self._length + 1 if is_same else end - PROMPT_TOKENS
@@ -79,7 +82,7 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803 - vLLM's name
 ) -> None:
-    """Writes `values[n]` to `output` for each token of request n, which end at `cu_num_tokens[n]`.
+    """Writes `values[n]` to `output` for each token of request n; ends are in `cu_num_tokens`.
 
     Values equal to `replace_from` are replaced by `replace_to`.
     """
@@ -89,7 +92,7 @@ def expand(
 
 
 def compute_by_rows() -> None:
-    """Replaces vLLM's matrix products and norms in this process and those that it forks.
+    """Makes vLLM's matrix products and norms batch-invariant, in this process and its later forks.
 
     Products then read a layer's weights as they were loaded, without prepacking.
     """

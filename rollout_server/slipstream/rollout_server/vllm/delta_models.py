@@ -1,6 +1,6 @@
 """vLLM's Qwen3.5, with or without torchvision.
 
-Its kernels ask for the GPU when they are imported, so only the engine's processes import this.
+Importing its kernels starts CUDA, so only the engine's processes import this module.
 """
 
 # Stands in for torchvision.

@@ -77,7 +77,8 @@ def _cached_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
 def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:
     """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for.
 
-    Workers of GPUs make drafts where the tokens are, so that vLLM plans a step ahead.
+    Without drafts, or with too many episodes for them to pay, there are none. On GPUs the workers
+    make the drafts, which lets vLLM plan a step ahead.
     """
     if section.drafts == "off":
         return {}

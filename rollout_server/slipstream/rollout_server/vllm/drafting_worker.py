@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 
 class SharedText(BaseSpeculator):  # type: ignore[misc]
-    """Drafts for all requests of an engine from the texts of all of them."""
+    """Drafts tokens for speculative decoding from the texts of all requests of an engine."""
 
     supports_mm_inputs = False
     # vLLM accepts a drafted token with the probability that the model gives it.
@@ -32,7 +32,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         states: RequestState,
         agreed: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Takes the worker's request tables, `states`; `agreed` broadcasts from the first rank."""
+        """`states`: the worker's request tables. `agreed` returns the first rank's tensor."""
         self._length, self._device = draft_tokens, device
         self._states, self._agreed = states, agreed
         self._table = DraftTable(self._length, device=device)
@@ -53,7 +53,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         num_speculative_tokens: int | None = None,
         **kwargs: Any,  # noqa: ANN401 - vLLM's
     ) -> torch.Tensor:
-        """See vLLM; enters the tokens of the step and returns the drafts for the next one."""
+        """See vLLM; adds the step's tokens to the table, and returns drafts for the next step."""
         rows = input_batch.idx_mapping
         nothing = torch.zeros(len(rows), self._length, dtype=torch.int64, device=self._device)
         if dummy_run:

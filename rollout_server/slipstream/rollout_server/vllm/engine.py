@@ -64,7 +64,7 @@ _EXIT_LIMIT_S = 5.0
 
 
 class VllmEngine:
-    """See `Engine` for the methods.
+    """Implements `Engine` with vLLM's AsyncLLM.
 
     vLLM forks, so call `start` before any gRPC channel is opened.
     """
@@ -317,9 +317,10 @@ class VllmEngine:
         self._files.close()
 
     async def aclose_fully(self) -> None:
-        """Closes the engine in a program that does not `leave`; takes a second more.
+        """Closes the engine in a program that does not end through `process.leave`.
 
-        The finalisers of vLLM's client log errors when they run after those of vLLM's modules.
+        It takes a second more than `aclose`. The finalisers of vLLM's client log errors when they
+        run after those of vLLM's modules.
         """
         await self.aclose()
         gc.unfreeze()
@@ -327,12 +328,12 @@ class VllmEngine:
         gc.collect()
 
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
+        """Turns the repacking of tied heads on or off, for a test of the probe without it."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
 
 
 class WorkerCalls:
-    """Calls all workers; returns the answers of vLLM or the direct line, whichever are first."""
+    """Calls all workers; takes the answers of vLLM or of the direct line, whichever come first."""
 
     def __init__(self, llm: AsyncLLM, line: DirectLine) -> None:
         self._llm, self._line = llm, line

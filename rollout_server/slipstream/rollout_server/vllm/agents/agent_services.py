@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentApi:
-    """vLLM's services for agents' episodes."""
+    """The API for agents: `answering` serves their requests, `as_messages` converts replies."""
 
     answering: Answering
     as_messages: AsMessages

@@ -81,9 +81,9 @@ Message = Mapping[str, Any]
 
 
 class PromptRenderer:
-    """Stands in for vLLM's renderer where its API turns messages into a prompt.
+    """Replaces vLLM's renderer, which turns the messages of a request into a prompt.
 
-    The messages behind a known conversation are tokenized, the conversation itself is not.
+    Only the messages after a recorded conversation are tokenized; its own tokens are reused.
     """
 
     def __init__(
@@ -172,7 +172,11 @@ class PromptRenderer:
     def _render(
         self, messages: list[Message], params: ChatParams, found: Found | None, most: int
     ) -> list[int] | None:
-        """Returns the tokens of the messages after `found`; None if it cannot be continued."""
+        """Returns the tokens of the messages after `found`; None if it cannot be continued.
+
+        If `found` is None, all messages are tokenized. A text of more than `most` characters gives
+        placeholders, too many for any limit.
+        """
         if found is None:
             return self._tokens(self._text(messages, params), most)
         known = found.num_messages
@@ -191,7 +195,7 @@ class PromptRenderer:
         return tokens[1:] if tokens[:1] == [last] else tokens
 
     def _takes_results(self, params: ChatParams) -> bool:
-        """Whether the template writes results of tools behind a reply, not into its calls."""
+        """Whether the template renders tool results after a reply, not inside the reply's calls."""
         if self._has_place is None:
             try:
                 text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)
@@ -232,7 +236,7 @@ def _refusals() -> Iterator[None]:
 def without_images(
     messages: Sequence[Mapping[str, Any]], *, sees_images: bool
 ) -> tuple[list[Mapping[str, Any]], list[list[bytes]]]:
-    """Returns the messages with a mark in the place of each image, and the images of each message.
+    """Returns the messages, each image replaced by a mark, and a list of images for each message.
 
     Raises ValueError for a part that is neither text nor an image in a data URL, or for an image
     unless the model `sees_images`.
@@ -357,10 +361,11 @@ async def _outputs(
 
 
 def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple[FastAPI, FastAPI]:
-    """Builds the application of requests without tools, and that of requests with tools.
+    """Returns vLLM's applications for requests without tools and for requests with tools.
 
-    With a tool parser, vLLM would cut tool calls out of replies to requests without tools too, and
-    lose them. Call this in a thread: it takes a second or two and needs no event loop.
+    Without a tool parser both are the same. With one, vLLM would cut tool calls out of replies to
+    requests without tools too, and lose them. Call this in a thread: it takes a second or two and
+    needs no event loop.
     """
     model = parts.vllm_config.model_config
     shown = model.multimodal_config
