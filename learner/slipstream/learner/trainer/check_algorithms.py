@@ -201,7 +201,10 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Trains this rank in each layout that includes it. Raises RunFailed if training fails."""
+    """Trains this rank in each layout that includes it; returns what `_train` does, by layout.
+
+    Raises RunFailed if training fails.
+    """
     config, found = load_config(folder / "config.toml"), {}
     for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
         world_size = 2 if "parallel" in layout else 1
@@ -283,7 +286,11 @@ def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config
 
 
 def _batch(config: Config, step: int, *, is_permuted: bool) -> Batch:
-    """Returns random episodes; a mini-batch keeps its groups if they are permuted."""
+    """Returns a batch of random episodes, which depend on `config` and `step` alone.
+
+    `is_permuted`: whether the groups of each mini-batch and the episodes of each group are
+    reordered.
+    """
     from slipstream.learner.trainer.batches.batch import Batch
 
     chance = np.random.default_rng(step)

@@ -68,7 +68,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
 
 
 def plan_matrices(policy: Policy) -> list[Piece]:
-    """Returns the pieces of `plan_merged`, of the matrices without the adapters' products."""
+    """Returns pieces like `plan_merged`, but matrices lack the products of their adapters."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
     for task in _tasks_here(policy):

@@ -360,9 +360,9 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
 
 
 def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
-    """Returns the probe of the current weights, the same on every rank; collective.
+    """Returns the probe: sequences with their log-probabilities under the current weights.
 
-    Each adapter has sequences of its own.
+    It is the same on every rank; collective. Each adapter has sequences of its own.
     """
     # The engine wants room for one more token.
     room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1

@@ -58,7 +58,7 @@ class VersionWriter:
     ) -> None:
         """Opens `weights.storage_url`. Raises ConfigError if fsspec cannot.
 
-        One of `whole_every` versions is whole; those between hold only changes.
+        At least one of `whole_every` versions is stored whole; those between hold only changes.
         """
         assert weights.storage_url is not None
         self._published, self._weights = published, weights

@@ -133,10 +133,10 @@ class WeightDigests:
 
 
 class WeightStream:
-    """Fills buckets in lanes in turn; every method except the properties is collective.
+    """Fills buckets one after another, in alternating buffers (lanes).
 
-    `run` is one pass over all weights. `fill_ahead` may fill the first buckets before a `run` that
-    sends, which then starts with these.
+    Every method except the properties is collective. `run` is one pass over all weights.
+    `fill_ahead` may fill the first buckets before a `run` that sends, which then starts with these.
     """
 
     def __init__(
@@ -242,8 +242,9 @@ class WeightStream:
     ) -> WeightDigests:
         """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
 
-        `delta`: the last `offer`; `send` then gets the payload of each bucket that is worth one.
-        Unless it `is_publish`, the sent weights become no base of later deltas.
+        `delta`: the last `offer`; `send` then gets a delta payload in place of each bucket for
+        which this saves bytes. If not `is_publish`, the sent weights do not become the base of
+        later deltas.
         """
         assert delta is None or delta == self.offer
         is_sent = send is not None and is_publish
