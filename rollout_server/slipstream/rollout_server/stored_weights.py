@@ -334,7 +334,7 @@ class FetchOrders:
         self._served = b""
 
     def start(self, order: fleet_pb2.PreparePublish) -> None:
-        """Begins to fetch a version; abandons the fetch before it."""
+        """Begins to fetch the version of `order`; abandons the fetch under way, if any."""
         self._abandoned.set()
         self._abandoned, self._ready = threading.Event(), None
         self._group.create_task(self._fetch(order, self._abandoned))

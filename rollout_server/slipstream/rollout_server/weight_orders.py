@@ -56,7 +56,7 @@ _NEXT = {
 
 @dataclass
 class _Publish:
-    """A publish that this server was told of."""
+    """The state of a publish on this server."""
 
     publish_id: str
     phase: Phase = Phase.RECEIVING

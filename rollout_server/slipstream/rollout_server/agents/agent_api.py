@@ -154,7 +154,7 @@ def _uses_tools(body: dict[str, Any]) -> bool:
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """Returns a request's parsed body; raises RefusedRequest unless it is a JSON object."""
+    """Returns a request's body parsed as JSON; raises RefusedRequest unless it is an object."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:

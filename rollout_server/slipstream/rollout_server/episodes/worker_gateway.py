@@ -184,7 +184,7 @@ class WorkerLogs:
 
 
 class WorkerStream:
-    """The stream of one worker process: expected, attached, over."""
+    """The stream of one worker process, from the server's expecting it to its end."""
 
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(32)
@@ -206,10 +206,10 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         limits: WorkerLimits = NO_LIMITS,
         takes_tools: bool = True,
     ) -> None:
-        """`server`: id of this server.
+        """`server`: id of this server. `program` returns the command of a worker.
 
-        `log_bytes`: limit of the output kept of one worker; `limits` hold for each.
-        `takes_tools`: environments may name tools.
+        `log_bytes`: limit of the output kept of one worker. `limits` hold for each worker.
+        `takes_tools`: environments may offer tools to the model.
         """
         self.limits, self.takes_tools = limits, takes_tools
         self.log_dir, self.server = log_dir, server

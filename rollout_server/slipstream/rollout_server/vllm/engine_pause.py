@@ -84,9 +84,9 @@ class EnginePause:
     async def pause_for_update(self, update_limit_s: float, mark: str = "") -> None:
         """Pauses all requests; drops their KV cache if the new weights are to recompute it.
 
-        `update_limit_s`: the limit of an update that is ordered at the same time, since the engine
-        may carry that out first. The workers tell `mark` when the pause is complete; the engine may
-        still be dropping the cache then, but does so before it takes another order.
+        `update_limit_s`: the time limit of an update that is ordered at the same time, since the
+        engine may carry that out first. The workers send `mark` when the pause is complete; the
+        engine may still be dropping the cache then, but does so before it takes another order.
         """
         if not self._recompute:
             # Later requests belong to the new weights and must not get the salt of the old ones.
@@ -94,7 +94,7 @@ class EnginePause:
         await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
 
     def check(self) -> None:
-        """Raises the error of a late answer from vLLM to an order whose mark came first."""
+        """Raises the error of a late answer from vLLM: one that came after the order's mark."""
         for task in [task for task in self._late if task.done()]:
             self._late.remove(task)
             task.result()
@@ -170,12 +170,15 @@ class EnginePause:
         return stamping, self._llm.resume_generation()
 
     async def settle(self) -> None:
-        """Waits for late answers, so that the next order reaches the engine at once."""
+        """Waits for vLLM's late answers, so that the next order reaches the engine at once.
+
+        An answer is late if the mark of its order came first.
+        """
         await asyncio.gather(*self._late)
         self._late.clear()
 
     async def _sooner(self, mark: str, answer: Coroutine[Any, Any, None]) -> None:
-        """Waits for vLLM's answer or the engine's mark; after the mark the answer may be late."""
+        """Waits for vLLM's answer or the engine's mark; a late answer is kept for `check`."""
         # Tasks begin in turn, so the engine still gets an order to pause before the update.
         task = asyncio.create_task(answer)
         with self._line.marked(mark) as marked:

@@ -151,7 +151,7 @@ class EngineRequests:
 
 
 class Prompts:
-    """Makes prompts for the model of one folder."""
+    """Builds vLLM's inputs, image pixels included, for the model of one folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

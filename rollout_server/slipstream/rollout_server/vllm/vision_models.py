@@ -20,9 +20,10 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 
 def stand_in_for_torchvision(family: str, name: str) -> None:
-    """Installs transformers' PIL module as a family's image processing if torchvision is missing.
+    """Replaces a family's image processor by transformers' PIL version if torchvision is missing.
 
-    vLLM's models import the processor by `name`, and functions that both modules have.
+    `name`: the class that vLLM's models import. They also import functions, which both modules
+    have.
     """
     folder = f"transformers.models.{family}.image_processing"
     if importlib.util.find_spec("torchvision") is None:

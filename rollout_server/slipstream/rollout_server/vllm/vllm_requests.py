@@ -151,7 +151,7 @@ def as_ours() -> Iterator[None]:
 
 
 def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
-    """Returns the log-probability of each sampled token, the first of its position."""
+    """Returns the log-probability of each sampled token, which vLLM puts first at each position."""
     if flat is None:
         return ()
     values: list[float] = flat.logprobs

@@ -323,7 +323,7 @@ class Replay:
             batch.copy(batch.sources, batch.destinations)
 
     def only_copies(self, place: int) -> bool:
-        """Whether the copies complete the bucket's parameters, so that nothing is quantised."""
+        """Whether copies alone complete the bucket's parameters: no quantisation follows them."""
         return place not in self._unfinished
 
     def forget_buffers(self) -> None:

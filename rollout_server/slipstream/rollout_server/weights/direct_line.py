@@ -4,9 +4,10 @@ vLLM takes a call, and its answer, through two queues and three threads, each of
 That is half a millisecond there and more back, for an update that is 3 ms on the wire. vLLM's
 processes are forked from the server's, and each worker inherits one end of a pair of sockets.
 
-Calls go through vLLM, and their answers come both ways. Two kinds may go through the line alone,
-to a thread of each worker: one begins an update of an engine in which nothing runs, the other ends
-an update that was begun, while the engine's own thread hands out outputs and preempts requests.
+Most calls go through vLLM; workers answer them both through vLLM and on the line. Two kinds of call
+may use the line alone, and run in a second thread of each worker: the beginning of an update of an
+idle engine, and the end of an update that was begun. The engine's own thread hands out outputs and
+preempts requests meanwhile.
 
 The engine also sends marks: one when a pause is complete, one when it takes steps again. vLLM
 reports both too, but after the outputs of the last step, which take milliseconds with hundreds of
@@ -36,7 +37,7 @@ _inherited: list[socket.socket] = []
 
 
 def tell(mark: str) -> None:
-    """Sends the server a mark on behalf of all workers; does nothing without a line."""
+    """Sends `mark`, an event's name, to the server for all workers; does nothing without a line."""
     for theirs in _inherited:
         _send(theirs, [mark, None])
 

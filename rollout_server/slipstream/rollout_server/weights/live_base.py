@@ -59,7 +59,7 @@ class LiveBase:
     def __init__(
         self, plan: CopyPlan, replay: Replay, parameters: Parameters, device: torch.device
     ) -> None:
-        """Raises NotCopied if a copy of the plan converts its elements or repeats one."""
+        """Raises NotCopied if a copy of the plan converts its elements or broadcasts one."""
         for copy in (copy for part in plan.copies for copy in part):
             if parameters[copy.parameter].dtype != copy.dtype:
                 raise NotCopied(f"{copy.parameter} has another element type than its bucket")
@@ -196,7 +196,7 @@ def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor)
 
 
 def _views_by_tensor(plan: CopyPlan, place: int) -> list[set[tuple[View, int]]]:
-    """Returns, for each tensor of a bucket, the views that the plan copies and element sizes."""
+    """Returns, for each tensor of a bucket, the views that the plan reads, with element sizes."""
     starts = [span.offset_bytes for span in plan.buckets[place].spans]
     found: list[set[tuple[View, int]]] = [set() for _ in starts]
     for copy in plan.copies[place]:

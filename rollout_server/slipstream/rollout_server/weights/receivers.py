@@ -154,10 +154,10 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class IpcReceiver(BucketReceiver):
-    """See `BucketReceiver`: bucket k of an update lies in buffer k modulo their number."""
+    """See `BucketReceiver`: bucket k of an update lies in buffer k modulo the number of buffers."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
-        """Joins and opens the buffers.
+        """Joins the communicator and opens the learner's buffers.
 
         Raises WeightSyncError when that fails or misses the deadline.
         """
@@ -227,7 +227,7 @@ class IpcReceiver(BucketReceiver):
                 yield data
 
     def close(self) -> None:
-        """See `BucketReceiver`; the engine needs no buffer any more: its parameters are copies."""
+        """See `BucketReceiver`; also unmaps the buffers, which the engine's weights do not use."""
         self._link.close()
         # Buffers that are still being read stay mapped for ever: unmapping them would break a copy.
         if self._copying.acquire(timeout=_CLOSE_LIMIT_S):

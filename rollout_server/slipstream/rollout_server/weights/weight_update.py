@@ -152,8 +152,9 @@ class WeightUpdate:
     ) -> LoadedWeights:
         """Receives and loads the update that was prepared; afterwards the engine is paused.
 
-        `resume_idle`: given for an idle engine whose requests are held until `resume`. Where plans
-        copy the update it takes the place of pause and resume, even if the update fails.
+        `resume_idle`: given for an idle engine whose requests are held until `resume`. If all
+        workers have a copy plan, it is called in place of a pause and a resume, even if the update
+        then fails.
         """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:

@@ -296,7 +296,7 @@ class RecordingClient:
         """See vLLM; admits every call."""
 
     async def is_tracing_enabled(self) -> bool:
-        """See vLLM."""
+        """See vLLM; returns False."""
         return False
 
     def generate(

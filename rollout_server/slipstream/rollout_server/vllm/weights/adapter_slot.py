@@ -73,8 +73,8 @@ WITHOUT_ADAPTERS = AdapterRequests(LoraSection())
 def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
     """Returns vLLM's arguments for the adapters of `lora`; none if they are published merged.
 
-    vLLM's CPU kernels compute a request without an adapter with the last place for one (index -1),
-    so one more place stays empty there.
+    For a request without an adapter vLLM's CPU kernels compute with the last adapter slot (index
+    -1), so on CPUs there is one more slot, which stays empty.
     """
     if not lora.publishes_adapters:
         return {}

@@ -68,8 +68,8 @@ class Fp8Linear:
     def quantise(self, plain: torch.Tensor, largest: torch.Tensor) -> None:
         """Quantises `plain` into the buffers, bit for bit as vLLM's loader; never synchronises.
 
-        `largest` [rows, 1] has the greatest absolute value of each row; tensor parallel workers
-        take them of whole rows.
+        `largest` [rows, 1] has the greatest absolute value of each whole row, also where a tensor
+        parallel worker holds only a part of the row.
         """
         low, high = get_fp8_min_max()
         # A tensor on the device: a number would be multiplied by its reciprocal.
@@ -149,7 +149,10 @@ class Fp8Plan(CopyPlan):
     def of(
         cls, plan: CopyPlan, linears: Mapping[str, Fp8Linear], *, keeps_plain: bool = False
     ) -> Fp8Plan:
-        """Raises NotCopied unless every copy of a quantised matrix fills whole rows."""
+        """Returns the plan; raises NotCopied unless copies of quantised matrices fill whole rows.
+
+        `keeps_plain`: the unquantised matrices are kept too, each in a landing of its own.
+        """
         found = cls(plan.buckets, plan.copies, linears, keeps_plain)
         found.parts()
         return found
@@ -175,7 +178,10 @@ class _Part:
 
     @classmethod
     def of(cls, copy: Copy, plan: CopyPlan, linear: Fp8Linear) -> _Part:
-        """Raises NotCopied unless the copy fills whole rows from rows of one tensor."""
+        """Returns the part for a copy into the matrix `linear`.
+
+        Raises NotCopied unless the copy fills whole rows from rows of one tensor.
+        """
         target, source, size = copy.destination, copy.source, copy.dtype.itemsize
         first = source.offset * size
         span = next(
@@ -195,7 +201,7 @@ class _Part:
         return cls(copy, slice(start, start + count), measured)
 
     def measure(self, buffer: torch.Tensor, landing: _Landing) -> None:
-        """Writes the greatest absolute values of this part, which has landed, to its rows."""
+        """Writes each row's greatest absolute value to `landing.largest`; the copy must be done."""
         found = landing.plain[self.rows]
         if self.measured != self.copy.source:
             # Other workers have the rest. The bucket may lie in main memory, slow to look through.
@@ -214,7 +220,7 @@ class _Landing:
 
     @classmethod
     def of(cls, linear: Fp8Linear, memory: torch.Tensor | None = None) -> _Landing:
-        """Takes the start of `memory`, or memory of its own."""
+        """Returns a landing at the start of `memory`, or in new memory if that is None."""
         device, num_bytes = linear.weight.device, linear.plain_bytes
         if memory is None:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -261,7 +267,7 @@ class Fp8Replay(Replay):
 
 
 class Fp8Check(PlanCheck):
-    """A `PlanCheck` that also compares matrices quantised to FP8 with the loader's, by bits."""
+    """A `PlanCheck` that also compares FP8 matrices with the loader's, bit by bit."""
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
@@ -308,7 +314,7 @@ class Fp8Check(PlanCheck):
 def _landings(
     linears: Mapping[str, Fp8Linear], parts: Mapping[str, Sequence[_Part]]
 ) -> dict[str, _Landing]:
-    """Returns a landing for each matrix, shared only by matrices that do not arrive together."""
+    """Returns each matrix's landing; matrices that arrive at different times may share memory."""
     spans = {name: (of[0].copy.bucket, of[-1].copy.bucket) for name, of in parts.items()}
     sizes: list[int] = []
     busy: list[int] = []

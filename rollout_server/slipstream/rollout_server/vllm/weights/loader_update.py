@@ -57,7 +57,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raises NotCopied when a layer keeps its weights in another form or derives others."""
+    """Raises NotCopied if a layer transforms its weights, or computes others from them."""
     for name, module in model.named_modules():
         method = vars(module).get("quant_method")
         if method is not None and type(method) not in (*PLAIN_METHODS, Fp8PtpcOnlineLinearMethod):
@@ -171,7 +171,7 @@ def recorded_plan(
 def proved_replay(
     plan: Fp8Plan, check: Fp8Check, before: Parameters, model: torch.nn.Module
 ) -> Fp8Replay | None:
-    """Returns the replay of a plan; None, with a line in the log, if the loader disproved it.
+    """Returns the replay of a plan; None, with a line in the log, if the loader's result differs.
 
     `before`: the parameters before the loader's work, which must be the same objects after it.
     """
@@ -202,7 +202,7 @@ def live_base(plan: Fp8Plan, replay: Fp8Replay, device: torch.device) -> LiveBas
 
 
 def log_loader(reason: str) -> None:
-    """Logs why no plan is used."""
+    """Logs `reason`, for which vLLM's loader handles every update."""
     log.warning("weights go through vLLM's loader at every update: %s", reason)
 
 
@@ -261,7 +261,7 @@ class LoaderUpdate:
             raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
 
     def finish(self, *, on_cpu: bool) -> None:
-        """Finalises the layers."""
+        """Has vLLM finalise the reloaded layers; on a CPU also packs the experts' matrices."""
         reload.finalize_layerwise_reload(self._model, self._model_config)
         if on_cpu:
             # vLLM packs the experts' matrices when it makes their kernel, and at no later load. It
@@ -272,7 +272,7 @@ class LoaderUpdate:
                     kernel.fused_experts.process_weights_after_loading(module)
 
     def result(self, shares: list[tuple[str, str]], *, has_plan: bool) -> LoadResult:
-        """Returns the digests and the times up to now."""
+        """Returns digests and times up to now, with the given `shares` and `has_plan`."""
         return LoadResult(
             digests=[digest.hex() for digest in self._digests],
             shares=shares,

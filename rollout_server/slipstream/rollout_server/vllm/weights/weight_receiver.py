@@ -107,7 +107,10 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """vLLM's argument of an update, which `prepare` announced; `abandon` clears a failed one."""
+    """vLLM's argument of an update that `prepare` announced.
+
+    `abandon`: fails at once, which clears vLLM's flag of an open update.
+    """
 
     abandon: bool = False
 

@@ -121,14 +121,14 @@ class WorkerExtension:
         return self._answer(call, receive)
 
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off; a test shows that the probe notices."""
+        """Turns the repacking of tied heads on or off, for a test of the probe without it."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
 
     def _tell_when_paused(self, mark: str) -> None:
-        """Sends `mark` to the server whenever vLLM synchronises the device, which ends a pause.
+        """Sends `mark` to the server when vLLM synchronises the device, which completes a pause.
 
-        While new weights are copied the synchronisation is skipped: the steps before them are over,
-        and the engine preempts its requests meanwhile.
+        While new weights are copied the synchronisation is skipped: the steps before the copies are
+        over, and the engine preempts its requests meanwhile.
         """
         self._pausing = mark
         if "synchronize_device" in vars(self):
@@ -161,7 +161,7 @@ def _unlink_shared_memory() -> None:
 
 
 def _enqueueing(work: Callable[[int], object], device: torch.device) -> Callable[[int], object]:
-    """Returns `work` for another thread, on the stream of the engine's steps.
+    """Returns `work` for another thread, with the engine's current CUDA stream as its stream.
 
     Call this in the engine's thread.
     """
