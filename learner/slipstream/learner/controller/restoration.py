@@ -30,7 +30,11 @@ class Restored(Protocol):
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
-    """Reads the run so far and journals this start; the progress of `run` begins there."""
+    """Reads the journal in `folder` and journals this start; returns the state so far.
+
+    The id, key and version in the progress of `run` become those of the journal. Raises ConfigError
+    if the run may not resume here.
+    """
     records = read_records(folder)
     first = next(records, None)
     if first is None:
@@ -102,7 +106,7 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals a server's counts of generated and of judges' tokens, and its gaps.
+    """Journals the token counts of the server `lost`, with those of judges and its gaps.
 
     Without `lost`, journals those of all connected servers whose counts changed since the last
     record. After a crash a controller cannot ask the engines for these counts.

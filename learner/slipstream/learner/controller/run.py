@@ -140,8 +140,9 @@ class OverduePublish:
 class RunProgress:
     """State and version of the run. Its methods alone change it: all attributes are for reading.
 
-    STARTING --trainer_registered--> RUNNING --complete or stop--> STOPPING
-    STOPPING --end--> FINISHED, or STOPPED after `stop`; `fail` leads from all of them to FAILED.
+    STARTING --trainer_registered--> RUNNING --complete--> STOPPING --end--> FINISHED
+    STARTING or RUNNING --stop--> STOPPING --end--> STOPPED
+    all of them --fail--> FAILED
     """
 
     def __init__(
@@ -223,10 +224,9 @@ class RunProgress:
         self._idle.reset(self._clock.now_s())
 
     def trainer_failed(self, suspect: str) -> None:
-        """Notes the batch at which the trainer failed.
+        """Stores a text on the batch at which the trainer failed; "" if no batch is to blame.
 
-        `suspect`: names the batch and the way past it, for the cause of a failed run; "" for no
-        batch.
+        If the run fails, `suspect` is added to the cause: it names the batch and the way past it.
         """
         self._suspect = suspect
 
@@ -258,7 +258,7 @@ class RunProgress:
         self.checkpoint_step = step
 
     def moved(self) -> None:
-        """Notes progress."""
+        """Notes progress of the run: the idle time restarts at 0, and waiting tasks wake."""
         self._idle.reset(self._clock.now_s())
         self._signal.notify()
 

@@ -228,7 +228,7 @@ class LeaseWatch:
     """
 
     def __init__(self, limit_s: float) -> None:
-        """Makes a lease overdue when no attempt of it ended in `limit_s` seconds of serving."""
+        """`limit_s`: seconds of serving without an ended attempt after which a lease is overdue."""
         self._limit_s = limit_s
         self._marks: dict[GroupId, _Mark] = {}
 

@@ -52,7 +52,7 @@ COLUMNS = (
 
 
 class Tracker(Protocol):
-    """Takes the numbers of one run; called from one thread, and may block.
+    """A tracking service that logs one run; called from one thread, and may block.
 
     An error ends the tracker, never the run.
     """
@@ -180,7 +180,7 @@ class RunIds:
             self._ids = {name: str(run_id) for name, run_id in found.items()}
 
     def get(self, tracker: str) -> str:
-        """The id of the run; empty when there is none yet."""
+        """The id under which `tracker` logs this run; empty when there is none yet."""
         return self._ids.get(tracker, "")
 
     def keep(self, tracker: str, run_id: str) -> None:
@@ -223,7 +223,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """One run of a project; offline it is kept in `wandb/` of the run folder. See `Tracker`."""
+    """Logs to one run of Weights & Biases; offline to `wandb/` of the run folder. See `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
@@ -290,7 +290,7 @@ NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
 class MlflowTracker:
-    """One run of an MLflow experiment, named after the project. See `Tracker`."""
+    """Logs to one run of the MLflow experiment `tracking.project`. See `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Opens the server or database of MLFLOW_TRACKING_URI, or else a file of the run."""
@@ -368,8 +368,8 @@ _CRC_TABLE = _crc_table()
 class TensorBoardTracker:
     """Writes an event file of TensorBoard; tensorboardX (2.6.5) would import torch here.
 
-    It is a sequence of records: length (uint64, little endian), masked CRC-32C of the length, data,
-    masked CRC-32C of the data. The data is a message Event of tensorboard/compat/proto.
+    The file is a sequence of records: length (uint64, little endian), masked CRC-32C of the length,
+    data, masked CRC-32C of the data. The data is a message Event of tensorboard/compat/proto.
     """
 
     def __init__(self, folder: Path, tell: Tell) -> None:

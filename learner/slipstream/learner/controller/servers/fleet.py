@@ -37,7 +37,7 @@ class FleetHandlers:
 
 
 class Fleet:
-    """All sessions, by server.
+    """The sessions of all connected rollout servers, one for each server.
 
     Life of a session: `add` at the server's hello, `receive` for each message, `drains` when the
     server takes no new work, `remove` at the end of its stream. `handlers` must be set before the
@@ -164,7 +164,7 @@ class Fleet:
         self._run.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
-        """The warning that `session` is the last server and leaves; empty where others stay."""
+        """Returns a warning if no server would stay without `session`; else an empty text."""
         stay = (not other.is_leaving for other in self.sessions.values())
         if self._progress.is_over or any(stay):
             return ""

@@ -151,7 +151,7 @@ class ServerEpochs:
         count.receive(tokens, Amount() if count is self._folded else sent)
 
     def count(self, key: ServerKey) -> EpochCount:
-        """The count in which the tokens of a server belong."""
+        """The count to which a server's tokens are added: its own, or the sum of old epochs."""
         return self.connected.get(key) or self._departed.get(key) or self._folded
 
     def counts(self) -> Iterator[EpochCount]:
@@ -174,7 +174,7 @@ class ServerEpochs:
         return sum(count.generated for count in self.counts())
 
     def __contains__(self, key: object) -> bool:
-        """Whether the server joined with that epoch; for a folded epoch any name will do."""
+        """Whether this server joined with this epoch; of old epochs only the number is known."""
         if key in self.connected or key in self._departed:
             return True
         return (

@@ -39,7 +39,7 @@ class _WaitingMessage(Generic[Message]):
 
 
 class Outbox(Generic[Message]):
-    """Messages of one stream, in their order; one reader."""
+    """The queue of messages that wait to be written on one stream; it has one reader."""
 
     def __init__(self, *, max_messages: int = MAX_MESSAGES) -> None:
         self._max_messages = max_messages
@@ -194,7 +194,7 @@ class ServerSession:
             self.outbox.close()
 
     def disconnect(self) -> None:
-        """Ends its stream."""
+        """Ends the server's stream once the waiting messages are sent."""
         self.outbox.close()
 
 

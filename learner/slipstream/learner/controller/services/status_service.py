@@ -21,7 +21,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 
 
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
-    """Reads the state; changes it only by `StopRun`."""
+    """Reports the state of the run; only `StopRun` and `DrainServer` change it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetSetup(  # noqa: N802
         self, request: status_pb2.GetSetupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.Setup:
-        """Returns the setup that an instance compares with its own before it loads anything."""
+        """Returns the setup, which an instance compares with its own before it loads anything."""
         setup = status_pb2.Setup(unix_time_s=time.time())
         setup.MergeFrom(self._setup)
         return setup

@@ -412,7 +412,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
-        """Takes the failure of a rank, or of the trainer with its batch."""
+        """Handles the report that a rank failed, or that the trainer cannot train its batch."""
         if request.HasField("data"):
             await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
@@ -456,7 +456,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return True
 
     async def _take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
-        """Takes up the batch that the trainer was given by a controller before this one."""
+        """Loads the batch of `message` if the trainer got it from an earlier controller."""
         if message.step == self._orders.trainer_version.step:
             await self._former.take_up(message)
 

@@ -48,10 +48,11 @@ class Curriculum:
         self._standings[self._standing(task_index)] += 1
 
     def draw(self, num_tasks: int, number: int) -> int:
-        """Draws one of `num_tasks` tasks by rejection: each is accepted with its own probability.
+        """Draws one of `num_tasks` tasks by rejection sampling, most often one of medium success.
 
-        That probability is at least `floor`, so the draw ends soon for any number of tasks, and no
-        sum over all of them is needed. `number`: the number of the choice.
+        A task is accepted with probability 4 * success * (1 - success), but at least `floor`;
+        without a result it is always accepted. So the draw ends soon for any number of tasks,
+        without a sum over all of them. `number`: the number of the choice.
         """
         source = random.Random(f"{self._seed}/draw/{number}")
         while True:

@@ -93,7 +93,7 @@ class EnvironmentEntry:
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
-        """Whether an event should tell `text`: the first few texts of a kind, each once."""
+        """Whether `text` is a new one among the first few of its `kind`; then notes it as told."""
         told = self.told.setdefault(kind, set())
         if text in told or len(told) >= MAX_TOLD:
             return False
@@ -101,7 +101,7 @@ class EnvironmentEntry:
         return True
 
     def is_new_set_aside(self, task_index: int, cause: str) -> bool:
-        """Whether no event told yet that this task was set aside for this cause."""
+        """Whether the newest event about this set-aside task, if any, had another cause."""
         is_new = self.told_set_aside.get(task_index) != cause
         self.told_set_aside[task_index] = cause
         return is_new
@@ -131,7 +131,7 @@ class EnvironmentBook:
         max_failed_groups: int,
         curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
     ) -> None:
-        """`curricula`: settings of the choice of tasks, and the reward of a solved one."""
+        """`curricula`: by environment, the curriculum's settings and a solved task's reward."""
         self._seed, self._max_failed_groups = seed, max_failed_groups
         self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
@@ -140,7 +140,7 @@ class EnvironmentBook:
         self._open_groups: dict[GroupId, OpenGroup] = {}
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over journaled counts, for `add`; suspended environments get a new chance."""
+        """Keeps the journaled counts for `add`; environments that were suspended start again."""
         self._earlier, self._open_groups = history.environments, history.open_groups
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
@@ -212,9 +212,9 @@ class EnvironmentBook:
         return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Index and seed of the next task; its number is then `next_number` - 1.
+        """Returns index and seed of the next task, and adds 1 to `next_number` of the entry.
 
-        Without a curriculum every task comes once, in a seeded order, and then again.
+        Without a curriculum each task is given once in a round; each round has a seeded order.
         """
         number = entry.next_number
         if entry.curriculum is None:
@@ -254,7 +254,7 @@ class EnvironmentBook:
         return found
 
     def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
-        """Notes that a server's worker has loaded it; all servers must agree on `num_tasks`."""
+        """Notes that a server has loaded the environment, which has `num_tasks` tasks."""
         entry = self.entries.get(name)
         if entry is None:
             return
@@ -300,8 +300,8 @@ class EnvironmentBook:
         """Counts a set-aside group; returns True if that suspends its environment.
 
         `number`: the group's number in the order of leases; `oldest_open`: that of the oldest
-        incomplete group of the environment. Only failures of older groups count, because failures
-        end before successes.
+        incomplete group of the environment. Only failed groups with smaller numbers count, because
+        failures end sooner than successes.
         """
         self.group_withdrawn(name)
         entry = self.entries.get(name)
@@ -317,7 +317,7 @@ class EnvironmentBook:
         return False
 
     def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Keeps the numbers of each evaluation, by name, of a round at version `step`."""
+        """Stores the newest results of evaluations, numbers by name, measured at version `step`."""
         for name, numbers in evaluations.items():
             # The configuration may lack an evaluation of an earlier start.
             entry = self.entries.get(name)
@@ -325,7 +325,7 @@ class EnvironmentBook:
                 entry.newest_round = pb.EvaluationRound(step=step, numbers=numbers)
 
     def task_skipped(self, name: str, cause: str) -> bool:
-        """Counts a task that does not fit; True when too many in a row suspend the environment."""
+        """Counts a task with too long a prompt; True if that suspends the environment."""
         self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:

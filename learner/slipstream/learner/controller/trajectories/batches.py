@@ -176,7 +176,7 @@ class BatchFormer:
             await self.recorded(step)
 
     async def form(self) -> FormedBatch | None:
-        """Gives the trainer the next batch, durable and acknowledged. None if rules allow none yet.
+        """Returns the next batch for the trainer, durable and acknowledged; None if none is ready.
 
         Raises RunFailed if the journal cannot be written.
         """

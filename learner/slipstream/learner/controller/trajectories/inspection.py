@@ -97,7 +97,7 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
 
 
 class Quarantine:
-    """The folder of quarantined deliveries, and their number in a row for each server."""
+    """The folder of quarantined deliveries, and how many each server delivered in a row."""
 
     def __init__(self, folder: Path, *, max_files: int = MAX_FILES) -> None:
         """`folder` is created when the first delivery comes."""
@@ -370,9 +370,9 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """The reason why the trajectory is not of its environment's adapter. Empty if it is.
+        """The reason if another adapter than the environment's sampled the trajectory, else empty.
 
-        The caller leaves out withdrawn groups, which are never trained, with any adapter.
+        Callers do not check trajectories of withdrawn groups: they are never trained.
         """
         entry = self._environments.get(trajectory.environment)
         if entry is None or entry.spec.adapter == trajectory.adapter:

@@ -145,7 +145,7 @@ class Intake:
         self._cancel_members(group, "its task is leased afresh")
 
     def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
-        """Gives up members with `controller.max_attempts` setbacks; returns the open groups."""
+        """Gives up members with `controller.max_attempts` setbacks; returns groups still open."""
         limit = self._run.config.controller.max_attempts
         for group in groups:
             gone = [member for member in group.missing if group.setbacks[member] >= limit]
@@ -367,7 +367,7 @@ def _is_progress(trajectory: Trajectory) -> bool:
 class GroupFilter:
     """Dynamic sampling: `filter` ends a complete group that teaches nothing.
 
-    When too many groups in a row are left out, the run is solved, or it fails.
+    If too many groups are left out while one batch is formed, the run ends as solved, or fails.
     """
 
     def __init__(
