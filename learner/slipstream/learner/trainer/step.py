@@ -417,7 +417,7 @@ class StageTimes:
     def totals(self) -> dict[str, float]:
         """Returns the seconds of each stage since the start, by its name; works on any thread.
 
-        The time of a stage under way counts.
+        The time of the present stage up to now is included.
         """
         with self._lock:
             now = time.monotonic()

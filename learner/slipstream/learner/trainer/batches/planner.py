@@ -64,7 +64,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """Sequences, longest first; a sequence is named by its place in this order."""
+    """Sequences, longest first; a sequence is identified by its index in this order."""
 
     sizes: list[int]
     costs: list[int]

@@ -53,7 +53,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         moved: Callable[[int], None],
         open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
-        """Calls `moved` with the number of bytes of each write."""
+        """Takes `copy` and `host` of `begin_save`; `moved` gets the bytes of each write."""
         super().__init__(folder)
         self._open_file = open_file
         self._copy, self._host, self._moved = copy, host, moved
@@ -124,7 +124,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Takes the index of all ranks' files on rank 0; `write_index` writes it."""
+        """Keeps the index of all ranks' files on rank 0; `write_index` writes it."""
         # This copy leaves out plans, which only a later save by Megatron would use.
         kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
         self._index = type(metadata)(**kept), results
@@ -179,7 +179,7 @@ class PendingSave:
 
 
 class KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """Keeps rank 0's state that is not tensors, for the thread that writes."""
+    """Keeps rank 0's state other than tensors until a thread writes it with `write`."""
 
     def __init__(self) -> None:
         super().__init__("torch", 1)

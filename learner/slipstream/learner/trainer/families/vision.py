@@ -61,7 +61,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 
 class VisionBridge(FamilyBridge):
-    """The parts that models with a vision tower share; each class sets the three attributes."""
+    """The recipe that models with a vision tower share; each class sets the three attributes."""
 
     tower: Megatron
     # Folders of the tower and of the decoder in the files.

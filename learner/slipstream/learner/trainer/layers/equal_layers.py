@@ -105,8 +105,8 @@ def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
 def install() -> None:
     """Makes Megatron compute SwiGLU and rotary embeddings with the engine's kernels.
 
-    It replaces Megatron's SwiGLU of `bias_activation_fusion`; only models with these layers may set
-    that.
+    It replaces the SwiGLU behind Megatron's setting `bias_activation_fusion`, which from then on
+    only models with these layers may set.
     """
     engine_kernels.engine_kernels()
     AutoMapping.register_module_type("EqualColumnLinear", "column")

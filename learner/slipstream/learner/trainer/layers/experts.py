@@ -220,7 +220,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         return torch.cat(outputs), None
 
     def _activated(self, inner: Tensor) -> Tensor:
-        """Returns the gated MLPs' activation of [tokens, gate and up]."""
+        """Returns the activations of the gated MLPs; `inner` is [tokens, gate and up]."""
         gate, up = inner.chunk(2, dim=-1)
         limit: float | None = self.config.activation_func_clamp_value
         if limit is not None:

@@ -26,8 +26,8 @@ _Choice = Callable[..., tuple[Tensor, Tensor]]
 class LayerReplay:
     """Replaces Megatron's `RouterReplay` in one layer; it has the one method that routers call.
 
-    Megatron's own cannot leave a token to the router, and pairs recomputed layers with micro
-    batches by their order.
+    Megatron's class cannot let the router choose for single tokens, and pairs recomputed layers
+    with micro batches by their order.
     """
 
     def __init__(self, layer: Megatron) -> None:

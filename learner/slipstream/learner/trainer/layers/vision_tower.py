@@ -33,7 +33,7 @@ class Tower(torch.nn.Module):
         return self
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features [tokens of images, hidden size]: for the embedding, then DeepStack's."""
+        """Returns features [image tokens, hidden size]: the embeddings, then DeepStack's."""
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
         found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]

@@ -90,7 +90,7 @@ class ParallelModel:
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
 
     def gather_parameters(self) -> None:
-        """Completes a deferred all-gather of parameters; does nothing here: none is deferred."""
+        """Completes a deferred all-gather of the parameters; a frozen model never defers one."""
 
 
 @dataclass(frozen=True)

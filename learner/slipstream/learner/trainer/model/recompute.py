@@ -29,7 +29,7 @@ class GpuMemory:
     """The memory of this rank's GPU, in bytes: what tensors take, and what they may take."""
 
     def __init__(self, share: float | None) -> None:
-        """`share`: `learner.gpu_memory_fraction`."""
+        """Takes the value of `learner.gpu_memory_fraction` as `share`; None sets no limit."""
         self._share = share
 
     def allocated(self) -> int:
@@ -41,7 +41,7 @@ class GpuMemory:
         return torch.cuda.max_memory_allocated()
 
     def watch(self) -> None:
-        """Begins to note the peak."""
+        """Resets the peak that `peak` returns."""
         torch.cuda.reset_peak_memory_stats()
 
     def limit(self) -> int:
@@ -69,8 +69,8 @@ def recomputed_layers(
 ) -> int:
     """Returns how many of `layers` must recompute so that a pass fits into `free` bytes.
 
-    `in_flight`: micro batches whose activations a pipeline stage holds at one time.
-    `measured.rest` includes the activations of one layer already.
+    `tokens`: the limit of a micro batch. `in_flight`: micro batches whose activations a pipeline
+    stage holds at one time. `measured.rest` includes the activations of one layer already.
     """
     of_layer = measured.layer * tokens * in_flight
     left = free - measured.rest * tokens

@@ -177,6 +177,6 @@ def _shared_plan(
 
 
 def _with_unpredicted(part: TokenSequence, found: LogprobArray) -> LogprobArray:
-    """Puts zeros before `found` for the sampled tokens of `part` that nothing predicts."""
+    """Returns `found` after zeros for the sampled tokens of `part` that nothing predicts."""
     unpredicted = part.sampled.stop - part.sampled.start - len(found)
     return np.concatenate([np.zeros((unpredicted, *found.shape[1:]), dtype=np.float32), found])

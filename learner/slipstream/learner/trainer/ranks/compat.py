@@ -34,7 +34,7 @@ _TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_en
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed, and a GPU is in sight that it works on."""
+    """Whether TransformerEngine is installed, and a GPU that it works on is visible."""
     is_installed = importlib.util.find_spec("transformer_engine") is not None
     return is_installed and torch.cuda.is_available()
 

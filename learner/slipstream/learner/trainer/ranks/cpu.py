@@ -87,7 +87,7 @@ def hide_transformer_engine() -> None:
 
 @contextlib.contextmanager
 def shared_gloo_devices() -> Iterator[None]:
-    """Groups that are made inside the context use the devices of the first group.
+    """Makes groups that are created inside the context use the devices of the default group.
 
     Megatron makes about 25 groups for a layout. With devices of its own each group has a thread
     that wakes up a hundred times a second, whether the group is used or not.

@@ -104,7 +104,7 @@ class Filling(Protocol):
         """Starts a pass: `fill` follows for every bucket, from the first one."""
 
     def fill(self, place: int) -> None:
-        """Puts bucket number `place` together on its sender, on the current CUDA stream."""
+        """Assembles bucket number `place` on its sender, on the current CUDA stream."""
 
 
 class BridgeFilling:

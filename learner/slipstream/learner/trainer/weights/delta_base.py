@@ -2,7 +2,8 @@
 
 Consumes: filled buckets. Produces: numbers of changed elements, and payloads with these elements
 (`protocol.weights.deltas` has their form). On CUDA all work is enqueued on the current stream.
-`encode` and `finish` wait for the number of elements that they find; the other methods do not wait.
+`count`, `counts`, `encode` and `finish` may wait for a number of changed elements; the other
+methods do not wait.
 """
 
 import logging
@@ -216,7 +217,10 @@ class DeltaBase:
             self._early[place] = payload
 
     def finish(self) -> None:
-        """Ends the work on the bucket that was counted last."""
+        """Completes the last `count`: on a GPU it only marked changes; they are now counted.
+
+        Few changes are also encoded early.
+        """
         if self._marks is None or self._marked is None:
             return
         (place, data), self._marked = self._marked, None
@@ -297,7 +301,7 @@ class DeltaBase:
         payload[second + changed : end].zero_()
 
     def _is_small(self, place: int, changed: int) -> bool:
-        """Whether a payload may take memory of its own until the next pass."""
+        """Whether a payload of `changed` elements is small enough to be encoded early."""
         bucket = self._buckets[place]
         return payload_parts(bucket, changed)[2] <= bucket.num_bytes * _EARLY_SHARE
 

@@ -218,7 +218,7 @@ class HfFolderWriter:
             shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
 
     def forget(self, field: str) -> None:
-        """Takes a field out of config.json."""
+        """Leaves `field` out of the config.json that `finish` writes."""
         self._forgotten.add(field)
 
     def has_room(self, tensor: Tensor) -> bool:

@@ -138,9 +138,9 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> str:
-        """Joins a new communicator, sends all buckets, and notes in `result` what that cost.
+        """Joins the communicator if it is new, sends all buckets, and notes the cost in `result`.
 
-        Returns the first problem of any rank.
+        Returns the first problem of any rank, "" if there is none.
         """
         published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
         # The share of the changes that are sent: the pass that sends them overwrites it.

@@ -112,7 +112,7 @@ class VersionWriter:
         self._thread.start()
 
     def _opened_objects(self) -> RankObjects | None:
-        """Returns the objects of this rank; None if it sends nothing."""
+        """Returns this rank's `RankObjects`, made at the first call; None if it sends nothing."""
         sender = self._published.weights.sender
         if self._objects is None and sender is not None:
             self._objects = RankObjects(
