@@ -1,4 +1,4 @@
 """The functions of an algorithm: losses, weights, advantages, rewards and filters.
 
-Functions of one's own have the signatures of these, and the same inputs.
+Users' own functions have the same signatures and inputs as these.
 """

@@ -15,7 +15,7 @@ STD_EPS = 1e-6
 
 
 def grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
-    """Returns each score less its group's mean, divided by the group's deviation.
+    """Returns each score less its group's mean, divided by the group's standard deviation.
 
     Source: GRPO (arXiv:2402.03300).
     """
@@ -47,7 +47,7 @@ def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def reinforce_pp(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
-    """Returns the scaled sums of the rewards of each token and of all later tokens.
+    """Returns the undiscounted return from each token on, whitened over the batch.
 
     Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of within
     groups.
@@ -62,7 +62,7 @@ def reinforce_pp(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
 
 
 def reinforce_pp_baseline(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
-    """Returns the scaled differences of the scores from their group's mean, at each token."""
+    """Returns for each token its episode's score less the group's mean, whitened over the batch."""
     return whitened(
         [
             np.repeat(centred, len(episode.token_costs))
@@ -98,7 +98,7 @@ def gae(
 
 
 def score(episodes: Sequence[ScoredEpisode]) -> FloatArray:
-    """Returns the scores."""
+    """Returns the score of each episode: its reward less the costs of its tokens."""
     return episode_scores(episodes)
 
 
@@ -118,12 +118,12 @@ def episode_scores(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def returns_to_go(rewards: FloatArray) -> FloatArray:
-    """Returns the sum of the rewards of each token and of all later tokens; not discounted."""
+    """Returns the undiscounted return from each token on, [tokens]."""
     return np.cumsum(rewards[::-1])[::-1]
 
 
 def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
-    """Returns `values` scaled to mean 0 and deviation 1 over all tokens of the batch.
+    """Returns `values` shifted and scaled to mean 0 and deviation 1 over all tokens of the batch.
 
     Equal values give 0. Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global
     batch instead of within groups.
@@ -157,10 +157,10 @@ def estimates(
 
 
 def _group_advantages(episodes: Sequence[ScoredEpisode], *, normalize_by_std: bool) -> FloatArray:
-    """Returns each score less its group's mean, divided by deviation + 1e-6 if asked for.
+    """Returns each score less its group's mean; divides by the deviation if `normalize_by_std`.
 
-    The standard deviation is that of the group itself, without a correction of the degrees of
-    freedom. Rewards 0 and 1 in equal numbers give -1 and 1; a group of equal rewards gives 0.
+    The divisor is the population standard deviation of the group, plus 1e-6. Rewards 0 and 1 in
+    equal numbers give -1 and 1; a group of equal rewards gives 0.
     """
     scores = episode_scores(episodes)
     advantages = np.zeros(len(scores), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Proofs of an advantage, a reward or a filter on few episodes, as `proof` has them for tokens."""
+"""Property tests of an advantage, a reward or a filter on a few episodes; see also `proof`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ Groups: TypeAlias = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ProvedEpisodes:
-    """The subject of a proof: the function of `kind` (advantage, reward, filter) of `algorithm`."""
+    """The function under test: that of `kind` (advantage, reward or filter) of `algorithm`.
+
+    With `has_values` its episodes have values of a critic.
+    """
 
     algorithm: AlgorithmSection
     kind: FunctionKind
@@ -62,7 +65,7 @@ def episode_faults(proved: ProvedEpisodes) -> list[str]:
 
 
 class AnyMetrics(Mapping[str, float]):
-    """Metrics of any name that a function asks for, between 0 and 1."""
+    """A mapping that gives any name a metric between 0 and 1, random but fixed by `seed`."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -101,7 +104,7 @@ def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
 
 
 def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) -> list[FloatArray]:
-    """Returns the result as one array for each episode; only one for a filter."""
+    """Returns the function's result on `episodes`: one array per episode, or one for a filter."""
     where = _shown(groups)
     if proved.kind == "filter":
         return [np.array(float(filtered(proved.algorithm, episodes, where=where)))]
@@ -191,7 +194,10 @@ def _check_finite(proved: ProvedEpisodes) -> None:
 def _scenes(
     proved: ProvedEpisodes, plain: Sequence[Groups] = PLAIN, wide: Sequence[Groups] = WIDE
 ) -> Iterator[Groups]:
-    """Yields the scenes that the function takes; a reward and a filter see one group at a time."""
+    """Yields the scenes that the function accepts; for a reward or a filter each is one group.
+
+    The function may refuse scenes of `wide` with a ValueError, but none of `plain`.
+    """
     for groups in (*plain, *wide):
         for scene in [groups] if proved.kind == "advantage" else [(group,) for group in groups]:
             try:

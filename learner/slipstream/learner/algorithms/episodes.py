@@ -4,8 +4,8 @@
     def reward(group: Sequence[RewardedEpisode], *, ...) -> Sequence[float | ShapedReward]
     def filter(group: Sequence[RewardedEpisode], *, ...) -> bool
 
-All are pure functions. What stands behind the star are arguments from the configuration, checked by
-their annotations.
+All are pure functions. The keyword-only parameters are arguments from the configuration, checked
+by their annotations.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ FloatArray = npt.NDArray[np.float64]
 class ScoredEpisode:
     """One episode of a batch, or one side of it; arrays are [sampled tokens].
 
-    An advantage is one number for each episode, or an array for each. With a critic it is a
-    `TokenAdvantages` for each, with the critic's targets.
+    An advantage function returns one number or one array per episode. With a critic it returns one
+    `TokenAdvantages` per episode, with the critic's targets.
     """
 
     # Episodes are compared within a group.
@@ -73,8 +73,8 @@ class ShapedReward:
 class RewardedEpisode:
     """One episode of a group, or one side of it, before its tokens are trained.
 
-    Each side of a game with a reward of its own is a group of its own for `reward`. A filter gets
-    all sides of a group, with the rewards after `reward`.
+    In a game whose sides have their own rewards, `reward` gets each side of a group apart, as if it
+    were a group. A filter gets all sides of a group, with the rewards after `reward`.
     """
 
     reward: float

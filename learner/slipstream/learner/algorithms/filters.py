@@ -1,4 +1,4 @@
-"""The built-in choices of groups that are trained: pure functions."""
+"""The built-in filters, which choose the groups that are trained: pure functions."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ def none(group: Sequence[RewardedEpisode]) -> bool:
 
 
 def unequal_rewards(group: Sequence[RewardedEpisode]) -> bool:
-    """Whether two episodes of a group have different rewards on one side of theirs.
+    """Whether the rewards of a group differ; with several sides, those of at least one side.
 
     Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
     equal rewards.

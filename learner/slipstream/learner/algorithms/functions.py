@@ -1,6 +1,7 @@
 """The functions of an algorithm by name: built in, or `module:function` of the user's own.
 
-Both are called alike. A fault of a function is one line that names it, its kind and where it was.
+Both are called alike. A fault of a function is reported in one line, with its kind, its name and
+the place of the fault.
 """
 
 import functools
@@ -56,7 +57,7 @@ _MODULES: dict[FunctionKind, str] = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of an algorithm with its configured arguments, which `call` already has."""
+    """A function of an algorithm; `call` has the configured arguments bound to it."""
 
     kind: FunctionKind
     name: str
@@ -71,12 +72,12 @@ class Function:
         return is_own(self.name)
 
     def fault(self, what: str, where: str) -> RunFailed:
-        """Returns the error for a fault of the function."""
+        """Returns the error that reports the fault `what` of the function, found at `where`."""
         return RunFailed(f"{self} at {where}: {what}")
 
     @contextmanager
     def named(self, where: str) -> Iterator[None]:
-        """Turns an exception raised in the block into the RunFailed of `fault`."""
+        """Turns an exception raised in the block into a RunFailed that names it and `where`."""
         try:
             yield
         except RunFailed:
@@ -85,7 +86,7 @@ class Function:
             raise self.fault(_describe(error), where) from error
 
     def check_reports(self, names: Iterable[str], where: str) -> None:
-        """Raises RunFailed for a name that no metric can have."""
+        """Raises RunFailed if the name of a report is malformed or that of another metric."""
         for name in names:
             if _REPORT.fullmatch(name) is None:
                 raise self.fault(f"the report {name} needs a name of a-z, 0-9, _ and /", where)
@@ -171,7 +172,10 @@ def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
 
 
 def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """Returns the arguments by the annotations of the function's keywords; raises ValueError."""
+    """Returns `given`, validated by the annotations of the function's keyword-only parameters.
+
+    Raises ValueError for arguments or a signature that do not fit; `what` names the function.
+    """
     try:
         signature = inspect.signature(call)
         types = typing.get_type_hints(call, include_extras=True)
@@ -196,7 +200,10 @@ def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -
 def rewarded(
     algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str
 ) -> list[RewardedEpisode]:
-    """Returns the episodes of a group with the rewards of `algorithm.reward`; RunFailed."""
+    """Returns the episodes of a group with the rewards of `algorithm.reward`.
+
+    Raises RunFailed if the function is faulty; `where` names the group in the error.
+    """
     function = function_of(algorithm, "reward")
     with function.named(where):
         found = list(function.call(tuple(group)))
@@ -214,7 +221,7 @@ def rewarded(
 
 
 def filtered(algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str) -> bool:
-    """Whether `algorithm.filter` keeps a group; raises RunFailed."""
+    """Whether `algorithm.filter` keeps a group; raises RunFailed if the function is faulty."""
     function = function_of(algorithm, "filter")
     with function.named(where):
         found = function.call(tuple(group))
@@ -226,10 +233,11 @@ def filtered(algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, w
 def token_advantages(
     algorithm: AlgorithmSection, episodes: Sequence[ScoredEpisode], *, where: str
 ) -> list[TokenAdvantages]:
-    """Returns the advantages of all tokens of a batch, by `algorithm.advantage`; RunFailed.
+    """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
 
-    `episodes` are those that count: filtered episodes are in no statistic. Values that are not
-    finite are a fault of one's own function only: those of the built-in ones are of the rewards.
+    `episodes` lacks those that are left out of all statistics. Raises RunFailed if the function is
+    faulty. A value that is not finite is a fault only of a user's own function: built-in ones have
+    it from the rewards.
     """
     function = function_of(algorithm, "advantage")
     for episode in episodes:

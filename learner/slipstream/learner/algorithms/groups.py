@@ -11,9 +11,9 @@ from slipstream.learner.algorithms.functions import filtered, rewarded
 
 
 def side_of(branch: Branch) -> str:
-    """Returns the side of an episode that a branch is on.
+    """Returns the side of an episode, such as a player of a game, that a branch is on.
 
-    All branches of a name with a reward of its own are one side; "" is all others.
+    Branches with a reward of their own form one side per name; all others are on side "".
     """
     return "" if branch.reward is None else branch.name
 
@@ -54,7 +54,7 @@ def shaped_rewards(
 def is_trained(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmSection, config: Config
 ) -> bool:
-    """Whether `algorithm.filter` keeps a group, which is not empty."""
+    """Whether `algorithm.filter` keeps the group of `trajectories`, which are at least one."""
     sides = shaped_rewards(trajectories, config)
     group = [side for episode in sides for side in episode]
     return filtered(algorithm, group, where=f"group {trajectories[0].group_id}")

@@ -3,7 +3,7 @@
     def loss(tokens: LossInputs, *, ...) -> TokenTerms | Tensor
     def weight(tokens: LossInputs, *, ...) -> TokenWeights | Tensor
 
-Both are pure functions. What stands behind the star are arguments from the configuration, checked
+Both are pure functions. The keyword-only parameters are arguments from the configuration, checked
 by their annotations.
 """
 
@@ -26,7 +26,7 @@ class SequenceSums:
     def __init__(
         self, ids: Tensor, mask: Tensor, number: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Takes the sequence of each token, below `number`, and the mask of the trained tokens."""
+        """`ids`: the sequence of each token, below `number`; `mask`: the trained tokens."""
         self._ids = ids
         self._mask = mask
         self._number = number
@@ -85,7 +85,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """The losses of the tokens; weight, divergence and entropy are not part of them.
+    """The losses of the tokens, before importance weights and without KL and entropy terms.
 
     `reports` become metrics by their names: the mean over the trained tokens, or the largest value
     if the name ends with `_max`.
@@ -99,7 +99,7 @@ class TokenTerms:
 class TokenWeights:
     """The factors of the tokens in the loss, without a gradient; `reports` as in `TokenTerms`.
 
-    Their means leave out tokens that no policy sampled.
+    The means of reports leave out tokens that no policy sampled.
     """
 
     weights: Tensor

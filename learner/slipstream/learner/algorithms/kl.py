@@ -1,4 +1,4 @@
-"""Estimates of the divergence of two policies at sampled tokens, and log ratios."""
+"""Estimates of the KL divergence of two policies at sampled tokens, and bounded ratios."""
 
 import torch
 from slipstream.core.settings.algorithm_section import KlEstimator
@@ -10,7 +10,7 @@ MIN_REST = 1e-6
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns the ratio from its logarithm, limited to -20 .. 20, so that products stay finite."""
+    """Returns exp(`log_ratio`), with `log_ratio` clamped to -20 .. 20: products stay finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -64,6 +64,6 @@ def top_k_divergence(
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """Appends the logarithm of the probability that is left."""
+    """Appends the log-probability of all other tokens together, as one more column."""
     rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST)
     return torch.cat([logprobs, rest.log()], dim=-1)

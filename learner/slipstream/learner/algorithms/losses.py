@@ -1,7 +1,7 @@
 """The built-in losses of single tokens, before aggregation: pure functions.
 
-A ratio is that of the policy to its anchor, the policy before the step or the behavior policy. Log
-ratios are limited to 20 before exp.
+The ratio is the probability by the policy over that by its anchor: the policy before the step, or
+the behavior policy. Log ratios are clamped to -20 .. 20 before exp.
 """
 
 import torch

@@ -1,13 +1,12 @@
-"""Proofs of a loss or a weight: what every layout, ratio and call must have in common.
+"""Property tests of a loss or a weight, called proofs, over layouts, ratios and repeated calls.
 
-A property that does not hold is one line, with the smallest example that shows it. Layouts are
-compared in float64, limits are tried in float32.
+A property that fails gives one line, with the smallest example that shows it. Layouts are
+compared in float64, extreme values are tried in float32.
 
-What a loss takes out of its gradient, by `detach`, `no_grad`, `item` or the sums of sequences, is
-held constant where the gradient is compared with finite differences. So CISPO, GSPO and REINFORCE
-pass, and a backward pass of one's own must be right. A loss is refused where nothing is left of the
-gradient: its values move with the log-probabilities of tokens whose advantage has one sign, but no
-such token has a gradient.
+Values that a loss detaches by `detach`, `no_grad`, `item` or the sums of sequences are held
+constant when its gradient is compared with finite differences. So CISPO, GSPO and REINFORCE pass,
+and a custom backward pass must be right. A loss fails if it changes with the log-probabilities of
+tokens whose advantages have one sign, but none of these tokens has a gradient.
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ COST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Proved:
-    """The subject of a proof: the loss or the weight of an algorithm."""
+    """The function under test: the loss or the weight of an algorithm."""
 
     function: Function
     has_reference: bool = False
 
     @property
     def constants(self) -> tuple[float, ...]:
-        """The numbers in code and arguments, at which the function may change its rule.
+        """The numbers in the function's code and arguments, around which its results may jump.
 
-        The code is that of the functions of its module that it calls, too.
+        The code includes the functions of the same module that it calls.
         """
         call = self.function.call
         assert isinstance(call, functools.partial)
@@ -140,7 +139,7 @@ def faults(
 
 
 def _kept_by(function: Function) -> dict[str, str]:
-    """Returns a text of each global of the function's module, by name, to detect state."""
+    """Returns the repr of each global of the function's module, by name, to detect kept state."""
     assert isinstance(function.call, functools.partial)
     call = inspect.unwrap(function.call.func)
     kept = {}
@@ -160,7 +159,7 @@ def _fault(check: Callable[[Subject], None], subject: Subject) -> str:
 
 
 def reseed(seed: int) -> None:
-    """Sets the generators that a function may draw from."""
+    """Seeds the random generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -482,7 +481,10 @@ def _check_entropy(proved: Proved) -> None:
 def _moved(
     proved: Proved, scene: Scene, place: int, step: float, recorded: Sequence[object] | None
 ) -> float:
-    """Returns the sum with another log-probability at `place`, and all `recorded` as it was."""
+    """Returns the sum of the results after `step` is added to the log-probability at `place`.
+
+    `recorded`: detached values to replay, so that they stay constant; None computes them anew.
+    """
     logprobs = scene.fields["logprobs"].clone()
     logprobs[place] += step
     inputs = inputs_of(scene, changed={"logprobs": logprobs})

@@ -1,7 +1,7 @@
-"""Few tokens in every layout: the scenes on which losses and weights are proved.
+"""The scenes on which losses and weights are proved: a few tokens in several layouts.
 
-A layout has the tokens of a scene in another order, in several micro batches, between filler, or
-shared by context parallel ranks, which compute one after another here.
+A layout reorders the tokens of a scene, splits them into micro batches, pads them, or shares them
+between context parallel ranks, which compute one after another here.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Scene:
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """The tokens that are trained."""
+        """The mask of the trained tokens, bool [tokens]."""
         return torch.tensor([letter == "x" for one in self.sequences for letter in one])
 
     @functools.cached_property
     def ids(self) -> Tensor:
-        """The sequence of each token."""
+        """The index of each token's sequence, [tokens]."""
         return torch.tensor([i for i, one in enumerate(self.sequences) for _ in one])
 
     @functools.cached_property
@@ -181,7 +181,7 @@ def _of_ranks(
 
 
 def at(values: Tensor, places: Sequence[int]) -> Tensor:
-    """Returns the values at `places`, and 0 at filler."""
+    """Returns the values at `places`, 0 where a place is `FILLER`."""
     chosen = torch.tensor(places, dtype=torch.int64)
     return torch.where(chosen == FILLER, torch.zeros((), dtype=values.dtype), values[chosen])
 
@@ -199,7 +199,10 @@ def inputs_of(
     *,
     sums: SequenceSums | None = None,
 ) -> Inputs:
-    """Returns the tokens at `places`, all by default; `changed` has other values of fields."""
+    """Returns the inputs for the tokens at `places`, by default all tokens.
+
+    `changed` has fields, by name, that replace those of the scene; `sums` replaces its sums.
+    """
     places = range(len(scene.mask)) if places is None else places
     fields = {name: at(values, places) for name, values in {**scene.fields, **changed}.items()}
     shares = fields.pop("shares")

@@ -1,4 +1,4 @@
-"""Calls of losses and weights, with checks of what they return and leave alone."""
+"""Calls losses and weights; checks their results, and that their inputs stay unchanged."""
 
 from collections.abc import Iterable, Mapping
 
@@ -33,9 +33,10 @@ def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWe
 
 
 def report_names(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[str]:
-    """Returns the column names of all reports and of users' own functions, in order.
+    """Returns the sorted column names of all reports and of users' own functions.
 
-    Three tokens show what a function reports. Raises RunFailed for a faulty one.
+    Each function is called with three tokens to learn its reports. Raises RunFailed for a faulty
+    one.
     """
     found: set[str] = set()
     tokens, where = _three_tokens(has_reference=has_reference), "three tokens"
@@ -48,7 +49,7 @@ def report_names(algorithms: Iterable[AlgorithmSection], *, has_reference: bool)
 
 
 def _three_tokens(*, has_reference: bool) -> LossInputs:
-    """Returns two sequences, of two tokens and of one."""
+    """Returns inputs of two sequences, one of two tokens and one of one token."""
     nothing, logprobs = torch.zeros(3, dtype=torch.int32), torch.full((3,), -1.0)
     mask = torch.ones(3, dtype=torch.bool)
     return LossInputs(

@@ -26,7 +26,7 @@ def none(
     sequence_band: Band | None = None,
     to: Target = "proximal",
 ) -> TokenWeights:
-    """Returns 1 for each token inside the bands."""
+    """Returns 1 for each token inside the bands, else 0."""
     log_ratios = _log_ratios(tokens, to)
     return _masked(tokens, log_ratios, torch.ones_like(log_ratios), {}, token_band, sequence_band)
 
