@@ -388,7 +388,10 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
 def _set_program(
     parser: argparse.ArgumentParser, reference: str, *names: str, named: Sequence[str] = ()
 ) -> None:
-    """Has a command call "module:function": `names` by position, `named` by keyword."""
+    """Makes a command call the function `reference`, written as "module:function".
+
+    The command's arguments `names` are passed by position, `named` by keyword.
+    """
     parser.set_defaults(execute=partial(_call, reference, names, named))
 
 

@@ -123,7 +123,10 @@ def _text(value: JsonValue) -> str:
 
 
 def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields means of the last `LAST` steps up to the newest one that both runs have."""
+    """Yields a row for each metric: its mean in each run over the last `LAST` steps.
+
+    They are the last steps up to the newest one that both runs have.
+    """
     for name in CURVES:
         both = [run.curves.get(name, []) for run in (one, other)]
         if any(both):

@@ -158,7 +158,7 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
     """Serves this node's setup to the other nodes, and records which of them compared theirs."""
 
     def __init__(self, setup: status_pb2.Setup, others: int) -> None:
-        """`others`: the number of nodes that are to ask."""
+        """`others`: the number of other nodes, each of which asks for this setup."""
         self._setup, self._others = setup, others
         self.askers: set[str] = set()
         self.all_asked = asyncio.Event()
@@ -166,7 +166,7 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetSetup(  # noqa: N802
         self, request: status_pb2.GetSetupRequest, context: object
     ) -> status_pb2.Setup:
-        """Returns the setup with the time of this moment."""
+        """Returns the setup with the present time; records a caller that has compared its own."""
         if request.has_compared:
             self.askers.add(request.asker)
             if len(self.askers) >= self._others:
@@ -177,7 +177,10 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
-    """Answers the other nodes for at most `limit_s`; returns a problem unless all have compared."""
+    """Serves this node's setup to the other nodes, until all have compared theirs with it.
+
+    Returns a problem if some have not within `limit_s`.
+    """
     area = "nodes"
     try:
         credentials = Credentials.load(config.security)
@@ -208,7 +211,7 @@ async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
 
 @contextlib.contextmanager
 def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Keeps a file in run.dir during the block; yields the run id that it holds, and its name."""
+    """Keeps a file with a new run id in run.dir during the block; yields id and file name."""
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     path = config.run.dir / f".{run_id}"
     made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]

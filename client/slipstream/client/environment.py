@@ -47,7 +47,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool in a reply; `arguments` is the model's text where it is no JSON object."""
+    """A call of a tool in a reply; `arguments` is raw text if that is no JSON object."""
 
     id: str
     name: str
@@ -167,7 +167,7 @@ AnyEnvironment: TypeAlias = Environment[Any]
 
 
 class TaskSource(Generic[Task]):
-    """The tasks of an environment by number, for any result of `tasks()`."""
+    """Gives an environment's tasks by number, also if `tasks()` returns an iterator."""
 
     def __init__(self, environment: Environment[Task]) -> None:
         """Calls `tasks()`; raises ValueError if the result is empty or no iterable."""

@@ -112,7 +112,7 @@ def is_of_environment(filename: str) -> bool:
 
 
 class CallTracker:
-    """Writes the record of one worker; create it in the thread of the worker's event loop."""
+    """Writes a worker's `CallRecord` to a descriptor; create it in the event loop's thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -78,7 +78,7 @@ class EpisodeHost:
 
     @property
     def asks_start(self) -> bool:
-        """Whether the environment is an agent that calls the model that the run started with."""
+        """Whether the environment is an agent that also calls the run's initial model."""
         return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
 
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:

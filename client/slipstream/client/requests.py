@@ -31,7 +31,7 @@ def connect(arguments: argparse.Namespace) -> Client:
 
 
 async def submit(arguments: argparse.Namespace) -> int:
-    """`slipstream submit`."""
+    """Runs `slipstream submit`: adds an environment to the run, prints its state; returns 0."""
     try:
         args = json.loads(arguments.args)
     except (ValueError, RecursionError) as error:
@@ -58,9 +58,10 @@ async def submit(arguments: argparse.Namespace) -> int:
 
 
 async def status(arguments: argparse.Namespace) -> int:
-    """`slipstream status`; with a server's id it is a health check, whose exit code is the answer.
+    """Runs `slipstream status`: prints the status of the run; returns 0.
 
-    Raises RunFailed if that server does not work, or the run has failed.
+    With a server's id it prints nothing, and raises RunFailed if that server does not work or the
+    run has failed.
     """
     async with connect(arguments) as client:
         run = await client.status()

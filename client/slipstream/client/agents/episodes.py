@@ -38,9 +38,10 @@ OnBusy = Callable[["asyncio.Task[Any]", bool], None]
 
 
 class AgentEpisode:
-    """One episode: reset -> next() starts `run` -> calls and parts -> next() gives the result.
+    """One episode of an agent: each `next()` returns a call of the agent, the last one its result.
 
-    `end` ends it at any time. The endpoint is refused as soon as `run` has returned.
+    The first `next()` starts `run`; `part()` hands the parts of replies to the agent. `end` ends
+    the episode at any time. Calls to the endpoint are refused as soon as `run` has returned.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class AgentEpisodes:
 
 
 class EpisodeOver(SystemExit):
-    """Raised inside a plain `run` whose episode has ended, wherever its thread is in Python."""
+    """Raised in the thread of a plain `run` when its episode has ended, at any line of Python."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class _Outcome:
 
 
 class AgentRun:
-    """One run of the agent's code, which starts here; call `end` in any case."""
+    """One run of the agent's code, started by the constructor; every run needs a call of `end`."""
 
     def __init__(
         self, environment: AgentEnvironment[Any], task: object, endpoint: Endpoint
@@ -199,7 +200,10 @@ class AgentRun:
         return bool(done)
 
     async def _await_run(self, run: Callable[[], object], *, in_thread: bool) -> _Outcome:
-        """Returns the outcome of `run`; raises only if cancelled: SystemExit would end the loop."""
+        """Returns the outcome of `run`, even a SystemExit: raised, it would end the event loop.
+
+        Raises CancelledError if this task is cancelled.
+        """
         try:
             if in_thread:
                 self._start_thread(run)

@@ -19,7 +19,10 @@ MAX_WAITING_BYTES = 32 << 20
 
 
 class TooManyCalls(Exception):
-    """The episode has MAX_OPEN_CALLS open calls, or bodies of MAX_WAITING_BYTES."""
+    """Raised when an episode has too many open calls, or too many bytes of waiting requests.
+
+    The limits are MAX_OPEN_CALLS and MAX_WAITING_BYTES.
+    """
 
 
 @dataclass(eq=False)
@@ -43,7 +46,7 @@ class CallExchange:
     """
 
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
-        """`on_waiting` gets True when a first call is open, False when none is open any more."""
+        """`on_waiting` gets True when the first call opens, False when the last open one closes."""
         self._on_waiting = on_waiting
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
@@ -96,7 +99,7 @@ class CallExchange:
         return call
 
     def close(self, call: PendingCall) -> None:
-        """Forgets a call; tells the server if that has taken it and not sent the last part."""
+        """Forgets a call; tells a server that has taken the call but not yet sent the last part."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return

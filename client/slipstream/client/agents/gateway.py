@@ -127,7 +127,7 @@ class _Connection(H11Protocol):
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the program in whose loop it runs."""
+        """Installs no signal handlers: the program that owns the event loop has its own."""
         yield
 
 
@@ -310,7 +310,7 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
 
 
 def _shows(scope: Scope, secret: str) -> bool:
-    """Whether a request carries `secret`, as clients of either API send it."""
+    """Whether a request has the API key `secret`, in the header that either API uses for it."""
     shown = (
         value.removeprefix(b"Bearer ")
         for name, value in scope["headers"]

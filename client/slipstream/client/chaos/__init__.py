@@ -1,1 +1,1 @@
-"""Runs under faults: killed, stopped and cut off processes, and what their files say afterwards."""
+"""Runs whose processes are killed, stopped and disconnected, and checks of the files they leave."""

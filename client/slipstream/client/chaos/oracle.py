@@ -57,8 +57,8 @@ def examine(folder: Path) -> Findings:
 def _records(paths: Sequence[Path], found: Findings) -> Iterator[Record]:
     """Yields the run's records from the logs of all its controllers.
 
-    The log of a later controller begins after the lines that it has read of earlier logs. Later
-    lines of those are left out.
+    A restarted controller continues after the last line that it has read of earlier logs. What an
+    earlier controller wrote after that line is left out.
     """
     logs = [_whole_lines(path, found) for path in paths]
     number = 0
@@ -87,7 +87,7 @@ def _whole_lines(path: Path, found: Findings) -> list[Record]:
 
 
 class _Oracle:
-    """Takes the records of a journal one by one, and compares the whole in the end."""
+    """Checks a journal record by record; `conclude` compares it with batches and summary."""
 
     def __init__(self, folder: Path, config: Config, found: Findings) -> None:
         self._folder, self._config, self._found = folder, config, found

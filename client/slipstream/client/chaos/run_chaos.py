@@ -366,7 +366,7 @@ class Chaos:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        """Starts a command, which ends with this one; its output goes to chaos.log."""
+        """Starts a command that cannot outlive this one; appends its output to chaos.log."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
@@ -407,7 +407,7 @@ class Chaos:
     async def _harm(
         self, kills: int, every_s: float, roles: Sequence[str], proxy: Proxy | None
     ) -> None:
-        """Injects the faults one by one, most of them after a step that followed the one before."""
+        """Injects the faults one by one; after most of them, awaits a step before the next."""
         role, at_s = "", 0.0
         while True:
             is_last = self.tally.fired.total() == kills

@@ -217,7 +217,10 @@ class RunFolders:
         return lines
 
     def metrics(self, name: str, begin: int) -> FileRows:
-        """Returns rows of metrics.jsonl from byte `begin` on, thinned if 0; raises UnknownRun."""
+        """Returns the rows of metrics.jsonl from byte `begin` on; thins them if `begin` is 0.
+
+        Raises UnknownRun if there is no run `name`.
+        """
         path = self._of(name) / METRICS
         return _lines(path, begin) if begin else _thinned_lines(path)
 
@@ -263,7 +266,7 @@ class RunFolders:
             yield part
 
     def about(self, name: str) -> dict[str, Any]:
-        """Returns the summary of a run that has ended, and the end of the controller's log."""
+        """Returns `summary`, empty if there is none yet, and `log`, the controller's last lines."""
         folder = self._of(name)
         summary = _table(folder / SUMMARY)
         # Only a run that ended before its last step because its task is solved says so.
@@ -288,7 +291,7 @@ class RunFolders:
 
 
 def _is_group(row: Mapping[str, Any]) -> bool:
-    """Whether the row has a list of numbers, or None, under each name that the page reads."""
+    """Whether each field that the page reads is a list whose items are numbers or None."""
     lists = [row.get(name) for name in ("rewards", "sampled_tokens", "surprisal")]
     return all(
         isinstance(values, list) and all(v is None or isinstance(v, int | float) for v in values)
@@ -329,9 +332,10 @@ def _lines(path: Path, begin: int) -> FileRows:
 
 
 def _thinned_lines(path: Path) -> FileRows:
-    """Reads a whole file of metrics, thinned to `MOST_POINTS` rows of steps, and of evaluations.
+    """Reads a whole file of metrics, but only as many rows as a browser can show.
 
-    The rows are evenly spaced; the `NEWEST` are kept, too. A browser can then open any run.
+    Of the rows of steps, and likewise of evaluations, it keeps up to `MOST_POINTS`, evenly spaced,
+    and the `NEWEST` ones.
     """
     counts, seen, end = Counter[bool](), Counter[bool](), 0
     rows = []

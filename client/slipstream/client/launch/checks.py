@@ -1,9 +1,9 @@
 """The one list of checks before a run starts.
 
 A command stops at the first problem. A dry run makes only the checks that start and call nothing.
-`slipstream doctor` shows the findings of these, or with `--role` of all checks of that role. A
-check returns the fact that it saw or its findings, or raises ConfigError. Most comparisons are in
-the other modules of this folder.
+`slipstream doctor` shows the findings of the same checks, or with `--role` those of all checks of
+that role. A check returns the fact that it saw or its findings, or raises ConfigError. Most
+comparisons are in the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _exposure(scene: Scene) -> str | list[Finding]:
 
 
 def _queue(scene: Scene) -> str | None:
-    """Checks the queue's passwords of parts that start here; the doctor also calls the queue."""
+    """Checks the queue's URL and passwords for parts that start here; the doctor also calls it."""
     queue, parts = scene.config.queue, scene.parts
     if queue.kind != "redis":
         return "gRPC: trajectories wait in the memory of the rollout servers"
@@ -296,7 +296,7 @@ def _is_ours(host: str) -> bool:
 
 
 async def _running_controller(scene: Scene) -> str | None:
-    """Waits for a controller that another command starts, and compares this host with its host."""
+    """Waits for a controller that another command starts; compares its setup with this host's."""
     if "controller" in scene.parts:
         return None
     of_ranks = "learner" in scene.parts
@@ -312,7 +312,7 @@ async def _running_controller(scene: Scene) -> str | None:
 
 
 async def _running_queue(scene: Scene) -> str | None:
-    """Checks the user's own Redis or Valkey with the access that the parts here will use."""
+    """Checks the user's own Redis or Valkey with the credentials of each part that starts here."""
     queue = scene.config.queue
     ends = [end for end in QUEUE_ENDS if end in scene.parts]
     if queue.kind != "redis" or queue.redis_url is None or not ends:
@@ -413,7 +413,7 @@ async def compare(
     """Compares this host's setup with the controller's; raises ConfigError for a difference.
 
     `of_ranks`: this is a node of the learner, which for checkpoints must share the run's folder.
-    `is_awaited`: the controller keeps answering until this host has compared everything.
+    `is_awaited`: the answering process waits until this host tells it that all is compared.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)
@@ -496,7 +496,11 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
 
 
 def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
-    """Returns the interfaces that the value of a variable in `INTERFACES` selects."""
+    """Returns those of the `present` interfaces that `value`, a variable in `INTERFACES`, selects.
+
+    With `takes_beginning` a name selects all interfaces that begin with it, unless `value` begins
+    with "=".
+    """
     excludes, value = value.startswith("^"), value.removeprefix("^")
     is_exact, value = value.startswith("=") or not takes_beginning, value.removeprefix("=")
     # NCCL allows a port behind a name.

@@ -255,8 +255,8 @@ def last_complaint(path: Path, start: int = 0) -> str:
 def _raised(lines: Sequence[str]) -> str:
     """Returns the first line of the exception that ends the last traceback, or "".
 
-    Further lines of its text say less, and so does most of what is logged while a process ends.
-    After a new error below the traceback the result is "" too.
+    Lines below it are left out: they say less. After a new error below the traceback the result is
+    "" too.
     """
     begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
     if not begins:
@@ -295,7 +295,7 @@ class RestartPolicy:
     def pause_after(self, exit_code: int | None, *, age_s: float = 0.0) -> float | None:
         """Returns the seconds to wait before the next start, or None if there is to be none.
 
-        The program that ended had started `age_s` before.
+        `age_s` is how long the program ran before it ended.
         """
         self.restarts += 1
         self._failed_starts = self._failed_starts + 1 if exit_code == NOT_STARTED else 0

@@ -78,7 +78,10 @@ def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
 
 
 def _service(role: Role, *options: str, probe: bool = True) -> str:
-    """Returns the part of a service that its role decides."""
+    """Returns the YAML of a service that follows from its role, from the command to the grace time.
+
+    `options` are added to the command; `probe` adds the health check.
+    """
     secrets = [Path(secret.file).name for secret in role.secrets]
     lines = ["    command:", *_items([*role.command, *options], 6)]
     lines += ["    secrets:", *_items(secrets, 6)]

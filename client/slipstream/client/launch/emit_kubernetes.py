@@ -80,7 +80,7 @@ class Pods:
         self.roles: Roles = roles_of(self.config, self.site, on_gpus=on_gpus)
 
     def _places(self, config: Config) -> list[str]:
-        """Returns the settings that name folders and servers as pods see them."""
+        """Returns overrides for the settings whose folders and servers have other names in pods."""
         places = ['run.dir="/runs"']
         places += [f"{setting}={json.dumps(path)}" for setting, path in self.models.items()]
         if self.metrics_port:
@@ -279,7 +279,10 @@ def check_name(run: str, nodes: int) -> None:
 
 
 def _secret_places(config: Config, has_queue: bool) -> list[str]:
-    """Returns the settings of secret files' paths in the pods, and of the queue's users."""
+    """Returns overrides with the paths of secret files in pods.
+
+    They also set the users of the queue if the run has its own (`has_queue`).
+    """
     names = {"tls_ca": "ca.pem", "token_file": "token"}
     names |= {"tls_certificate": "server.pem", "tls_key": "server.key"}
     places = [f"security.{setting}={SECRETS}/{name}" for setting, name in names.items()]

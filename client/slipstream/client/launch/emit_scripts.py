@@ -26,7 +26,10 @@ RAY_PROGRAM = Path(__file__).with_name("ray_program.txt")
 def slurm_files(
     roles: Roles, folder: str, *, controller_port: int, master_port: int, watch_s: float = WATCH_S
 ) -> dict[str, str]:
-    """Returns the text of each file by its name; `folder` is where they will lie."""
+    """Returns the text of each file by its name; `folder` is where they will lie.
+
+    A rollout job looks every `watch_s` whether the learner's job still runs.
+    """
     address = f"{roles.folder}/controller.address"
     learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]
     common = {"run": roles.run, "folder": folder, "address": shell_word(address)}

@@ -30,7 +30,7 @@ class Finding:
 
     @classmethod
     def read(cls, line: str) -> Finding:
-        """Returns the finding in a line of `write`; raises ValueError for a line without JSON."""
+        """Returns the finding that `write` made a line of; raises ValueError if it is no JSON."""
         values = json.loads(line)
         return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
 

@@ -1,4 +1,4 @@
-"""Checks a configuration against this machine: which process gets which GPU, and enough memory."""
+"""Checks that a configuration fits this machine: its engines, its GPUs and its memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def compiler_problem(
 def runner_problem(
     server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
 ) -> str:
-    """Returns why drafts cannot be made with `environ`, or "" if they can or are off."""
+    """Returns why `environ` prevents speculative decoding, or "" if it works or is off."""
     if on_cpu or server.drafts != "shared" or environ.get(RUNNER_SWITCH) != "0":
         return ""
     return (
@@ -133,7 +133,7 @@ WEIGHT_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes on the device of each rank and of each engine worker, without activations."""
+    """The memory of a rank and of an engine worker without activations; a checkpoint's size."""
 
     parameters: int
     rank_bytes: float
@@ -204,7 +204,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the model's headers, or None if the folder is incomplete."""
+    """Computes the needs from the headers of the model's files; None if the folder lacks any."""
     if missing_weights(config.model.path, "model.path"):
         return None
     try:
@@ -246,9 +246,9 @@ def needs_of(config: Config) -> Needs | None:
 
 
 def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
-    """Estimates what a rank keeps of a micro batch; None if it cannot.
+    """Estimates what a rank keeps of a micro batch; returns None for what it does not cover.
 
-    It can for dense decoders without `recompute_granularity` or `cpu_offloading`: a layer keeps
+    It covers dense decoders without `recompute_granularity` or `cpu_offloading`: a layer keeps
     inputs and outputs of its matrix products in 16 bits. With all that a rank holds, three
     estimates without recomputation were within 8 % of the peaks that were measured on an H200
     (benchmarks/results/learner.md).

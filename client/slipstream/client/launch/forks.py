@@ -47,7 +47,7 @@ class ForkedProcess:
 
 
 class _Server(asyncio.SubprocessProtocol):
-    """A fork server's process. No task reads its answers: a second signal cancels all tasks."""
+    """A fork server's process, whose answers callbacks read: a second signal cancels all tasks."""
 
     def __init__(self) -> None:
         self._forked: dict[int, ForkedProcess] = {}
@@ -57,7 +57,7 @@ class _Server(asyncio.SubprocessProtocol):
         self.is_there, self.gone = True, asyncio.Event()
 
     def order(self, order: object) -> None:
-        """Sends a line, which nobody reads when the server has ended."""
+        """Sends `order` to the server as a line of JSON; it is lost if the server has ended."""
         self._orders.write(json.dumps(order).encode() + b"\n")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -98,11 +98,11 @@ class _Server(asyncio.SubprocessProtocol):
 
 
 class ForkServer:
-    """Starts a program like `start_child`, one process at a time; `close` ends them all.
+    """Starts processes of a program by forks, one at a time; `close` ends all of them.
 
-    Where the server cannot import the program, this starts plainly and says itself what is wrong. A
-    server that was killed is started again with the next process. On a machine with GPUs all start
-    plainly: imports may start CUDA, which a forked process could not use.
+    If the server cannot import the program, the processes start by `start_child`, and say what is
+    wrong themselves. A server that was killed is started again with the next process. On a machine
+    with GPUs no process is forked: imports may start CUDA, which a forked process could not use.
     """
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:

@@ -159,7 +159,10 @@ async def _carry_out(
 
 
 async def _place(scene: Scene, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement]:
-    """Makes the checks of `PLACE` and `START`; returns settings for shared GPUs, and placement."""
+    """Makes the checks of `PLACE` and `START`; returns the settings and the placement.
+
+    The settings have a `gpu_memory_utilization` for GPUs that ranks and servers share.
+    """
     await require(scene, Stage.PLACE)
     config, placement, _ = fit_here(scene.config, ranks=ranks, servers=servers)
     await require(replace(scene, config=config), Stage.START)
@@ -297,7 +300,7 @@ async def run_receipt(path: Path, out: Path | None) -> int:
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
-    """`slipstream set-aside`: a run that has ended goes on without the batch at which it fails."""
+    """`slipstream set-aside`: lets an ended run be resumed without the batch at which it fails."""
     settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
     log = log_path(folder, "set-aside")

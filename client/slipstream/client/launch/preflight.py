@@ -202,9 +202,10 @@ async def check_functions(config: Config) -> str | None:
 
 
 async def check_algorithms(config: Config) -> str | None:
-    """Has functions of the user's own proved; raises ConfigError with the first fault.
+    """Has the user's own algorithm functions proved; raises ConfigError with the first fault.
 
-    The proof takes a minute on a CPU, the first time for a source. Returns None if there are none.
+    The proof takes a minute on a CPU; unchanged functions are not proved again. Returns None if the
+    run has no such functions.
     """
     if not config.algorithms.has_own:
         return None
@@ -215,7 +216,7 @@ async def check_algorithms(config: Config) -> str | None:
 
 
 async def prove_algorithms(config: Config, *arguments: str) -> Ended:
-    """Proves the functions of the algorithms; raises ConfigError if that takes too long."""
+    """Runs the proof of the algorithms with `arguments`; raises ConfigError at the time limit."""
     with _told_when_slow("the proof of the algorithm's functions takes a minute"):
         checked = await run_program(
             [sys.executable, "-m", ALGORITHMS_CHECK, *arguments],
@@ -230,10 +231,10 @@ async def prove_algorithms(config: Config, *arguments: str) -> Ended:
 
 
 async def check_engine(config: Config) -> str | None:
-    """Has vLLM check the settings that it knows better; raises ConfigError.
+    """Has vLLM check the settings that are passed through to it; raises ConfigError.
 
     These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
-    vLLM's imports, and no GPU. Returns None if there are none, or if vLLM is missing.
+    vLLM's imports, and no GPU. Returns a line that names them; None without any, or without vLLM.
     """
     server = config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
@@ -273,7 +274,7 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
 
 
 def _said(checked: Ended) -> str:
-    """Returns the last line of a check, without the program's name."""
+    """Returns the last line that a check wrote to stderr, without the program's name."""
     return (checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: ")
 
 
@@ -325,7 +326,10 @@ async def _check_environment(
     play: bool,
     places: asyncio.Semaphore,
 ) -> tuple[str, str, tuple[str, ...]]:
-    """Returns the environment's name, why it cannot be used or "", and the lines it printed."""
+    """Checks one environment; returns its name, the cause of a failure, and the lines it printed.
+
+    The cause is "" if the environment can be used.
+    """
     name, reference, timeout_s = section.name, section.reference, section.timeout_s
     if section.python is not None and shutil.which(section.python) is None:
         return name, f"python must be an interpreter, got {section.python}", ()

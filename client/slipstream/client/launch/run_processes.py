@@ -132,7 +132,7 @@ async def end_in_order(
 ) -> None:
     """Stops the run; awaits `ends` until `grace_s` after the run was last seen stopping.
 
-    A cluster stops all nodes at once or this one alone: rank 0 lets all ranks save and export.
+    Whether a cluster stops all nodes or this one alone, rank 0 lets all ranks save and export.
     """
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     looks = 0
@@ -178,7 +178,7 @@ def wait_line(run: RunStatus) -> str:
 
 
 class RunProcesses:
-    """The processes of one command: start and keep them, `wait`; leaving the block ends them."""
+    """Starts the processes of one command and restarts them; leaving its context ends them."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class RunProcesses:
         return child
 
     async def _told(self, name: str, keeping: Awaitable[None]) -> None:
-        """Awaits `keeping`; at an OSError, as when processes or disk run out, stops the run.
+        """Awaits `keeping`; an OSError, such as from a full disk, ends the run as failed.
 
         The task of this call is awaited only at the end of the run. An error raised here would be
         seen only then, and the run would wait for a process that never starts.

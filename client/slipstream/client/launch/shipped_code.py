@@ -19,7 +19,7 @@ _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*@[\w./-]+")
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """The files of a folder by their names in it."""
+    """The text of each file of a folder, by its path in the folder."""
 
     files: dict[str, str] = field(default_factory=dict)
     # Whether they lie where they are shipped from, so that nothing has to be copied.
@@ -32,7 +32,9 @@ class ShippedCode:
 
 
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
-    """Returns the files of `folder`, none for None; `place` is where they are shipped from.
+    """Returns the files of `folder`; no files if `folder` is None.
+
+    If `folder` is `place`, the files need not be copied.
 
     Raises ConfigError for more than `most_bytes` as JSON, and for a file that is no text.
     """

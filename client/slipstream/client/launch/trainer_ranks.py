@@ -73,7 +73,7 @@ class TrainerRanks:
 
     @property
     def has_all(self) -> bool:
-        """Whether no other node has any of the ranks."""
+        """Whether all trainer ranks of the run are on this node."""
         return len(self._ranks) == self._config.learner.world_size
 
     async def start(self) -> None:
