@@ -12,7 +12,7 @@ from slipstream.rollout_server import process
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Imports for a server with these arguments; a fork server calls this once."""
+    """Imports all that a server with the command-line `arguments` needs; for a fork server."""
     import_engine(load_config(Path(arguments[arguments.index("--config") + 1])))
 
 

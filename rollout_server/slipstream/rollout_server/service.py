@@ -80,7 +80,7 @@ class RolloutServer:
         renderer: Renderer,
         gateway: WorkerGateway,
     ) -> None:
-        """Loads the secrets. Raises ConfigError when they cannot work."""
+        """Loads the credentials; raises ConfigError if they or the weights' storage cannot work."""
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
         self._engine, self._renderer = engine, renderer

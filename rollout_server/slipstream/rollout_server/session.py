@@ -55,7 +55,7 @@ class End(Enum):
 
 
 class OutgoingMessages:
-    """Messages on their way to the controller; never blocks."""
+    """A queue of messages to the controller; adding a message never blocks."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[fleet_pb2.ServerMessage | None] = asyncio.Queue(_MAX_OUTGOING)
@@ -94,8 +94,8 @@ class SessionServices:
 class Session:
     """Serves one epoch, from the welcome to the end of the stream.
 
-    serving --`stop` or a drain order--> draining: what runs may end --> DRAINED
-            --the stream ends--> what runs may end within the heartbeat's limit --> LOST
+    serving --`stop` or a drain order--> draining: running episodes may end --> DRAINED
+            --the stream ends--> running episodes may end within the heartbeat's limit --> LOST
     """
 
     def __init__(

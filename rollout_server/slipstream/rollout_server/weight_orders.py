@@ -33,7 +33,7 @@ _MAX_ABORTED = 16
 
 
 class Phase(Enum):
-    """The phases of a publish; only in PROBING and SERVING the engine samples the new weights."""
+    """The phases of a publish; the new weights sample only in PROBING and SERVING."""
 
     # The engine prepares, waits for buckets and loads them.
     RECEIVING = "receiving"

@@ -1,4 +1,4 @@
-"""Runs leases: members of a group side by side, failed ones again; delivers every attempt.
+"""Runs leases: the members of a group at once, failed attempts again; delivers every attempt.
 
 Consumes: leases. Produces: trajectories in the queue, one report when a lease is over.
 Waits for: a free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an
@@ -91,7 +91,7 @@ class Dispatcher:
             await episode.cancel()
 
     def drain(self) -> None:
-        """Starts no more attempts: running episodes may end, other members are handed back."""
+        """Starts no more attempts; running episodes may end, others go back to the controller."""
         self._draining = True
 
     async def cancel_all(self) -> None:

@@ -251,7 +251,7 @@ class History:
         return not has_results or self._renderer.has_place_for_results(self.inputs)
 
     def reply(self, text: str) -> list[int]:
-        """Returns the tokens of a reply with this text, with the token that ends a reply."""
+        """Returns the tokens of a reply with this text, including the token that ends it."""
         return self._renderer.reply(text, self._messages, self.inputs)
 
     def continuation(self, last_token: int) -> list[int]:

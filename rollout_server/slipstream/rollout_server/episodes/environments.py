@@ -280,9 +280,10 @@ class LoneWorkers:
                 group.create_task(self._keep(index))
 
     async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
-        """Waits for a worker without other episodes.
+        """Waits for a worker of its own; returns it, and the turn that the caller must end.
 
-        Raises EnvironmentFailed when it cannot load.
+        Turns with a higher `attempt` go first. Raises EnvironmentFailed when the worker cannot
+        load.
         """
         worker = asyncio.get_running_loop().create_future()
         turn = LoneTurn((-attempt, next(self._numbers)), worker)

@@ -79,7 +79,8 @@ class AgentTalk:
     async def run(self) -> AgentEnd:
         """Answers calls until the agent returns its result.
 
-        Raises EnvironmentFailed where it does not.
+        Raises EnvironmentFailed if the agent fails, or neither calls nor returns within
+        `timeout_s`.
         """
         waiting = asyncio.ensure_future(self._session.next_call())
         try:
@@ -135,9 +136,10 @@ class AgentTalk:
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
     def _recorder_of(self, path: str) -> Recorder:
-        """Returns the recorder of a call to `path`; raises EnvironmentFailed if there is no judge.
+        """Returns the recorder of a call to `path`: the episode's own or that of its judge.
 
-        Trying the call again would not help, so the episode ends with the cause.
+        Raises EnvironmentFailed if there is no judge, or if it was called too often. Trying the
+        call again would not help, so the episode ends with the cause.
         """
         if not path.startswith(JUDGE_PATH):
             return self._recorder
@@ -369,10 +371,10 @@ class Episode:
         traces.call(self._task, self._num_calls, begin_s=begin_s, num_tokens=num_tokens)
 
     def _give(self, tokens: Sequence[int], *, is_cut: bool) -> Generation:
-        """Records a reply that the environment gave.
+        """Records a reply that the environment gave in place of the model.
 
         Its log-probabilities are 0, since the environment would give the same reply again. Its
-        version is that of the engine, which has not sampled it.
+        version is that which the engine serves now.
         """
         version = self._services.engine.version
         if version is None:

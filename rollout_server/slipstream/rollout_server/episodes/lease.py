@@ -116,7 +116,7 @@ def trajectory_of(
     renderer: Renderer,
     num_experts: int,
 ) -> Trajectory:
-    """Closes the recording and returns the trajectory with the texts that `renderer` reads."""
+    """Closes the recording and returns the trajectory; `renderer` decodes its texts."""
     identity, lease = task.identity, task.lease
     recording.close()
     prompt = recording.token_ids[: recording.prompt_tokens]

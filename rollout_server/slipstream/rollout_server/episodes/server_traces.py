@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class ServerTraces:
-    """Sends the spans; all methods do nothing without `traces`, and for evaluations."""
+    """Sends the spans of training episodes and of publishes; sends nothing without `traces`."""
 
     def __init__(self, traces: Traces | None = None, server: str = "") -> None:
         """`server`: the name of this rollout server."""
         self._traces, self._server = traces, server
 
     def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:
-        """Sends the span of the episode's n-th call of the model, which ends now."""
+        """Sends the span of the episode's call `number` of the model, which ends now."""
         if self._traces is None or task.lease.purpose is not Purpose.TRAINING:
             return
         attempt = f"{task.member}.{task.attempt}"

@@ -34,7 +34,7 @@ class WorkerLimits:
     processes: int = 0
 
     def arguments(self) -> list[str]:
-        """Returns the limits as arguments of a keeper."""
+        """Returns the limits as command-line arguments of a keeper."""
         return [
             *("--memory-bytes", str(self.memory_bytes)),
             *("--memory-setting", "rollout_server.environment_memory_gib"),

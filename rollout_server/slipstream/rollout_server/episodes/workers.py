@@ -45,11 +45,10 @@ class EnvironmentWorker:
         *,
         try_reset: bool = False,
     ) -> None:
-        """`try_reset`: the first task must answer `reset` before the worker counts as loaded.
+        """`suspects` notes the tasks that were lost with the worker, and those that have passed.
 
-        An agent must also make its first call, which is not answered.
-
-        `suspects` notes the tasks that were lost with the worker, and those that have passed.
+        `try_reset`: before the worker counts as loaded, its first task must answer `reset`, and an
+        agent must make its first call, which is not answered.
         """
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects

@@ -131,7 +131,8 @@ class DraftRule:
     def next_length(self, *, num_replies: int, sampled: int) -> int:
         """Returns how many tokens to draft for each reply of the next step.
 
-        `sampled` are the tokens of the step that ended now, `num_replies` those under way.
+        `sampled`: number of tokens sampled in the step that has just ended. `num_replies`: number
+        of running replies.
         """
         now_s = self._clock()
         if self._last_s is not None and not self._keeps:

@@ -64,7 +64,7 @@ CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError unless vLLM's outputs have exactly the `fields` that are joined here."""
+    """Raises ConfigError unless `fields`, those of vLLM's outputs, are the ones joined here."""
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")

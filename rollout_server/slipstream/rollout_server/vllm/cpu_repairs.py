@@ -82,9 +82,10 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803 - vLLM's name
 ) -> None:
-    """Writes `values[n]` to `output` for each token of request n; ends are in `cu_num_tokens`.
+    """Writes `values[n]` to `output` for each token of request n.
 
-    Values equal to `replace_from` are replaced by `replace_to`.
+    `cu_num_tokens` has the number of tokens up to the end of each request. Values equal to
+    `replace_from` are replaced by `replace_to`.
     """
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = values.where(values != replace_from, replace_to).to(output.dtype)

@@ -164,7 +164,7 @@ class DraftingScheduler(PausingScheduler):
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> SchedulerStats | None:
-        """See vLLM; `step_counter`, which only data parallel engines use, counts the steps."""
+        """See vLLM; `step_counter`, for data parallel engines in vLLM, is the number of steps."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             stats.step_counter = self._num_steps

@@ -53,7 +53,10 @@ def parser_problems(server: RolloutServerSection) -> Iterator[str]:
 
 
 def argument_types() -> dict[str, Any]:
-    """The type of each argument; None for a type that vLLM names only for type checkers."""
+    """Returns the type of each of vLLM's engine arguments, by name.
+
+    It is None for a type that vLLM names only for type checkers.
+    """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(AsyncEngineArgs):
         if not field.init or field.name.startswith("_"):

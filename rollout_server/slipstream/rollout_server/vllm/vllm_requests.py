@@ -38,7 +38,7 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 @dataclass(frozen=True)
 class VllmParts:
-    """The parts of a vLLM engine that its HTTP application needs besides an engine."""
+    """Configuration and renderer of a vLLM engine, for its HTTP application."""
 
     vllm_config: VllmConfig
     renderer: BaseRenderer
@@ -186,10 +186,11 @@ def is_read_by_us(options: TextOptions) -> bool:
 
 
 class ReplyText:
-    """Detokenises one reply incrementally; the text is that which vLLM reads token by token.
+    """Detokenises one reply incrementally, to the text that vLLM gets token by token.
 
-    The stop token is left out, and so are the bytes of an incomplete last character. Invalid UTF-8
-    inside a reply becomes U+FFFD; vLLM loses some of the text behind it.
+    The text lacks the stop token, unless `TextOptions.with_stop` asks for it, and the bytes of an
+    incomplete last character. Invalid UTF-8 inside a reply becomes U+FFFD; vLLM loses some of the
+    text behind it.
     """
 
     def __init__(

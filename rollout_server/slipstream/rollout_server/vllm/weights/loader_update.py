@@ -71,7 +71,7 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
-    """Whether vLLM makes a float32 copy of the sinks after each load.
+    """Whether vLLM makes a float32 copy of the attention sinks after each load.
 
     FlashInfer and b12x compute with such a copy unless the parameter itself is float32 (0.32.0).
     """
@@ -116,7 +116,11 @@ def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] |
 def _one_by_one(
     model: torch.nn.Module, tensors: Iterable[Named], sinks: set[str]
 ) -> Iterator[Named]:
-    """Yields each expert by itself; loads sinks, and adds their names to `sinks`."""
+    """Yields the tensors for gpt-oss's loader, each expert as a tensor of its own.
+
+    Loads attention sinks itself, without yielding them, and adds their parameters' names to
+    `sinks`.
+    """
     for name, tensor in tensors:
         found = _EXPERTS.fullmatch(name)
         if found is not None:

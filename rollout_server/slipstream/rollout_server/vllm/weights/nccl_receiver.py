@@ -54,7 +54,7 @@ def _set_nccl_variables(variables: Mapping[str, str]) -> None:
 
 
 class NcclReceiver(BucketReceiver):
-    """See `BucketReceiver`: two receive buffers in turn, each broadcast from its sender."""
+    """See `BucketReceiver`: broadcasts fill two buffers in turn, or a buffer for each bucket."""
 
     enqueues = True
 

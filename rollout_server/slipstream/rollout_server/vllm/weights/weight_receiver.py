@@ -164,7 +164,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._joining = Joining(seat, self.device)
 
     def learn(self, layout: bytes) -> None:
-        """Takes the `WeightLayout` of the updates that follow; records a plan for new weights.
+        """Takes the serialised `WeightLayout` of later updates; records a copy plan if it is new.
 
         Recording may take longer than a bucket's deadline: call this before joining, or the other
         members would wait.
@@ -239,7 +239,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     @property
     def is_copying(self) -> bool:
-        """Whether copies began that have not ended."""
+        """Whether copies have begun and have not ended."""
         return self._copying is not None
 
     def room(self) -> int:
