@@ -420,7 +420,7 @@ def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def drop_absent(state: dict[Any, Any]) -> None:
-    """Removes empty `param_state` entries, on whose difference among ranks Megatron would warn."""
+    """Removes `param_state` entries that are None: Megatron would warn that ranks differ."""
     parts = [state, *(part for part in state.values() if isinstance(part, dict))]
     for part in parts:
         if part.get("param_state", state) is None:

@@ -36,7 +36,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
-        """Optimizer state comes in parts of at most `part_elements`, from all ranks together."""
+        """Sets the limit of optimizer state gathered at a time: `part_elements` over all ranks."""
         self.part_elements, self._device = part_elements, device
         self._blocks: list[_Block] = []
         self._reserving: threading.Thread | None = None

@@ -35,7 +35,7 @@ def load_models_from(models: Sequence[StoredModel], path: Path, ranks: Ranks) ->
 def check_saved(path: Path, ranks: Ranks) -> None:
     """Raises CheckpointError if a file of a run's checkpoint changed since its save; collective.
 
-    Files that a converter made have no manifest to be checked by.
+    Files from a converter have no manifest, and are not checked.
     """
     if not (path / STATE_FOLDER).is_dir() and not (path / MANIFEST_NAME).exists():
         return

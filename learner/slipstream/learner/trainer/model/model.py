@@ -113,7 +113,7 @@ class TrainedModel(ParallelModel):
 
     @property
     def loss_scale(self) -> float:
-        """The number that the loss is multiplied by before its gradients are taken."""
+        """The factor of the loss in the backward pass; 1 without a loss scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:

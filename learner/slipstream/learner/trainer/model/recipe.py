@@ -423,7 +423,7 @@ def _hint(key: str, fields: Sequence[str]) -> str:
 
 
 def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
-    """Returns `value` checked against the type `hint`: a dataclass itself would take anything."""
+    """Returns `value` as the type `hint`; raises ConfigError, naming `where`, for another type."""
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in hint.__members__:
             raise ConfigError(

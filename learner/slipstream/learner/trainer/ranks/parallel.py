@@ -106,7 +106,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which talks to the controller and sends the weights."""
+        """Whether this is rank 0, which gets the controller's orders and leads each publish."""
         return self.rank == 0
 
     @property

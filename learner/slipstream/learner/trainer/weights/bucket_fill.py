@@ -89,7 +89,7 @@ class Kind(Enum):
 
 
 class Filling(Protocol):
-    """A source of weights: `prepare` once, then for each pass `begin` and `fill` in order."""
+    """A source of weights: call `prepare` once, then for each pass `begin`, and `fill` in order."""
 
     tensors: tuple[TensorSpec, ...]
     # Trainer ranks that send; `TensorSpec.sender` is an index into this tuple.

@@ -23,8 +23,8 @@ Joined = TypeVar("Joined")
 class BucketSender(ABC):
     """Sends through one communicator at a time, kept until its members change or it fails.
 
-    On the leader `announce`, then on every sending rank `connect`; for each publish `send` every
-    bucket, then `finish`. `abort` ends the communicator at any time.
+    Call `announce` on the leader, then `connect` on every sending rank. For each publish call
+    `send` for every bucket, then `finish`. `abort` ends the communicator at any time.
     """
 
     transport: ClassVar[str]

@@ -102,8 +102,8 @@ def _adapted_experts(policy: Policy) -> list[str]:
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     """Writes the weights with the configuration and tokenizer of `source`; collective.
 
-    `target` appears only when it is complete; an existing `target` is replaced. Raises the
-    CheckpointErrors of `DiskWork`.
+    `target` appears only when it is complete; an existing `target` is replaced. Raises
+    CheckpointError as `DiskWork.wait` does.
     """
     ranks = policy.ranks
     disk = DiskWork(target.parent, ranks)

@@ -129,7 +129,7 @@ class IpcSender(BucketSender):
             raise
 
     def _tell(self) -> None:
-        """Lets receivers read the last bucket as soon as its copy is done."""
+        """Waits until the last bucket's copy is done, then lets receivers read the bucket."""
         if self._filling is None:
             return
         (number, done), self._filling = self._filling, None

@@ -131,7 +131,7 @@ class Published:
         return [*matrices, *self._adapters.items()]
 
     def _check(self, matrices: WeightDigests) -> None:
-        """Raises RunFailed if matrices changed: servers that get adapters alone would miss it."""
+        """Raises RunFailed if matrices changed: servers that get only adapters keep old ones."""
         before = self._unchanged or matrices.by_name
         changed = sorted(n for n, digest in matrices.by_name.items() if before[n] != digest)
         if changed:

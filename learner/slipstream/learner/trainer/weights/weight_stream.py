@@ -59,7 +59,7 @@ def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict
 
 
 def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Returns digests that are computed where the buckets lie."""
+    """Returns an object that computes the digests of `buckets` on `device`, where they lie."""
     if device.type != "cuda":
         return HostDigests(buckets)
     from slipstream.protocol.weights.cuda_digests import CudaDigests
@@ -181,7 +181,7 @@ class WeightStream:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all tensors; tied tensors count once."""
+        """The number of elements of all tensors in the stream."""
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
 
     @property
