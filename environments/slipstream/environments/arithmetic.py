@@ -1,4 +1,4 @@
-"""Sums with an exact check, from easy to hard, for models that can read."""
+"""Arithmetic tasks of adjustable difficulty with an exact check, for models that can read."""
 
 import hashlib
 import itertools
@@ -54,7 +54,7 @@ class Addition(NamedTuple):
 
 
 class Arithmetic(Environment[Addition]):
-    """`left operation right` with operands of `min_digits` to `digits` digits.
+    """Asks for `left operation right`, with operands of `min_digits` to `digits` digits.
 
     Reward 1 for the right integer, `format_credit` for a wrong one in the asked-for form, else 0.
     The answer of a reply is its last number (`format="number"`), or the number in its last line

@@ -1,4 +1,4 @@
-"""Any program as an agent: it finds the model by the variables that most programs read."""
+"""Runs any program as an agent, which finds the model by its environment variables."""
 
 import contextlib
 import json
@@ -131,7 +131,10 @@ class Command(AgentEnvironment[Row]):
         return AgentOutcome(said.pop("reward"), metrics | said)
 
     def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
-        """Returns the command, in a sandbox if it is on, which allows only `port` (0: none)."""
+        """Returns the command, wrapped in the sandbox if one is on.
+
+        The sandbox allows connections to `port` alone, or to none if it is 0.
+        """
         if self._confined is None:
             return command
         plan = Plan(
@@ -146,7 +149,7 @@ class Command(AgentEnvironment[Row]):
         return launched(plan, command)
 
     def _make_folders(self, folder: Path, fields: Row) -> dict[str, str]:
-        """Makes the folders and files of an episode; returns the variables that name them."""
+        """Makes an episode's folders and files; returns variables that include HOME and TMPDIR."""
         home, temporary = folder.parent / "home", folder.parent / "tmp"
         for each in (folder, home, temporary):
             each.mkdir()
@@ -197,7 +200,7 @@ class Command(AgentEnvironment[Row]):
 
 
 def _sandbox_limits(limits: ProgramLimits) -> Limits:
-    """Returns the limits of the sandbox for those of a program.
+    """Converts the limits of a program to those of its sandbox.
 
     Raises ConfigError if memory or processes are unlimited, or if sandlock does not work here.
     """

@@ -62,9 +62,10 @@ class Echo(Environment[Pair]):
 
 
 class Others(Echo):
-    """Shows the same prompts; the right reply has other letters of `num_symbols`, and nothing else.
+    """Shows the same prompts; the right reply has only letters that are not in the prompt.
 
-    The reward is the share of the first `reply_length` words that are such letters.
+    The letters are the first `num_symbols` of the alphabet. The reward is the share of the first
+    `reply_length` words that are such letters; a missing word is a wrong one.
     """
 
     def step(self, reply: str) -> StepResult:

@@ -53,7 +53,10 @@ class Exam:
 
 @dataclass(frozen=True)
 class ExamColumns:
-    """Names of columns. Without `function` the tests' undefined names are the functions."""
+    """The names of a file's columns.
+
+    Without `function` the functions under test are the names that the tests use but do not define.
+    """
 
     question: str
     tests: str
@@ -225,8 +228,9 @@ class Functions(Environment[Exam]):
 def _missing(finished: Finished, num_tests: int) -> list[str]:
     """Returns the outcomes of the `num_tests` tests that the examiner did not reach.
 
-    Values of the code under test can make a test exceed a limit. Raises ValueError if the examiner
-    ended without one, which is a fault of the tests.
+    They are "timeout" if the examiner exceeded a limit of time, "error" for another limit: values
+    of the code under test can cause both. Raises ValueError if it ended within its limits, which
+    is a fault of the tests.
     """
     if not finished.ended_by:
         last = finished.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -246,7 +250,7 @@ class _Candidate:
         self._context = contextlib.AsyncExitStack()
 
     async def answer(self, call: object) -> dict[str, object]:
-        """Returns the answer to a call; {"ended": outcome of the test} when there is none."""
+        """Returns the code's answer to a call, or {"ended": the test's outcome} without one."""
         try:
             program = self._program or await self._start()
             program.stdin.write(json.dumps(call).encode() + b"\n")

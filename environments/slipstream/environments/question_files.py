@@ -36,7 +36,7 @@ class HubData:
 
     @property
     def files(self) -> HubFiles:
-        """The repository."""
+        """The files of the data set's repository on the hub."""
         return HubFiles(self.name, "dataset", self.revision, shown=str(self))
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The last message, which asks."""
+        """The text of the last message, which asks the question."""
         return self.messages[-1].text
 
 

@@ -200,7 +200,7 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def is_heldout(question: Question, one_in: int) -> bool:
-    """Whether a question is held out, which its text alone decides."""
+    """Whether a question is held out, as one in `one_in` is; its text alone decides."""
     text = "\0".join(f"{message.role}\0{message.content}" for message in question.messages)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0

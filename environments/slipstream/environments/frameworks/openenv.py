@@ -69,7 +69,7 @@ FULL_RETRY_S = 0.2
 
 
 class OpenEnv(Environment[Start]):
-    """Plays episodes on a server of OpenEnv: its observations are read, replies are its actions.
+    """Plays episodes on an OpenEnv server: the model reads observations and replies with actions.
 
     The rewards of the steps add up. A reply that is no action ends the episode with
     `invalid_reward` and the metric `invalid_action`. A server that is lost, refuses a session, or
@@ -100,7 +100,7 @@ class OpenEnv(Environment[Start]):
         in whose texts {reply} stands for the reply and {number} for its last number, or
         "module:function" of the reply. `observation`: a text in which {FIELD} stands for a field of
         the observation, or "module:function" of the observation; by default it is read as JSON.
-        `tasks`: that many seeds from `first_seed` on, or what each reset is given. `metrics`:
+        `tasks`: a number of seeds from `first_seed` on, or the arguments of each reset. `metrics`:
         numbers of the last observation or its metadata that are kept. A server without a free
         session is asked again for `full_timeout_s`. Raises ConfigError for wrong arguments.
         """

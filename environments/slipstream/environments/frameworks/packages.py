@@ -30,7 +30,7 @@ def import_package(module: str, *, install: str) -> ModuleType:
 
 
 def needs(module: str, package: str, advice: str) -> None:
-    """Raises ConfigError with `advice` if an import of `module` finds a module missing."""
+    """Imports `module` of `package`; raises ConfigError with `advice` if a module is missing."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -192,7 +192,7 @@ def _client(endpoint: Endpoint, variable: str) -> Foreign:
 
 
 def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
-    """Returns the result of an episode with these traces; `keep` names its metrics, None all.
+    """Returns the result of an episode from its traces; `keep` names its metrics, None: all.
 
     Raises RuntimeError when the environment trains none of its agents.
     """

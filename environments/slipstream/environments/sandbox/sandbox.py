@@ -169,7 +169,7 @@ class StartedProgram:
     """A program in a sandbox: `stdin` and `stdout` are its pipes, `finish` waits for its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, cause_fd: int) -> None:
-        """`cause_fd`: a pipe with the limit that ended the program; it is closed at the end."""
+        """`cause_fd`: a pipe that names the limit that ended the program; `end` closes it."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -309,7 +309,10 @@ def _variables(folder: str) -> dict[str, str]:
 
 
 def _limit_named_in(cause: str) -> str:
-    """Returns the name of the limit in a message of launcher or keeper; "" if it is empty."""
+    """Returns the limit in a message of launcher or keeper: "" if the message is empty.
+
+    It is "memory_bytes" if the message names no limit.
+    """
     if not cause.strip():
         return ""
     names = [field.name for field in fields(Limits) if field.name in cause.split()]
