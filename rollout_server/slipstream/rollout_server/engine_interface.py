@@ -183,14 +183,14 @@ class EngineUse:
 class LoadedWeights:
     """How an engine loaded new weights, and how many seconds each stage took.
 
-    `by_plan`: a copy plan loaded the weights, not vLLM's loader; buckets then arrived while the
-    engine finished its steps under way, which took `pause_s`. A worker waited for buckets, idle,
-    for `receive_s`, and spent `load_s` on the rest. `wire_s`: from the first broadcast's start on
-    the worker that joined last to the end of the last broadcast; 0 if it cannot be timed.
-    `already_resumed`: the engine was idle and has the new version already, so `resume` takes no
-    time. `takes_deltas`: the next update may be a delta. `began_s`: the monotonic time at which the
-    last step under way had ended and the copies began; 0 if unknown. `staged`: all buckets had
-    arrived before the copies began.
+    `by_plan`: a copy plan loaded the weights, not vLLM's loader. `pause_s`: until the engine had
+    paused; with a plan buckets arrive meanwhile. `receive_s`: a worker waited for buckets, idle;
+    `load_s`: the rest of its time. `wire_s`: from the first broadcast's start on the worker that
+    joined last to the end of the last broadcast; 0 if it cannot be timed. `already_resumed`: the
+    engine was idle and has the new version already, so `resume` takes no time. `takes_deltas`: the
+    next update may be a delta. `began_s`: the monotonic time at which the last step under way had
+    ended and the copies began; 0 if unknown. `staged`: all buckets had arrived before the copies
+    began.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -231,7 +231,7 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """The tokens of the longest sequence, context and reply together."""
+        """The largest number of tokens of a sequence, context and reply together."""
 
     @property
     def version(self) -> PolicyVersion | None:

@@ -284,7 +284,7 @@ def _refused(path: str, error: RefusedRequest) -> HttpPart:
 
 
 def _error(path: str, refusal: Refusal) -> HttpPart:
-    """Returns an error in the form that the clients of the API at `path` know."""
+    """Returns a refusal as an error answer in the format of the API at `path`."""
     kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
     if refusal.status >= _BROKEN:
         kind = "api_error"

@@ -117,10 +117,11 @@ class Conversations:
         *,
         previous: AgentTurn | None = None,
     ) -> Found | None:
-        """Returns the longest conversation that `messages` continue, under the same settings.
+        """Returns the last turn of the longest conversation that `messages` continue; None if none.
 
-        `previous` is preferred if they continue it. Among turns with equal messages, one that can
-        be appended to under `name` is preferred.
+        Only conversations under the same `settings` count. The turn `previous` is preferred if
+        `messages` continue it. Among turns with equal messages, one that can be appended to under
+        `name` is preferred.
         """
         node, found = self._roots.get(settings), None
         for num_messages, key in enumerate(messages[:-1], start=1):
@@ -242,7 +243,7 @@ def _can_append(turn: AgentTurn, name: str) -> bool:
 
 
 class MessageKey(NamedTuple):
-    """A message in normalised form: equal if a client merely writes it in another way.
+    """A message in normalised form, equal for all notations of the same message.
 
     Text in one part equals plain text, no text equals empty text, and the arguments of a tool call
     are compared as JSON. In a reply a part that is white space alone equals no part: streams have

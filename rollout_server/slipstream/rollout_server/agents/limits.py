@@ -32,7 +32,7 @@ def judge_sampling(sampling: Sampling) -> Sampling:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error of a call: HTTP status, code and message, as clients know them."""
+    """The error with which a call is answered: HTTP status, code and message."""
 
     status: int
     code: str
@@ -105,7 +105,7 @@ def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
 
 @dataclass(frozen=True)
 class HttpCall:
-    """A request of an agent: `number` counts in its episode, `branch` is the endpoint's name."""
+    """A request of an agent: `number` rises within an episode, `branch` is the endpoint's name."""
 
     number: int
     method: str

@@ -63,10 +63,10 @@ class LimitReached(Exception):
 
 
 class Recorder:
-    """Everything that the calls of one episode share.
+    """Records the calls of one episode, those of its agent or those of its judge.
 
-    A call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`.
-    The end: `cancel` ends what is open; `settled` waits until every sample is recorded.
+    A call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`. At the end of
+    the episode `cancel` ends open calls, and `settled` waits until all their tokens are recorded.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class Recorder:
         return task
 
     def _use(self) -> Use:
-        """Returns the tokens and turns that finished calls used and open calls have reserved."""
+        """Returns the tokens and turns that finished calls used and that open calls reserve."""
         held = [
             (opened.call, opened.room)
             for opened in (*self._open.values(), *self._unread)

@@ -98,7 +98,7 @@ class DraftTable:
 
 
 def _factors() -> torch.Tensor:
-    """The hash factors [longest n, n-grams]: 0 outside an n-gram, equal in every process."""
+    """Returns the hash factors [longest n, n-gram lengths]: constants, 0 outside an n-gram."""
     chosen = torch.Generator().manual_seed(20)
     factors = torch.randint(-(1 << 62), 1 << 62, (_LONGEST, len(RUNS)), generator=chosen)
     places = torch.arange(_LONGEST)[:, None]

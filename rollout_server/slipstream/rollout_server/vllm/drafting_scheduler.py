@@ -36,9 +36,9 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     _num_resumes = 0
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
-        """See vLLM, which goes through every block while the engine is paused.
+        """See vLLM, which would go through all blocks; it is given only the cached ones.
 
-        Only cached blocks have anything to reset: vLLM is given only those.
+        Only these have anything to reset, and the engine is paused meanwhile.
         """
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks

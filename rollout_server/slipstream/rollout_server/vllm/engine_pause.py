@@ -23,10 +23,11 @@ ANSWER_LIMIT_S = 120.0
 class EnginePause:
     """Pauses and resumes one engine, and holds requests that arrive in between.
 
-    An engine with requests: `pause_for_update`, the update, `resume(version)`. An idle one:
-    `hold_requests`, the update beside `resume_idle(version)`, `resume(version)`. Weights that may
-    not be used: `pause`, after which requests wait in the engine. The learner trains on its GPU:
-    `rest`, then `wake_weights` and an update, or `resume` with the version that it had.
+    Calls if the engine has requests: `pause_for_update`, the update, `resume(version)`. If it is
+    idle: `hold_requests`, the update and `resume_idle(version)` at once, `resume(version)`. If
+    weights are rejected: `pause`, after which requests wait in the engine. If the learner trains on
+    the engine's GPU: `rest`, then `wake_weights` and an update, or `resume` with the version that
+    it had.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""vLLM's models with images as their only other modality, with or without torchvision.
+"""vLLM's vision models, with images as their only input besides text; torchvision is optional.
 
 vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
 requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the same

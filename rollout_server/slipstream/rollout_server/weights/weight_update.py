@@ -118,9 +118,10 @@ class WeightUpdate:
     ) -> None:
         """Prepares membership, memory and views of an update; generation continues meanwhile.
 
-        An empty `layout` stands for that of the update before. An update like the one before needs
-        no call to the workers, which would delay the engine's steps, unless it is staged: then all
-        buckets arrive here. `is_busy`: requests run; only then does "auto" stage an update.
+        An empty `layout` stands for that of the update before. Calls to the workers delay the
+        engine's steps: an update like the one before needs none, unless it is staged. All buckets
+        of a staged update arrive here. `is_busy`: requests run; only then does "auto" stage an
+        update.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
