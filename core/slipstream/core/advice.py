@@ -48,7 +48,7 @@ MOST_GROWTH = 2
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another setting, its name in `CHANGES`, and what it would gain."""
+    """A changed setting, the change's name in `CHANGES`, and the predicted speed and gain."""
 
     name: str
     setting: Setting
@@ -68,7 +68,7 @@ class Advice:
     wanted_servers: int
 
     def predictions(self) -> dict[Setting, float]:
-        """Steps per second by setting."""
+        """Returns the predicted steps per second of each setting, the present one included."""
         others = {each.setting: each.steps_per_s for each in self.alternatives}
         return {**others, self.setting: self.now.steps_per_s}
 
@@ -100,7 +100,7 @@ def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
 def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -> Advice:
     """Predicts the present setting and its alternatives; takes some tenths of a second.
 
-    Raises SimulationCancelled as soon as `is_cancelled`.
+    Raises SimulationCancelled once `is_cancelled` returns true.
     """
 
     def simulated(setting: Setting) -> Simulated:
@@ -154,7 +154,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def profile_from_json(table: Mapping[str, Any]) -> Profile:
-    """Returns the profile in a table; raises KeyError, TypeError or ValueError for another one."""
+    """Reverses `profile_to_json`; raises KeyError, TypeError or ValueError for any other table."""
     groups = tuple(tuple(Episode(*map(float, e)) for e in group) for group in table["groups"])
     if not groups:
         raise ValueError("a profile needs groups")
@@ -162,7 +162,7 @@ def profile_from_json(table: Mapping[str, Any]) -> Profile:
 
 
 def waits_for(metrics: Mapping[str, float]) -> str:
-    """Says which fleet waits for which by the metrics of a step; empty if they do not tell."""
+    """Says in words which fleet waits for what, by the metrics of a step; "" without them."""
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:
         return ""

@@ -32,7 +32,7 @@ NOT_STARTED = 4
 
 
 class SlipstreamError(Exception):
-    """Root of the tree."""
+    """The base class of all errors that Slipstream raises."""
 
 
 class ConfigError(SlipstreamError, ValueError):
@@ -76,9 +76,9 @@ class RunFailed(SlipstreamError):
 
 
 class UntrainableBatch(RunFailed):
-    """The data of a batch cannot be trained; the weights are as they were before its mini-batch.
+    """The data of a batch cannot be trained; the failed mini-batch has not changed the weights.
 
-    `trajectory_ids` are those at fault; empty: no party can tell them from the others.
+    `trajectory_ids` names the trajectories at fault; it is empty if no party can identify them.
     """
 
     def __init__(self, message: str, trajectory_ids: Sequence[str] = ()) -> None:

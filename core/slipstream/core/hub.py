@@ -60,7 +60,7 @@ class HubFiles:
 
     @contextmanager
     def one_line(self) -> Iterator[None]:
-        """Turns the errors of the hub's clients into ConfigError."""
+        """Re-raises the hub client's errors in the block as ConfigError with one line."""
         from huggingface_hub import constants, errors
 
         place = "" if self.kind == "model" else f"{self.kind}s/"

@@ -22,17 +22,20 @@ _TEXT_BYTES_PER_TOKEN = 5
 
 
 def max_text_bytes(num_tokens: int) -> int:
-    """Returns the most bytes of a prompt's or a reply's text of `num_tokens` tokens."""
+    """Returns the largest size of a prompt's or reply's text with `num_tokens` tokens, in bytes."""
     return _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * num_tokens
 
 
 def free_bytes(queue_bytes: int, waiting_bytes: int, promised: int, largest_bytes: int) -> int:
-    """Returns bytes neither used nor reserved; below 0 while failed attempts still wait."""
+    """Returns the queue's bytes neither used nor reserved; negative while failed attempts wait.
+
+    `promised` episodes may still be sent, each of up to `largest_bytes`.
+    """
     return queue_bytes - waiting_bytes - promised * largest_bytes
 
 
 def may_promise(free: int, episodes: int, largest_bytes: int) -> bool:
-    """Whether this many more `episodes` may be leased."""
+    """Whether `episodes` more may be leased, each of `largest_bytes`, with `free` bytes left."""
     return episodes * largest_bytes <= free
 
 

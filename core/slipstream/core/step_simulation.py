@@ -87,7 +87,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Means over the counted steps."""
+    """Means over the simulated steps after the warm-up."""
 
     step_s: float
     # Share of the time in which the trainer waits for groups.
@@ -328,7 +328,7 @@ class Simulation:
             self._schedule(place)
 
     def _settle(self, engine: _Engine) -> None:
-        """Brings an engine's count of steps to this moment."""
+        """Advances an engine's count of steps made to the current simulated time."""
         if engine.running and not self._is_paused:
             engine.made += (self._now_s - engine.at_s) / self._engine_s(engine.running)
         engine.at_s = self._now_s

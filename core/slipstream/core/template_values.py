@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns `values`. Raises ValueError for a name that no setting may have."""
+    """Returns `values`; raises ValueError for a name that the servers set themselves."""
     for name in values:
         if name in _OWNED:
             raise ValueError(f"chat_template_kwargs must not set {name!r}, which servers set")

@@ -172,12 +172,12 @@ class Trajectory:
     is None if experts were not recorded.
 
     The runs of `branches` follow each other: each branch is a sequence that the model saw by
-    itself, and a token is sampled in one branch only. Without any, all runs are one sequence.
+    itself, and a token is sampled in one branch only. Without branches, all runs are one sequence.
 
-    `images` has each image that the model saw once, encoded; `image_places` says where they are.
+    `images` has each distinct image that the model saw, encoded; `image_places` says where.
 
-    `is_given`: the environment gave all replies, so no policy sampled them; they count as sampled
-    tokens otherwise. `reference` has what a reference model behind a server says of them.
+    `is_given`: the environment gave all replies, so no policy sampled them, but their tokens count
+    as sampled. `reference` has the sampled tokens' log-probabilities by a served reference model.
     """
 
     run_id: str

@@ -55,10 +55,10 @@ def completed(
 ) -> dict[str, JsonValue]:
     """Returns the settings of a file, completed with those that a run chooses by itself.
 
-    The names of the chosen settings are under the key `automatic`. Raises pydantic's
-    ValidationError for a section that is wrong by itself. `hub` says which files are downloaded of
-    models that are named as on the Hugging Face hub: none ("no"), all but weights ("small") or all
-    ("whole"); `apart` is that of `bring_files`.
+    The names of the chosen settings are under the key `automatic`. For models given by their
+    Hugging Face name, `hub` says what is downloaded: nothing ("no"), all but weights ("small") or
+    everything ("whole"); `apart` is as in `bring_files`. Raises pydantic's ValidationError for a
+    section that is invalid by itself.
     """
     whole: dict[str, Any] = copy.deepcopy(dict(table))
     _name(whole)
@@ -224,7 +224,7 @@ def _shown(value: object) -> str:
 
 
 def _name(table: dict[str, Any]) -> None:
-    """Adds missing names: environments get their class's, the run its model's and theirs."""
+    """Adds missing names: environments are named by class, the run by model and environments."""
     names: list[str] = []
     environments = table.get("environments")
     for each in environments if isinstance(environments, list) else ():
@@ -262,7 +262,7 @@ def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
 
 
 def _has_replicas(tables: Tables) -> bool:
-    """Whether the optimizer's state can be sharded: dp * cp exceeds 1, and it is Adam's."""
+    """Whether the optimizer is Adam and its state can be sharded, since dp * cp exceeds 1."""
     learner = tables.learner
     try:
         layout = RankLayout.of(learner.parallel, learner.world_size)
@@ -308,12 +308,13 @@ def _routing_bytes(sizes: ModelSizes) -> int:
 def bring_files(
     table: dict[str, Any], before: Mapping[str, Any], *, whole: bool, apart: bool
 ) -> None:
-    """Downloads what `table` names as on the hub, and puts folders and commits in place of names.
+    """Downloads models that `table` gives by hub name, and pins such models and data sets in it.
 
-    `before` has the settings in the run's folder, or nothing; a name without a revision keeps the
-    commit that it had there. Without `whole`, models are downloaded without weights, and data sets
-    are left as they are. With `apart`, other parts of the run start elsewhere, so a model's name
-    must have a commit. Raises ConfigError if something cannot be downloaded.
+    A model's name is replaced by its local folder; a data set's `args` get its commit. `before` has
+    the settings in the run's folder, or nothing: names without a revision keep the commit recorded
+    there. Without `whole`, weights are not downloaded and data sets not pinned. With `apart`, parts
+    of the run start separately, so a model's name must include a commit. Raises ConfigError for a
+    name without one, and for a failed download.
     """
     for place in MODELS:
         section, earlier = table.get(place), before.get(place)
@@ -328,7 +329,7 @@ def bring_files(
 
 
 def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -> str:
-    """Returns the local folder of a model named as on the hub, and any other path unchanged."""
+    """Returns the local folder of a model given by hub name, downloading it; else `path`."""
     named = _NAME.fullmatch(path)
     owner = path.partition("/")[0]
     # A folder in models/ that is missing was to be made or brought by hand.
@@ -348,7 +349,7 @@ def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -
 
 
 def _pin_data(args: object, before: object) -> None:
-    """Adds the commit of a data set to the arguments that name it."""
+    """Adds `hub_revision`, the commit of the data set at `path`, to an environment's `args`."""
     if not isinstance(args, dict) or args.get("hub_revision") is not None:
         return
     path = args.get("path")

@@ -162,7 +162,7 @@ def check_model(config: Config) -> None:
 def check_sizes(config: Config) -> list[str]:
     """Checks all settings that depend on the model's config.json; raises ConfigError.
 
-    Returns one clause for each thing that the folder lacks to be loaded.
+    Returns one clause for each fault of the files to load: models, tokenizer and checkpoint.
     """
     sizes = read_model_sizes(config.model.path)
     _check_layout(config, sizes)
@@ -318,9 +318,9 @@ def _apply_override(table: Table, override: str) -> None:
 
 
 def _worst(error: ValidationError) -> str:
-    """Returns a line on the first problem.
+    """Returns one line on the first error.
 
-    If that is a missing key, the line names an unknown key instead, or else all missing keys.
+    If that is a missing key, the line names the first unknown key, if any, else all missing keys.
     """
     errors = error.errors()
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
@@ -332,7 +332,7 @@ def _worst(error: ValidationError) -> str:
 
 
 def _required(location: tuple[int | str, ...]) -> list[str]:
-    """Returns the keys missing at `location`: a table's required ones, else the setting itself."""
+    """Returns the keys missing at `location`: if it is a table, the required ones, else itself."""
     where = ".".join(str(part) for part in location if part not in _FORMS)
     table = _table_at(location)
     if table is None:

@@ -1,4 +1,4 @@
-"""Settings and checks of reference and critic, each as if it were the policy of a run."""
+"""The settings of the reference and critic models, and checks of each like those of a policy."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from slipstream.core.settings.role_sections import (
 
 
 def reference_is_policy(config: Config) -> bool:
-    """Whether the reference is the policy with its adapters switched off, and no other model."""
+    """Whether the reference model is the policy without its adapters, not a model of its own."""
     section = config.reference or ReferenceSection()
     is_other = section != ReferenceSection(top_k=section.top_k)
     # Replayed routers follow the policy's own forward pass.
@@ -66,7 +66,7 @@ def role_settings(config: Config) -> dict[str, Config]:
 
 @contextlib.contextmanager
 def named(config: Config, name: str) -> Iterator[None]:
-    """Turns the setting names in a ConfigError of the block into those of the role `name`."""
+    """Re-raises the block's ConfigError with setting names changed to those of role `name`."""
     try:
         yield
     except ConfigError as error:
@@ -212,7 +212,10 @@ def _processor(folder: Path) -> dict[str, object]:
 
 
 def _read_table(path: Path) -> dict[str, object]:
-    """Returns the table in a JSON file, {} without one. Raises ConfigError if it cannot be read."""
+    """Returns the table in the JSON file `path`, or {} if there is no such file.
+
+    Raises ConfigError if it cannot be read.
+    """
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:

@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def describe_machine() -> dict[str, JsonValue]:
-    """Returns processor, cores that this process may use, system and GPUs, by name."""
+    """Returns the processor, the number of usable cores, the system and the GPUs' names, by key."""
     system = os.uname()
     return {
         "processor": processor(),

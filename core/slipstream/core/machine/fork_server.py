@@ -1,12 +1,13 @@
-"""A fork server: imports what a program needs once, and forks the program as often as it is asked.
+"""A fork server: imports a program's modules once, then forks a process for each order.
 
-`python -m slipstream.core.machine.fork_server ROOM` reads lines of JSON from stdin. The first names
-the program's module and arguments. `MODULE.preload` has a function `preload(arguments)`, which
-imports and opens nothing. Each further line is an order, `{"name", "log", "environ"}`. The answers
-on stdout are `{"pid"}` of a process, by itself, and `{"pid", "code"}` when it has ended.
+`python -m slipstream.core.machine.fork_server ROOM` reads lines of JSON from stdin. The first is
+`[MODULE, ARGUMENTS...]`, the program. The server calls `MODULE.preload.preload(arguments)`, which
+only imports, and opens nothing. Each further line, `{"name", "log", "environ"}`, orders a process.
+On stdout the new process answers `{"pid"}`, and the server `{"pid", "code"}` when it has ended.
 
-A process is a child of the server, and ends with it. It leads a session of its own, writes to its
-log, and runs `MODULE.__main__` as `python -m MODULE` does. `ROOM` is as long as that command line.
+A process is a child of the server, and is killed with it. It leads a session of its own, writes
+to `log`, and runs MODULE as `python -m MODULE` does. `ROOM` is a filler, as long as that command
+line, which replaces the server's own in the process (`show_as`).
 Waits for: orders, ends of processes. Unblocked by: these, or the end of stdin.
 """
 
@@ -34,7 +35,7 @@ _LOOK_S = 0.01
 
 
 def main() -> None:
-    """Runs the fork server, and the program in each forked process; only these return."""
+    """Serves orders in the fork server, which never returns; runs the program in each fork."""
     answers = os.dup(1)
     # What imports print must not look like an answer.
     os.dup2(2, 1)
@@ -51,10 +52,10 @@ def main() -> None:
 
 
 def show_as(name: str, words: Sequence[str]) -> None:
-    """Gives this process a short name, and a command line as far as its own one has room.
+    """Sets this process's name, and overwrites its command line as far as that has room.
 
-    `words` begin with Python, "-m" and a module. Behind these there is one word, as in the server's
-    own line: setproctitle, by which vLLM names its engine, counts the words.
+    `words` begin with Python, "-m" and a module; all others are joined into one word, so that there
+    are as many words as before: setproctitle, by which vLLM names its engine, counts them.
     """
     Path("/proc/self/comm").write_text(name[:15])
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -98,7 +99,10 @@ def _answer(answers: int, **fields: int) -> None:
 
 
 def _end_left(running: Iterable[int]) -> None:
-    """Ends what dead processes have left: it would hold memory that the next one needs."""
+    """Kills the orphans of ended processes: they would hold memory that the next process needs.
+
+    The processes with the pids `running` are spared.
+    """
     until_s, own = time.monotonic() + LEFT_LIMIT_S, set(running)
     while kill_orphans(own) and time.monotonic() < until_s:
         time.sleep(_LOOK_S)

@@ -26,7 +26,7 @@ ALL_BITS = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU with the driver's data."""
+    """One GPU as the driver describes it."""
 
     # Its number in nvidia-smi.
     index: int

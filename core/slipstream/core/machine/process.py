@@ -85,10 +85,10 @@ def without_collections() -> Iterator[None]:
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables, without secrets, of a process that runs an environment's code.
+    """Returns environment variables, without secrets, for a process that runs environment code.
 
-    Its PYTHONHASHSEED is fixed: sets of strings then have one order, and task 7 is the same one in
-    all processes.
+    PYTHONHASHSEED is fixed, so that sets of strings have the same order, and task numbers the same
+    meaning, in all processes.
     """
     kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
     return kept | {"PYTHONHASHSEED": "0"}

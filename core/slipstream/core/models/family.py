@@ -35,7 +35,7 @@ MAMBA: Linear = "Mamba layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Settings of the rotary embedding with which all programs compute alike."""
+    """The RoPE settings that a family may have: those that all programs compute alike."""
 
     # Its kinds; empty: all that are known.
     kinds: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of a layer."""
+    """Facts of a family's mixture-of-experts layers."""
 
     # Whether files hold one tensor for all experts of a layer.
     is_fused: bool = False
@@ -68,7 +68,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionFacts:
-    """A vision tower of a family whose positions have three axes."""
+    """Facts of a family with a vision tower and three position axes (M-RoPE)."""
 
     # The token that stands for features of an image, unless config.json says another.
     image_token: int
@@ -80,7 +80,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """Facts of folders with a vision tower whose decoder is this family with other tensor names."""
+    """Facts of vision models whose decoder is this family's under other tensor names."""
 
     # The class that their config.json names, and its field `model_type` in text_config.
     outer: str
@@ -93,7 +93,7 @@ class Nested:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """Settings of vLLM that a family needs."""
+    """Facts of a family in vLLM: its module, its reply format and its weight loader."""
 
     # Module of ours below `rollout_server.vllm` that has its class; "" if vLLM's own is taken.
     module: str = ""
@@ -154,13 +154,13 @@ class Family:
 
     @property
     def is_delta(self) -> bool:
-        """Whether some layers are delta nets."""
+        """Whether some layers are gated delta nets, a kind of linear attention."""
         return self.linear == DELTA_NETS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A setting that some families do not support: its off value, and the title of its column."""
+    """A setting that some families lack: its value when off, and its title in the models' table."""
 
     off: object
     title: str

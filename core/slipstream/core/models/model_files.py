@@ -21,15 +21,16 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def missing_files(folder: Path, template: Path | None = None) -> list[str]:
-    """Returns one clause for each thing that a folder with config.json lacks to be loaded.
+    """Returns one clause for each file or part without which a run cannot load the model.
 
-    With `template`, a file of the settings, the tokenizer needs no chat template of its own.
+    `folder` has a config.json. `template` is the chat template file that the settings name, if any:
+    then the tokenizer needs none of its own.
     """
     return [*missing_weights(folder, "model.path"), *missing_tokenizer(folder, template)]
 
 
 def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
-    """Returns a clause for what the tokenizer lacks, if anything, as `missing_files` does."""
+    """Returns at most one clause, on what the tokenizer lacks; arguments as in `missing_files`."""
     rule = "model.path must hold the tokenizer too"
     if not (folder / "tokenizer_config.json").is_file():
         return [f"{rule}, but {folder} has no tokenizer_config.json"]
@@ -128,7 +129,10 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _bytes_needed(path: Path, size: int) -> int:
-    """Returns the size of a complete file by its header. Raises ValueError without a header."""
+    """Returns the least size of the complete file by its header; `size` is its present size.
+
+    Raises ValueError if the header's length is missing or too large.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:

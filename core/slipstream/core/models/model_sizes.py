@@ -76,7 +76,7 @@ class ModelSizes:
     image_token: Any
 
     def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
-        """Returns the bytes of a token's keys and values in the cache of one of `tp` workers."""
+        """Returns a token's KV cache bytes on one of `tp` workers; an element has `item_bytes`."""
         if self.latent_size:
             # Every worker holds all of it.
             return self.layers * self.latent_size * item_bytes
@@ -178,9 +178,9 @@ class ModelSizes:
 
 
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
-    """Whether the weights of a token's experts add up to 1, by the table of a config.json.
+    """Whether the routing weights of a token's experts are normalised to a sum of 1.
 
-    Those of some families always do, without a field in their tables.
+    `values` is the config.json; some families always normalise, and have no field for it.
     """
     experts = family_of(values).experts
     return bool(values.get("norm_topk_prob", experts is not None and experts.is_normalized))
@@ -259,7 +259,7 @@ def _check_ties(values: Mapping[str, Any]) -> None:
 
 
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config.json whose decoder fields, nested in models with vision, are at the top.
+    """Returns config.json with the decoder's fields, nested in vision models, at the top level.
 
     Raises ConfigError for an unknown decoder in a class of `NESTED`, and for a vision tower beside
     a text class.

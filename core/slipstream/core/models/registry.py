@@ -66,9 +66,9 @@ _NEW_FORM = "model.language_model."
 
 
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns the config.json of a class in `NESTED` into its decoder's, with `vision_config`.
+    """Returns the decoder's config from the config.json of a class in `NESTED`.
 
-    Raises ConfigError for an unknown decoder, and for fields that cannot be used.
+    It keeps `vision_config`. Raises ConfigError for an unknown decoder and for unusable fields.
     """
     outer, decoder = architecture_of(values), values.get("text_config")
     kinds = NESTED[outer]
@@ -115,5 +115,8 @@ def nested_name(name: str, held: Collection[str]) -> str:
 
 
 def tower_name(name: str, held: Collection[str]) -> str:
-    """Does for a tensor of the vision tower or its projector what `nested_name` does."""
+    """Returns the name of a tensor of the vision tower or projector in a folder of `NESTED`.
+
+    `held` is as in `nested_name`.
+    """
     return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

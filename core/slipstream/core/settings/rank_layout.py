@@ -66,7 +66,7 @@ class RankLayout:
         return _grid_groups(expert) | _grid_groups(dense)
 
     def describe(self, *, has_experts: bool) -> str:
-        """Returns a line of sizes, and a line of groups for each kind with several ranks."""
+        """Returns a line of sizes, and for each kind with several ranks a line of its groups."""
         found = self.groups()
         noun = "rank" if self.world_size == 1 else "ranks"
         sizes = f"tp {self.tp}, pp {self.pp}, cp {self.cp}, dp {self.dp}"
@@ -104,7 +104,7 @@ def _ranks_text(ranks: Group) -> str:
 
 
 def _shortened(texts: Sequence[str], limit: int, gap: str) -> Iterator[str]:
-    """Yields all texts joined by spaces, or the first ones, `gap` and the last one."""
+    """Yields the texts joined by spaces; above `limit`, the first ones, `gap` and the last one."""
     if len(texts) <= limit:
         yield " ".join(texts)
         return

@@ -16,7 +16,7 @@ from slipstream.v1 import bounds_pb2, trajectory_pb2
 
 
 def precision_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that does not go with the model's type or engines in FP8."""
+    """Yields one line for each setting that conflicts with the model's dtype or FP8 engines."""
     server, model, lora = config.rollout_server, config.model, config.lora
     weights = config.weights
     if config.learner.rounding == "stochastic":
@@ -135,7 +135,7 @@ def profile_problems(config: Tables) -> Iterator[str]:
 
 
 def role_problems(config: Tables) -> Iterator[str]:
-    """Yields what is impossible in the layouts of roles, which are completed by the learner's."""
+    """Yields problems of each role's parallel layout, in which the learner's sizes are defaults."""
     learner, sampling = config.learner, config.sampling
     for name, role in config.roles.items():
         own = in_place_of(learner, role)
@@ -171,7 +171,7 @@ def turn_problems(config: Tables) -> Iterator[str]:
 
 
 def storage_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that excludes storage."""
+    """Yields one line for each setting that conflicts with `weights.storage_url`, set or not."""
     if config.rollout_server.weights_from == "storage" and config.weights.storage_url is None:
         yield 'rollout_server.weights_from = "storage" needs weights.storage_url'
     if config.weights.storage_url is not None and config.lora.publishes_adapters:

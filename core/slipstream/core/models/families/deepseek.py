@@ -31,7 +31,7 @@ _READ = (
 
 
 def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
-    """Checks the RoPE settings of latent attention, which rotates only a part of each head."""
+    """Checks the RoPE settings of multi-head latent attention, which rotates part of each head."""
     if kind == "default":
         return
     if kind != "yarn":

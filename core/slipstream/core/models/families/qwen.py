@@ -21,7 +21,7 @@ from slipstream.core.models.family import (
 
 
 def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
-    """Checks M-RoPE: its three position axes must share, interleaved, a head's rotated part."""
+    """Checks M-RoPE: interleaved, with three sections that fill the rotated part of a head."""
     sections = table.get("mrope_section")
     if not sections:
         return

@@ -1,6 +1,6 @@
-"""The pixels of images as models with vision take them: one rule for servers and trainer.
+"""Turns images into pixel patches for vision models, alike on rollout servers and trainer.
 
-Both call transformers' PIL processor, on every host: torchvision would resize otherwise.
+Both use transformers' PIL processor on every host, since torchvision resizes differently.
 """
 
 import base64

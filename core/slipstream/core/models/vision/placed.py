@@ -75,8 +75,8 @@ def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
 async def check_pixels(images: Sequence[PlacedImage]) -> None:
     """Decodes images in threads, one after the other. Raises ValueError for a broken one.
 
-    Counting an image's tokens reads its header only, and a reply that the environment gives passes
-    no engine, which would decode the image.
+    Counting tokens reads only an image's header, and replies that the environment gives skip the
+    engine, which would decode their images.
     """
     for image in images:
         await asyncio.to_thread(_check, image.data)

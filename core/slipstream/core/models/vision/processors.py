@@ -122,10 +122,11 @@ def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
 
 
 def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the ids of `ROW_TOKENS` in the tables of processor_config.json and tokenizer.json.
+    """Returns the token ids of `ROW_TOKENS` by field name.
 
-    A token that the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for
-    tables of another form.
+    `names` is the table of processor_config.json, `tokenizer` that of tokenizer.json. A token that
+    the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for tables of another
+    form.
     """
     ids = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
     wanted = {name: names.get(name, default) for name, default in ROW_TOKENS.items()}
