@@ -161,7 +161,7 @@ class _Check:
         self._main_thread = threading.get_ident()
 
     async def run(self) -> str:
-        """Returns a line that tells the environment's tasks and its first step."""
+        """Makes the check; returns a line on tasks and first step, or that the class is loaded."""
         from slipstream.client.terminal import counted
 
         options, key = self._options, {"episode_key": CHECK}

@@ -17,7 +17,7 @@ MAX_MEMORY_BYTES = 4 << 30
 
 
 def main() -> None:
-    """Answers until stdin ends."""
+    """Answers each line of stdin with a line on stdout, until stdin ends."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     # math-verify warns of the missing time limit at the first call.

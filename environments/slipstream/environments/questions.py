@@ -42,11 +42,12 @@ class Questions(Environment[Question]):
 
     `judge`: "math_verify" compares as mathematics: 1/2 is 0.5, and the last or boxed expression of
     the reply counts. "exact" compares as text; "contains" looks for the answer in the reply. The
-    reward of these is 1 or 0. "module:function" names a function, plain or async, that takes any of
-    `reply`, `question`, `answer` and `row` by these names; it returns the reward, or a mapping of
-    metrics with the reward under "reward". With
-    `split` "train" and "heldout" one in `heldout_one_in` questions is held out, by a hash of its
-    text: no seed and no other order brings it into training.
+    reward of these is 1 or 0. "module:function" names a function, plain or async, that takes
+    `reply` and any of `question`, `answer` and `row` by these names; it returns the reward, or a
+    mapping of metrics with the reward under "reward".
+
+    With `split` "train" and "heldout" one in `heldout_one_in` questions is held out, by a hash of
+    its text: no seed and no other order brings it into training.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The endpoints of agents: their HTTP calls, and the runs that make them."""
+"""Serves agents: runs their code, and answers their HTTP calls to the model."""

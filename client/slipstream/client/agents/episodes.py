@@ -92,7 +92,7 @@ class AgentEpisode:
 
 
 class AgentEpisodes:
-    """Opens the episodes of one host; the first one starts the gateway."""
+    """Opens the agents' episodes of one `EpisodeHost`; the first one starts the HTTP gateway."""
 
     def __init__(self) -> None:
         self._gateway: Gateway | None = None

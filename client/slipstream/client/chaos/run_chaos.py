@@ -193,7 +193,7 @@ class Proxy:
         return broken > 0
 
     async def delay(self, for_s: float, late_s: float = 0.2) -> bool:
-        """Delays each piece by `late_s` for `for_s`; returns whether a connection is open then."""
+        """Delays all data by `late_s` for `for_s`; returns whether a connection is left then."""
         self._late_s = late_s
         await asyncio.sleep(for_s)
         self._late_s = 0.0
@@ -340,7 +340,11 @@ class Chaos:
     async def run(
         self, kills: int, every_s: float, roles: Sequence[str], *, partitions: bool
     ) -> int:
-        """Injects faults while the run goes on; returns the exit code of its last command."""
+        """Keeps the run going under `kills` faults; returns the exit code of its last command.
+
+        Faults are `every_s` apart on average, beside the waits for steps. They hit processes of
+        `roles`; with `partitions` also the connection of one more rollout server.
+        """
         address = address_parts(self._config.controller.address)
         async with contextlib.AsyncExitStack() as stack:
             proxy = await stack.enter_async_context(Proxy(address)) if partitions else None
@@ -393,7 +397,7 @@ class Chaos:
             await asyncio.sleep(AGAIN_S)
 
     async def _keep_server(self, proxy: Proxy) -> None:
-        """Keeps one more rollout server, which reaches the controller only through the proxy."""
+        """Starts one more rollout server again and again; its controller is behind the proxy."""
         while True:
             name = ("--server-id", "cut-off", "--controller", proxy.address)
             process = await self.start("rollout-server", *self._settings, *name)
@@ -465,7 +469,7 @@ class Chaos:
             raise RunFailed(f"no step within {limit_s:g} s; the log is {self._log}")
 
     async def _follow(self) -> None:
-        """Notes the records as they come, also during a pause or a fault."""
+        """Counts new journal records and times the steps, also during a pause or a fault."""
         while True:
             kinds = self._logs.new_records()
             self.tally.steps_s += [time.monotonic()] * kinds.count("step")

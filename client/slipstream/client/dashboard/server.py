@@ -190,7 +190,7 @@ class FileRows:
 
 
 class RunFolders:
-    """The runs directly below a folder, or the one run if the folder is a run's."""
+    """Reads the runs directly below a folder, or the one run whose folder it is."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -236,7 +236,7 @@ def _packages(scene: Scene) -> None:
 
 
 def _engine(scene: Scene) -> str:
-    """Checks how an engine would start here; on another machine that may differ."""
+    """Checks that an engine could start on this machine; returns how it would run its model."""
     config = scene.config
     check_variables(config)
     if scene.has_model:

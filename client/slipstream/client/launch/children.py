@@ -73,7 +73,7 @@ class Process(Protocol):
 
 @dataclass(eq=False)
 class Child:
-    """One running program."""
+    """A program that this command has started, and its log."""
 
     name: str
     process: Process
@@ -102,7 +102,7 @@ class Child:
     def describe_end(self) -> str:
         """Returns how the program ended, with the cause that its log names last, if any.
 
-        A full disk is told too, since the log may lack the cause then.
+        It also tells whether the disk is full, since the log may lack the cause then.
         """
         code = self.process.returncode
         if code is not None and code < 0:

@@ -50,7 +50,7 @@ _PLAIN = re.compile(r"(?=.*[a-z])[\w./$()@%+=-]+(:[\w./$()@%+=-]+)*")
 
 
 class Pods:
-    """The pods of one run: its settings inside them, their names and their files."""
+    """Writes the Kubernetes files of one run, and adapts its settings to the pods."""
 
     def __init__(
         self, path: Path, overrides: Sequence[str], code: ShippedCode, *, on_gpus: bool

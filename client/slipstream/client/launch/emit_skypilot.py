@@ -103,7 +103,10 @@ def skypilot_group(
 
 
 def _mounts(role: Role, path: Path, models: set[Path]) -> str:
-    """Returns the files that SkyPilot copies to the machines of a role."""
+    """Returns the `file_mounts` of a role as YAML: the files that SkyPilot copies to its machines.
+
+    They are the settings at `path`, the role's secrets and the folders of `models`.
+    """
     place = PLACE.replace("${HOME}", "~")
     files = {f"{place}/config.toml": str(path)}
     for secret in role.secrets:

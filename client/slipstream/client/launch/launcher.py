@@ -223,7 +223,7 @@ async def _run_server(
 
 
 async def run_check(path: Path, overrides: Sequence[str]) -> int:
-    """`slipstream check`: proves the functions of the algorithms on this machine's processor."""
+    """`slipstream check`: proves the algorithms' functions on the CPU; returns its exit code."""
     config = load_config(path, overrides)
     check_installed("torch", "megatron.core")
     checked = await prove_algorithms(config)
@@ -278,7 +278,10 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
 
 
 async def run_receipt(path: Path, out: Path | None) -> int:
-    """`slipstream receipt`: packs a run's folder into a receipt and checks it, or checks one."""
+    """`slipstream receipt`: packs the run's folder `path` into the archive `out` and checks it.
+
+    If `path` is such an archive, only checks it.
+    """
     arguments = [str(path)]
     with contextlib.ExitStack() as stack:
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Checks the Redis of a configuration: it answers, keeps data, and each end's user may write."""
+"""Checks that a configuration's Redis answers, keeps data, and lets the user of each end write."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ async def check_queue(config: Config) -> list[Finding]:
 
 
 async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
-    """Returns which user of `end` may write; raises ConfigError if it may not, or nothing answers.
+    """Returns a line that names the user with which `end` may write.
 
-    A server that does not answer yet has `patience_s` to come up.
+    Raises ConfigError if that user may not write, or no server answers. A server that
+    does not answer yet has `patience_s` to come up.
     """
     url = redis_url_of(config.queue, end)
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)

@@ -37,7 +37,7 @@ class ProgramLimits:
     processes: int = 0
 
     def arguments(self) -> list[str]:
-        """Returns the limits that a keeper watches, as its arguments."""
+        """Returns the keeper's arguments for the limits that it watches: memory and processes."""
         return [
             *("--memory-bytes", str(self.memory_bytes), "--memory-setting", "memory_gib"),
             *("--processes", str(self.processes), "--processes-setting", "max_processes"),

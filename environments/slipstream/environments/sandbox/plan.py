@@ -58,7 +58,7 @@ class Plan:
 
     @staticmethod
     def of(text: str) -> Plan:
-        """Returns the plan in a JSON text of the method `text`."""
+        """Returns the plan that the method `text` wrote as JSON."""
         table = json.loads(text)
         return Plan(**table | {"limits": Limits(**table["limits"])})
 
