@@ -271,7 +271,7 @@ class Controller:
         return metrics_endpoint(self._config, "controller", [run_collector])
 
     def stop(self, reason: str) -> None:
-        """Ends the run in order; safe to call from a signal handler of the event loop."""
+        """Stops the run early and cleanly; a signal handler of the event loop may call it."""
         self._progress.stop(reason)
 
     def _assemble(self, books: Books, server: grpc.aio.Server, tasks: asyncio.TaskGroup) -> None:

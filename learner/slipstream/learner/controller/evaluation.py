@@ -41,7 +41,7 @@ class EvaluatedEpisode:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> EvaluatedEpisode:
-        """The episode that `trajectory` recorded."""
+        """Extracts the facts from the trajectory of an episode."""
         return cls(
             task_index=trajectory.task_index,
             reward=trajectory.reward,
@@ -52,9 +52,9 @@ class EvaluatedEpisode:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that at least one of `k` replies passes, estimated without bias.
+    """Returns the unbiased estimate of pass@k: the chance that one of `k` replies passes.
 
-    `k` of the `num_samples` replies, of which `num_passed` passed, are drawn without putting back:
+    `k` of the `num_samples` replies, of which `num_passed` passed, are drawn without replacement:
     1 - C(n - c, k) / C(n, k), the estimator of arXiv:2107.03374. Needs k <= num_samples.
     """
     assert 0 <= num_passed <= num_samples

@@ -17,7 +17,7 @@ class Stopwatch:
         self._total_s = 0.0
 
     def note(self, now_s: float, *, running: bool) -> None:
-        """Lets the stopwatch run, or stops it, from `now_s` on."""
+        """Starts or stops the stopwatch at `now_s`."""
         self._total_s = self.total_s(now_s)
         self._running_since_s = now_s if running else None
 

@@ -49,7 +49,7 @@ FATES = (
 
 @dataclass
 class Story:
-    """The run as its receipt tells it."""
+    """The records of a run, read from its unpacked receipt."""
 
     receipt: Receipt
     folder: Path
@@ -159,7 +159,7 @@ def _staleness(story: Story) -> Iterator[str]:
 
 
 def _ledger(story: Story) -> Iterator[str]:
-    """Compares the accounts of the summary with the journal and with the batches."""
+    """Compares the token ledger in the summary with the journal and with the batches."""
     ledger = story.summary.get("ledger")
     if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in FATES):
         raise ProtocolError(f"{SUMMARY} has no whole ledger")

@@ -24,8 +24,9 @@ MAX_GROUPS = 65_536
 class RunTraces:
     """Sends tracing spans of each group, from its lease to its step, and of each publish.
 
-    A rollout server adds its own to the same traces: episodes, calls, deliveries, loads of weights.
-    Without `traces`, which an application sets before the first lease, all methods do nothing.
+    A rollout server adds its own spans to the same traces: episodes, calls, deliveries, loads of
+    weights. All methods do nothing while `traces` is None; an application sets it before the first
+    lease.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class RunTraces:
         self._complete: dict[GroupId, float] = {}
 
     def leased(self, group_id: GroupId) -> None:
-        """Notes the time at which a group was leased first."""
+        """Stores the time of a group's first lease."""
         if self.traces is not None:
             _keep(self._leased, group_id)
 
@@ -55,7 +56,7 @@ class RunTraces:
         )
 
     def completed(self, group_id: GroupId) -> None:
-        """Notes the time from which a complete group waits for its batch."""
+        """Stores the time at which a group is complete; it waits for its batch from then on."""
         if self.traces is not None:
             _keep(self._complete, group_id)
 
@@ -190,12 +191,12 @@ class RunProgress:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run has ended by a failure."""
+        """Whether the run has failed."""
         return self.state == status_pb2.RUN_STATE_FAILED
 
     @property
     def all_steps_done(self) -> bool:
-        """Whether the last version exists."""
+        """Whether the trainer has made the last version."""
         return self.version.step >= self.last_step
 
     @property
@@ -275,7 +276,7 @@ class RunProgress:
         self._signal.notify()
 
     def stop(self, reason: str) -> None:
-        """Ends the run early, in order."""
+        """Stops the run early and cleanly; does nothing if the run is over."""
         if not self.is_over:
             self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
             self._is_stopped = True

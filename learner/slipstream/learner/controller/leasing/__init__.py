@@ -1,1 +1,1 @@
-"""The leases of groups: which groups may start, on which servers, and their fates."""
+"""The leases of groups to rollout servers: when groups start, where they run and how they end."""

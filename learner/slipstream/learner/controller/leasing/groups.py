@@ -14,7 +14,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 
 @dataclass(eq=False)
 class Group:
-    """A leased, untrained group, or a task under evaluation."""
+    """A group that is leased and not trained yet, or one episode of an evaluation."""
 
     group_id: GroupId
     environment: str
@@ -51,23 +51,23 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every member is back with a reward or had its last attempt."""
+        """Whether each member has finished with a reward or has no attempt left."""
         return self.num_missing == 0
 
     @property
     def missing(self) -> list[int]:
-        """The members that have neither finished nor had their last attempt."""
+        """The members that have not finished with a reward and may still be attempted."""
         over = self.finished.keys() | self.failed if self.failed else self.finished
         return [member for member in range(self.size) if member not in over]
 
     @property
     def num_missing(self) -> int:
-        """Number of members that have neither finished nor had their last attempt."""
+        """Number of `missing` members."""
         return self.size - len(self.finished) - len(self.failed)
 
     @property
     def num_running(self) -> int:
-        """Number of members that the holder still runs or will run."""
+        """Number of `running` members."""
         return len(self.running) if self.ended else self.num_missing
 
     @property
@@ -76,9 +76,10 @@ class Group:
         return [member for member in self.missing if member not in self.ended]
 
     def may_end(self, epoch: int, attempt: int) -> bool:
-        """Whether this attempt, on the server of `epoch`, is of the present lease, if there is one.
+        """Whether an attempt belongs to the present lease; true if the group has no lease.
 
-        If it is not, a later lease runs the member again: the end of the attempt does not end it.
+        If it does not, a later lease runs the member again, so that the attempt does not end the
+        member. `epoch`: that of the server which made the attempt.
         """
         if self.holder is None:
             return True
@@ -99,7 +100,8 @@ class Group:
     def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
         """Raises ProtocolError if the holder's report on its closed lease contradicts the lease.
 
-        `unfinished`: the members that it did not end. `next_attempt`: all its attempts are below.
+        `unfinished`: the members that it did not end. `next_attempt`: above the numbers of all
+        attempts that it made.
         """
         assert self.holder is not None
         fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
@@ -113,7 +115,7 @@ class Group:
         self.attempts[member] = max(self.attempts.get(member, -1), attempt)
 
     def allow(self, epoch: int, first: int, count: int) -> None:
-        """Allows the server of `epoch` the `count` attempts that begin with `first`."""
+        """Allows the server of `epoch` the attempts from `first` to `first + count - 1`."""
         before = self.allowed.get(epoch)
         start = first if before is None else min(first, before.start)
         self.allowed[epoch] = range(start, first + count)
@@ -148,9 +150,9 @@ class GroupIds:
 
 
 def fewest_members(size: int, share: float) -> int:
-    """Returns how many members of a group of `size` must finish: `share` of them, at least 2.
+    """Returns the least number of members that must finish: `share` of `size`, at least 2.
 
-    An advantage that compares the members of a group needs two of them.
+    An advantage that compares the members of a group needs two of them. A group of 1 needs 1.
     """
     # Rounded, since 0.1 * 30 is a little more than 3.
     return max(math.ceil(round(share * size, 9)), min(2, size))

@@ -115,8 +115,8 @@ class Membership:
     ) -> weights_pb2.PublishOrder:
         """Returns an order for `targets` with their ranks, with a new communicator if needed.
 
-        The newest communicator is used again if its members are the same and the trainer still
-        has it (`trainer_has`).
+        The newest communicator is used again if its members are the same and its id is
+        `trainer_has`, the id of the communicator that the trainer still has.
         """
         members = tuple(session.key for session in targets)
         new = members != self._members or trainer_has != self._name
@@ -172,7 +172,7 @@ class Publish:
 
 
 def can_take(delta: weights_pb2.Delta, receivers: Sequence[ServerSession]) -> bool:
-    """Whether all receivers serve the base of `delta`: a broadcast reaches all of them at once."""
+    """Whether `delta` can be broadcast: all receivers serve the weights on which it is based."""
     return bool(delta.base) and all(s.is_serving and s.content == delta.base for s in receivers)
 
 
@@ -234,7 +234,10 @@ class Deliveries:
     def commit(
         self, publish: Publish, digests: Sequence[bytes], probe: weights_pb2.Probe | None
     ) -> None:
-        """Lets the receivers resume once they have loaded the buckets with these digests."""
+        """Tells the receivers to resume once they have loaded the buckets with these digests.
+
+        With `publish.verify` they score `probe`, too. Tasks follow each receiver to its end.
+        """
         commit = fleet_pb2.CommitPublish(
             publish_id=publish.publish_id,
             version=version_to_pb(publish.version),
@@ -376,7 +379,7 @@ class Deliveries:
         self._follow_failure(session, cause)
 
     def fetch_failed(self, session: ServerSession, cause: str) -> None:
-        """Notes that a server could not fetch a version: it serves its old one on, or is stale."""
+        """Notes a failed fetch: a serving server keeps its version, any other becomes stale."""
         if not session.is_serving:
             self.make_stale(session, cause)
             return

@@ -1,4 +1,4 @@
-"""Chooses the transport between the trainer and its servers, and the servers that it can join."""
+"""Chooses the transport of weights, and the servers that can use it with the trainer."""
 
 import contextlib
 from collections.abc import Mapping

@@ -65,12 +65,12 @@ class FilteredGroups:
         tally.reward_sum += reward_mean
 
     def clear(self) -> None:
-        """Starts the counts again once a batch is formed."""
+        """Resets the counts, when a batch has been formed."""
         self.tallies.clear()
 
     @property
     def total(self) -> int:
-        """Number of groups."""
+        """Number of groups that were left out."""
         return sum(tally.groups for tally in self.tallies.values())
 
     def verdict(self, limit: int) -> FilterVerdict:
@@ -84,7 +84,7 @@ class FilteredGroups:
         return FilterVerdict.SOLVED if solved else FilterVerdict.STUCK
 
     def describe(self) -> str:
-        """The numbers of each environment, as text."""
+        """The counts and the mean reward of each environment, as text."""
         return "; ".join(
             f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
             f"{tally.reward_sum / tally.groups:.3g}"
@@ -120,7 +120,7 @@ class TaskResults:
 
 
 class TrajectoryEnd(Enum):
-    """The last thing that happens to a trajectory."""
+    """The final fate of a trajectory."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -153,7 +153,7 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """The batch of a step, as its record names it."""
+    """The journal's record of the batch of a step."""
 
     step: int
     batch_id: str

@@ -55,16 +55,16 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class Journal:
-    """The writer; a context manager. Its log continues behind the last record of earlier ones.
+    """Writes the journal of a run, a context manager; its log continues the earlier logs.
 
     with Journal(folder) as journal:
         journal.append("lease", group="g000000")  # in memory only
         await journal.durable()                   # on disk
         journal.write_batch(batch)                # file, then record; blocks until both are durable
 
-    The first failed write is final: `sync` raises it each time and `trouble` names it. ConfigError
-    while another process of this machine writes the journal of this folder, or when the folder is
-    not writable.
+    The first failed write is final: `sync` raises it each time and `trouble` names it. Raises
+    ConfigError while another process of this machine writes the journal of this folder, or when
+    the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Journal:
             self._lock_file.close()
 
     def append(self, kind: str, **fields: JsonValue) -> None:
-        """Writes one record, which is not durable yet; waits for no sync."""
+        """Adds one record in memory, which the next sync writes; waits for no sync."""
         with self._lock:
             self._num_lines += 1
             self.settled = settled_by(self.settled, kind, fields)
@@ -126,7 +126,10 @@ class Journal:
             self._num_appended += 1
 
     def sync(self) -> None:
-        """Makes all records durable; blocks on the disk. Each failure is final: RunFailed."""
+        """Makes all records durable; blocks on the disk.
+
+        Raises RunFailed when that fails, and then at each call.
+        """
         with self._syncing:
             if self._failure is not None:
                 raise self._failure
@@ -326,7 +329,7 @@ def _whole_record(line: bytes) -> bytes | None:
 
 
 def _begin_log(path: Path) -> FileIO | None:
-    """Makes a log; returns None if it is there already."""
+    """Creates a log file; returns None if it exists already."""
     try:
         return path.open("xb", buffering=0)
     except FileExistsError:

@@ -101,7 +101,7 @@ class TokenLedger:
     def receive(
         self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int, sent: Amount = NOTHING
     ) -> bool:
-        """Notes a delivered trajectory; False when it was delivered before."""
+        """Notes a delivered trajectory, with `Delivery.sent`; False if it was delivered before."""
         if not self._seen.add(trajectory_id):
             return False
         self._num_received += 1
@@ -122,7 +122,7 @@ class TokenLedger:
         self._settled = self._settled.less(_amount(trajectories, sign=-1))
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
-        """Uncounts the trajectories of a set-aside batch that wait for another batch."""
+        """Takes trajectories of a set-aside batch, which wait for another batch, from the count."""
         self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:

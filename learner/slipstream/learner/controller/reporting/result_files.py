@@ -1,7 +1,7 @@
-"""Files of results.
+"""Reads and writes the result files of a run.
 
-No decision depends on them, so that a fault is a warning and ends no run. metrics.jsonl is read
-line by line, as that of a long run does not fit into memory.
+No decision depends on them, so a fault causes a warning and does not end the run. metrics.jsonl
+is read line by line, since that of a long run does not fit into memory.
 """
 
 import contextlib

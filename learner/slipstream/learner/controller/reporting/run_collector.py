@@ -143,7 +143,7 @@ class RunCollector:
         yield from self._disk.collect()
 
     def _totals_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
-        """Meanings and values of the counters without a label, by name."""
+        """Description and value of each counter without a label, by name."""
         totals, ledger = self._totals, status.ledger
         return {
             "steps": ("Trained steps of the run.", status.step),
@@ -162,7 +162,7 @@ class RunCollector:
         }
 
     def _values_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
-        """Meanings and values of the gauges without a label, by name."""
+        """Description and value of each gauge without a label, by name."""
         return {
             "planned_steps": ("Steps that the run will train.", status.num_steps),
             "checkpointed_steps": ("Steps of the newest checkpoint.", status.checkpoint_step),

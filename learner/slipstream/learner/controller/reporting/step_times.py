@@ -70,7 +70,7 @@ class StepTimes:
         self._before: dict[str, float] = {}
 
     def report(self, key: object, report: fleet_pb2.ServerReport) -> ServerWork:
-        """Notes the report of the server `key`; returns its work since its report before."""
+        """Notes the report of the server `key`; returns its work since its previous report."""
         work = ServerWork.between(self._reports.get(key, fleet_pb2.ServerReport()), report)
         self._reports[key] = report
         self._work += work

@@ -249,7 +249,7 @@ class WandbTracker:
         self._run.log({**values, STEP: step})
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """See `Tracker`; a table, and histograms of lengths and surprisal."""
+        """Logs the episodes as a table, and histograms of lengths and surprisal. See `Tracker`."""
         import wandb
 
         histograms = {
@@ -330,7 +330,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """See `Tracker`; a table of its own for each step, among the artifacts."""
+        """Logs the episodes as a table, one artifact for each step. See `Tracker`."""
         path = f"samples/step-{step:06d}.json"
         table = {"columns": list(COLUMNS), "data": table_rows(episodes)}
         self._client.log_text(self._run_id, json.dumps(table), path)

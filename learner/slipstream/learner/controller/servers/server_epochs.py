@@ -1,4 +1,4 @@
-"""Every epoch with which a rollout server ever joined, with its tokens, in bounded memory.
+"""All epochs of rollout servers that ever joined, with their tokens, in little memory.
 
 Pure: no clock, no I/O. Connected servers and the newest 1,000 that departed have a count each; the
 counts of all earlier epochs are one sum, and each of these epochs takes eight bytes.
@@ -21,7 +21,7 @@ MAX_APART = 1000
 
 @dataclass(slots=True)
 class EpochCount:
-    """Tokens of one epoch of one server, or of several that departed."""
+    """Token counts of one epoch of a server, or the sum over several departed epochs."""
 
     # The engine's own count in its last report.
     reported: int = 0

@@ -50,7 +50,7 @@ _NEXT = {
 
 
 def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.ServerState:
-    """The state after `event`. Raises ValueError if it cannot happen.
+    """Returns the state after `event`; raises ValueError if `event` cannot happen in `state`.
 
     A server that drains may finish the publish that it is part of, because the other receivers
     would lose that publish. It stays DRAINING then.

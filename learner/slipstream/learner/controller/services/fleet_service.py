@@ -239,7 +239,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:
-    """The reason why no Slipstream server would send this hello. Empty if it is valid."""
+    """The reason why the hello of a server is invalid. Empty if it is valid."""
     try:
         check_server_id(hello.server_id)
     except ConfigError as error:

@@ -45,7 +45,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         return self.status()
 
     def status(self) -> status_pb2.RunStatus:
-        """The whole state at this moment."""
+        """The status of the whole run at this moment."""
         progress = self._progress
         training = self._book.training_groups()
         leased = self._book.groups_by_holder()
@@ -92,7 +92,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def StopRun(  # noqa: N802
         self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.StopRunResponse:
-        """Ends the run in order, as stopped or as failed."""
+        """Stops the run cleanly; with `request.failed` it ends as failed instead."""
         if request.failed:
             self._progress.fail(request.reason)
         else:

@@ -311,7 +311,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Next(  # noqa: N802
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.Directive]:
-        """Yields the first possible order: stop, publish, or the next batch in chunks."""
+        """Yields the first possible order (stop, publish, store, wait), or a batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
         # A call of which the trainer lost the connection may still wait beside this one.
@@ -520,7 +520,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _impossible(hello: trainer_pb2.TrainerHello) -> str:
-    """The reason why no Slipstream trainer would send this hello. Empty if it is valid."""
+    """The reason why the hello of a trainer is invalid. Empty if it is valid."""
     if hello.world_size < 1:
         return f"world_size of a trainer must be at least 1, got {hello.world_size}"
     if hello.num_senders > hello.world_size:

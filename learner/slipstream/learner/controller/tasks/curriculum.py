@@ -41,7 +41,7 @@ class Curriculum:
         self._chosen: list[float] = []
 
     def note(self, group_id: GroupId, task_index: int, reward: float) -> None:
-        """Takes the mean reward of a group."""
+        """Adds the mean reward of a group of the task `task_index`."""
         before = self._standing(task_index)
         self._results.note(group_id, task_index, reward)
         self._standings[before] -= before is not Standing.UNSEEN
@@ -70,7 +70,7 @@ class Curriculum:
             self._chosen.append(success)
 
     def metrics(self) -> dict[str, float]:
-        """The choices since the last call and the counts of tasks, named in docs/metrics.md."""
+        """The metrics of the tasks chosen since the last call, and counts of tasks by standing."""
         chosen, self._chosen = self._chosen, []
         found = {f"tasks_{each.value}": float(self._standings[each]) for each in _SEEN}
         found["tasks_passed_over"] = float(self._passed_over)

@@ -82,7 +82,10 @@ class EnvironmentEntry:
 
     @property
     def share(self) -> float:
-        """Leased and trained groups divided by the weight, plus the head start."""
+        """Leased and trained groups divided by the weight, plus the head start.
+
+        At least a part of the ended groups, 1 / `MAX_ENDED_PER_TRAINED`, counts as trained.
+        """
         trained = self.groups_accepted - self.groups_filtered
         ended = self.groups_accepted + self.groups_failed
         dealt = self.groups_leased + max(trained, ended / MAX_ENDED_PER_TRAINED)

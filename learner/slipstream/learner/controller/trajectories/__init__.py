@@ -1,1 +1,1 @@
-"""The way of trajectories, from deliveries of the queue to a journaled batch."""
+"""The processing of trajectories, from deliveries of the queue to journaled batches."""

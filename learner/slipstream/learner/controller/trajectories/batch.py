@@ -98,7 +98,7 @@ class SetAside:
 
 
 def way_past(batch: FormedBatch, config: Config) -> str:
-    """The advice to a user about a batch at which the trainer fails each time."""
+    """Advice for the user on how to pass over a batch at which the trainer fails each time."""
     return (
         f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "
         f"unless `slipstream set-aside {config.run_dir} {batch.version}` takes it out"

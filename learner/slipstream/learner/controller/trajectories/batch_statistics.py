@@ -23,7 +23,7 @@ HINT_AFTER_STEPS = 10
 
 
 def batch_statistics(batch: FormedBatch) -> dict[str, float]:
-    """Rewards, lags, lengths and times; docs/metrics.md says what each name means."""
+    """Returns statistics of rewards, lags, lengths and times; see docs/metrics.md for the names."""
     trajectories = batch.trajectories
     lags, num_sampled = batch.token_lags, batch.token_lags.total()
     rewards = [t.reward for t in trajectories]

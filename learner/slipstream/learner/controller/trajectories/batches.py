@@ -30,11 +30,12 @@ from slipstream.v1 import trainer_pb2
 def version_of(
     step: int, digest: str, recorded: JournaledStep | None, *, trainer: int, newest: int
 ) -> PolicyVersion:
-    """The version of weights with `digest` that `step` steps made.
+    """Returns the version of the weights with `digest`, made by `step` steps.
 
     `recorded`: the journal's record of that step. `trainer`: the timeline of the weights before the
-    step; `newest`: the newest timeline of the run. The same digest gives the recorded version.
-    Another digest begins a new timeline, unless the trainer's timeline is newer than the record's.
+    step; `newest`: the newest timeline of the run. The recorded version is returned for the same
+    digest; another digest begins a new timeline. Without a record, or with one of a timeline before
+    the trainer's, the version is in the trainer's timeline.
     """
     if recorded is None or recorded.version.incarnation < trainer:
         return PolicyVersion(trainer, step)

@@ -100,13 +100,13 @@ class Quarantine:
     """The folder of quarantined deliveries, and how many each server delivered in a row."""
 
     def __init__(self, folder: Path, *, max_files: int = MAX_FILES) -> None:
-        """`folder` is created when the first delivery comes."""
+        """`folder` is created when the first delivery is added."""
         self._folder, self._max_files = folder, max_files
         self._in_a_row: Counter[ServerKey] = Counter()
         self.total = 0
 
     def add(self, delivery: Delivery, claim: Claim, cause: str) -> Path | None:
-        """Writes data and cause; returns the path, None above `max_files`.
+        """Writes data and cause to two files; returns the path, or None beyond `max_files`.
 
         The delivery is counted even when this raises OSError because it cannot be written.
         """

@@ -90,7 +90,7 @@ class Intake:
             return None
 
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
-        """Files one delivery; no delivery can end the controller.
+        """Handles one delivery; no delivery can end the controller.
 
         A delivery on which the controller itself fails is quarantined with that error.
         """
@@ -358,7 +358,7 @@ class Intake:
 
 
 def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode ended neither by a cancel nor by a failure of `OUTAGES`."""
+    """Whether an episode is progress of the run: not cancelled, and no failure of `OUTAGES`."""
     failure = trajectory.failure
     is_outage = failure is not None and failure.kind in OUTAGES
     return trajectory.status is not Status.CANCELLED and not is_outage
