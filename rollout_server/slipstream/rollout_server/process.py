@@ -140,7 +140,7 @@ def leave(code: int) -> NoReturn:
 
 
 def bind_children() -> None:
-    """Has every child that is forked later killed when its parent ends, however the parent ends.
+    """Has every process that is forked later killed when its parent ends, for whatever reason.
 
     vLLM's engine process does not notice the end of its parent.
     """

@@ -144,7 +144,7 @@ class RolloutServer:
         stop: asyncio.Event,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Runs one session after another, until one is drained or `stop` ends the joining."""
+        """Runs one session after another, until one is drained or `stop` is set between two."""
         following: _Joined | None = joined
         # Sessions whose last trajectories wait for room in the queue: a controller may make some.
         waiting: list[Session] = []

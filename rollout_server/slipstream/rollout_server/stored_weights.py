@@ -1,8 +1,8 @@
 """A server's copy of the newest version that it fetched from storage, and the orders to fetch.
 
-Consumes: prepare orders, manifests and objects. Produces: one file with all buckets, whose digests
-are checked, one with what changed in them, and one report READY or FAILED for each order. Waits
-for: the storage, on a thread. Unblocked by: its answer, `weights.storage_deadline_s`, a newer
+Consumes: prepare orders, manifests and objects. Produces: a file with all buckets, whose digests
+are checked, a file with the changes of a delta, and one report READY or FAILED for each order.
+Waits for: the storage, on a thread. Unblocked by: its answer, `weights.storage_deadline_s`, a newer
 order, `close`.
 """
 

@@ -39,7 +39,7 @@ class _Group:
 
 
 class Dispatcher:
-    """The leases of one server epoch.
+    """Runs the leases of one server epoch.
 
     A lease: `start` -> its episodes run, wait in the queue -> `closed(report)`; `cancel` ends them.
     New weights: `hold` -> trajectories wait -> `settle(passed=...)`.

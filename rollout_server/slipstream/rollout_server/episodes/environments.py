@@ -150,7 +150,7 @@ class HostedEnvironment:
 
 
 class ClientEnvironments:
-    """The environments that clients serve; one stream through the controller takes all calls."""
+    """The environments that clients serve; one stream through the controller carries all calls."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
         self._stub = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -234,7 +234,10 @@ class Environments:
             task.cancel()
 
     def order(self, order: fleet_pb2.EnvironmentOrder) -> None:
-        """Loads or unloads an environment; does nothing for one that a client serves."""
+        """Loads or unloads an environment; does nothing for one that a client serves.
+
+        If it is loaded already, with the same spec, reports again how loading went.
+        """
         spec = order.spec
         known = self._hosted.get(spec.name)
         if known is not None and (order.unload or known[0].spec != spec):

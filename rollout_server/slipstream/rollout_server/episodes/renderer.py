@@ -49,7 +49,7 @@ TOOLS = json.dumps(
 
 
 class RenderingFailed(Exception):
-    """The chat template refuses these messages; the message says why."""
+    """The chat template cannot render a conversation, or an image is refused; the text says why."""
 
 
 class Renderer:

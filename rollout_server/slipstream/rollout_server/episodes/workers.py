@@ -98,9 +98,10 @@ class EnvironmentWorker:
         )
 
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
-        """Runs until the worker is gone, and returns why; `loaded` takes the number of tasks.
+        """Runs until the worker is gone, and returns why.
 
-        Open calls fail with the same cause. The process is gone after a cancellation too.
+        `loaded` is called with the number of tasks when the environment has loaded. Open calls fail
+        with the cause that is returned. The process is gone after a cancellation too.
         """
         try:
             self._process = await self._start(index)

@@ -4,9 +4,9 @@ A step with a prompt needs more than one CUDA graph, and costs a small model a t
 a step without. Requests begin and end all the time, so that nearly every step would have a prompt:
 new prompts therefore wait for each other.
 
-vLLM captures steps by their number of tokens, by default up to 512. With 512 running replies a step
-with a prompt has more tokens. The engine's thread then starts each kernel of that step, which
-limits a small model: `graph_values` raises that limit.
+vLLM captures steps of up to 512 tokens by default. With 512 running replies a step with a prompt
+has more: the engine's thread must then start each of its kernels, which limits a small model.
+`graph_values` therefore has larger steps captured.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """vLLM's worker for CPUs, which also returns the experts that each token was routed to.
 
-vLLM (0.32.0) returns them from its second model runner, which needs Triton. CPUs run the first one:
-this worker feeds the same connector, so that scheduler, cached prefixes and outputs are vLLM's own.
-Import this module on CPUs only: its imports change torch.
+vLLM (0.32.0) returns experts only from its newer model runner, which needs Triton. CPUs run the
+older one: this worker feeds the same connector, so that scheduler, cached prefixes and outputs are
+vLLM's own. Import this module on CPUs only: its imports change torch.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""vLLM's worker for GPUs with drafts from `DraftTable`, made behind each step on the GPU itself.
+"""vLLM's worker for GPUs with drafts from `DraftTable`, made after each step on the GPU itself.
 
-vLLM's asynchronous scheduler plans a step before it knows the tokens of the step before. Drafts
-made on the GPU, where these tokens are, need no change to that.
+vLLM's asynchronous scheduler plans a step before it knows the tokens of the step before. It can do
+so with these drafts too: they are made on the GPU, where those tokens are.
 """
 
 from collections.abc import Callable

@@ -46,7 +46,7 @@ class ImagesAlone:
     ctx: Any
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns the kinds of inputs besides text and the most of each, None for no limit."""
+        """Returns the modalities besides text, with the most inputs of each; None: no limit."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(

@@ -98,7 +98,10 @@ class BucketReceiver(ABC):
 
 
 class NoDigests:
-    """Computes no digests, for payloads; `read` waits for the current stream all the same."""
+    """Takes the place of `BucketDigests` for the payloads of a delta; computes no digests.
+
+    `read` waits for the current stream all the same.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -123,10 +123,11 @@ class DirectLine:
             asyncio.get_running_loop().add_reader(ours, self._read, ours)
 
     async def answers(self, call: Callable[[int], Awaitable[list[Any]]]) -> list[Any]:
-        """Makes a call through vLLM, with its number; returns the workers' answers, in any order.
+        """Makes a call through vLLM; returns the workers' answers, in any order.
 
-        Raises what `call` raises, unless the workers answered first. A call once made runs to its
-        end, also when its caller no longer waits.
+        `call` gets the number that the workers must put on their answers. Raises what `call`
+        raises, unless the workers answered first. A call once made runs to its end, also when its
+        caller no longer waits.
         """
         with self._open() as (number, found):
             through_vllm = asyncio.ensure_future(call(number))

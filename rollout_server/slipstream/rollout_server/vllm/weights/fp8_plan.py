@@ -1,11 +1,11 @@
 """A copy plan for a model some of whose matrices vLLM keeps in FP8.
 
-The copies of such a matrix go to a landing, an unquantised buffer beside the engine's weights. The
-last copy is followed by quantising it from there into the live matrix, in place, as vLLM's loader
-would do it. Matrices that do not arrive at the same time share a landing.
+Such a matrix is copied to a landing, an unquantised buffer beside the engine's weights. After its
+last copy it is quantised from there into the live matrix, in place, as vLLM's loader would do it.
+Matrices that arrive at different times share a landing.
 
 vLLM keeps such a layer's matrix transposed in float8, with a scale for each of its rows. No
-checkpoint holds that form: a loader needs the matrix as it was before.
+checkpoint holds that form: a loader needs the unquantised matrix.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _as_loaded(name: str, layer: Any) -> Any:  # noqa: ANN401 - vLLM's classes of parameters
-    """Returns the weight on the meta device, in the form that vLLM's loader takes."""
+    """Returns the weight of `layer` on the meta device, in the form that vLLM's loader takes."""
     found = get_layerwise_info(layer).restore_metadata[0].get("weight")
     if found is None or found.dim() != 2:
         raise NotCopied(f"{name} is loaded in another form than as a matrix")

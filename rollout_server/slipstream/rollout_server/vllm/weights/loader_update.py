@@ -101,9 +101,10 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
     """Hands `tensors` to the loader of `model`; returns the names that the loader returns.
 
-    The loader of gpt-oss copies sinks, and the experts of a layer together, into parameters without
-    their own loaders. During a reload these have no memory: the copy is lost without an error, and
-    the engine keeps its old experts and sinks (0.32.0). Here they go to the loaders one by one.
+    The loader of gpt-oss copies attention sinks, and all experts of a layer at once, into
+    parameters without calling the parameters' own loaders. During a reload the parameters have no
+    memory: the copy is lost without an error, and the engine keeps its old experts and sinks
+    (0.32.0). Here sinks and experts go to those loaders one by one.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or not family.engine.copies_parameters:
