@@ -1,4 +1,4 @@
-"""Two programs that talk through a third party, each in a sandbox of its own.
+"""Two programs, each in a sandbox of its own, whose messages the environment passes on.
 
     python functions_program.py examiner|candidate
 
@@ -134,7 +134,7 @@ def _error(name: Value, text: str) -> Exception:
 
 
 def answer_calls(hears: IO[str], says: IO[str]) -> None:
-    """Says {"is": "started"}, loads the functions, says {"is": "ready"}, and answers calls."""
+    """Writes {"is": "started"}, loads the functions, writes {"is": "ready"}, then answers calls."""
     _say(says, {"is": "started"})
     functions = runpy.run_path("solution.py", run_name="solution")
     _say(says, {"is": "ready"})

@@ -235,7 +235,7 @@ class RunProcesses:
         await asyncio.to_thread(remove_abandoned)
 
     def start_controller(self, *, num_servers: int) -> None:
-        """Starts the controller; this command starts `num_servers` rollout servers too."""
+        """Starts the controller; announces the `num_servers` rollout servers of this command."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
         if self._config.automatic:
