@@ -28,7 +28,7 @@ def generate(root: Path, out: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Exit code 1 when --check finds a difference."""
+    """Returns the exit code: 1 if --check finds a difference, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path)
     parser.add_argument("--check", action="store_true")

@@ -177,7 +177,7 @@ def _whole_list_check(
 
 
 def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
-    """Returns the largest value of each number in a message type, by its dotted path.
+    """Returns the largest allowed value of each number in a message type, by its dotted path.
 
     The result is empty unless the message and those nested in it hold unsigned numbers only,
     without lower bounds.

@@ -221,9 +221,9 @@ def publish_folder(partial: Path) -> Path:
 
 
 def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Returns the complete checkpoints to remove: all but the `keep_last` newest and milestones.
+    """Returns the versions among the complete ones, `steps`, whose checkpoints are to be removed.
 
-    The newest is never removed. Every `keep_every`-th version is a milestone; 0: none is.
+    The `keep_last` newest are kept, at least one, and versions divisible by `keep_every` unless 0.
     """
     ordered = sorted(steps)
     old = ordered[: -max(1, keep_last)]

@@ -44,7 +44,7 @@ MAX_SKEW_S = 10.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A controller's setup, with the times of this host's clock around the call."""
+    """A controller's setup, with the times by this host's clock before and after the call."""
 
     setup: status_pb2.Setup
     asked_s: float
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def skew_s(self) -> float:
-        """Least skew of this host's clock in seconds: positive if ahead of the controller's."""
+        """The least possible skew of this host's clock, in seconds; above 0: it is ahead."""
         ahead, behind = self.asked_s - self.setup.unix_time_s, self.answered_s
         behind -= self.setup.unix_time_s
         return ahead if ahead > 0 else min(behind, 0.0)
@@ -73,7 +73,10 @@ def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setu
 
 
 def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[str]:
-    """Yields one line for each part of this host's setup that does not fit the controller's."""
+    """Yields one line for each part of this host's setup that does not fit the controller's.
+
+    With `of_ranks` the host runs trainer ranks, else a rollout server.
+    """
     theirs = answer.setup
     ours = describe_setup(config, run_id="", mark="")
     yield from _version_problems(ours, theirs, of_ranks=of_ranks)
@@ -158,7 +161,7 @@ def model_digest(folder: Path) -> bytes:
 
 
 def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Returns the values as JSON by their dotted names, without those that belong to a host.
+    """Returns a settings table as JSON texts by dotted name, without settings of single hosts.
 
     Long values and the arguments of environments are replaced by their digests.
     """

@@ -1,4 +1,4 @@
-"""Limits for the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
+"""Restrictions of the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
 
 The sockets listen only on the interface by which the other processes are reached. Public addresses
 are refused unless `security.allow_public_addresses` is set.
@@ -25,9 +25,9 @@ RENDEZVOUS_VARIABLE = "SLIPSTREAM_RENDEZVOUS"
 
 
 def check_private(config: Config) -> None:
-    """Raises ConfigError for a public address of the rendezvous or of the weights.
+    """Raises ConfigError for a public address of the rendezvous or of the weight transport.
 
-    A name that cannot be resolved here is not checked: its user will report it.
+    A name that cannot be resolved here is not checked: connecting to it will fail with an error.
     """
     if config.security.allow_public_addresses:
         return

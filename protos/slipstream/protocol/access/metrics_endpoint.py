@@ -75,12 +75,15 @@ class Snapshot:
 
 
 class MetricsEndpoint:
-    """Answers GET /metrics, and nothing else; each connection has one request."""
+    """Answers GET and HEAD of /metrics, and nothing else; each connection has one request."""
 
     def __init__(
         self, registry: LabelledRegistry, *, token: str | None, security: SecuritySection
     ) -> None:
-        """`token`: a caller's bearer token (None: loopback only); `security` names TLS files."""
+        """Takes the metrics, the bearer token that callers must send, and TLS files by `security`.
+
+        Without a token, only requests to a loopback host name are answered.
+        """
         self._registry, self._security = registry, security
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._open: set[asyncio.Task[None]] = set()
@@ -293,7 +296,7 @@ def _listen(address: str, role: Role) -> socket.socket:
 
 @contextmanager
 def _told(path: Path, target: str, role: Role) -> Iterator[None]:
-    """Writes a file for Prometheus's `file_sd_configs`, and removes it when the block ends."""
+    """Writes `path`, by which Prometheus finds `target`, and removes it when the block ends."""
     path.parent.mkdir(exist_ok=True)
     text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
     written = path.with_suffix(f".{os.getpid()}")

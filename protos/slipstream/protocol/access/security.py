@@ -259,10 +259,13 @@ def call_metadata(credentials: Credentials) -> CallMetadata:
 
 
 class TokenInterceptor(_Interceptor):
-    """Refuses calls without a token of the run, and those that a role's token does not open."""
+    """Refuses calls without a valid token, and calls that the token's role may not make."""
 
     def __init__(self, tokens: Tokens, rates: CallRates | None = None) -> None:
-        """Takes the run's own tokens; raises ConfigError if one of them is a role's."""
+        """Takes the run's tokens and the call limits `rates`, if any.
+
+        Raises ConfigError if one of the tokens is a role's.
+        """
         self._tokens, self._rates = tokens, rates or CallRates()
         self._of: tuple[str, ...] = ()
         self._expected: list[tuple[bytes, str | None]] = []

@@ -46,7 +46,10 @@ REQUIRED_SETTINGS = {
 
 
 def draw_mark(stream_bytes: int) -> str:
-    """Returns a new mark for a stream that holds `stream_bytes` when its counters begin."""
+    """Returns a new mark: a random id of the data in Redis, with the bytes already in the stream.
+
+    Counters under the mark begin at 0, so `stream_bytes` are those that they do not count.
+    """
     return f"{secrets.token_hex(8)}-{stream_bytes}"
 
 
@@ -245,7 +248,10 @@ class RedisConnection:
             await asyncio.sleep(backoff.take_s())
 
     async def probe(self, command: Sequence[str]) -> None:
-        """Runs a command; raises ConfigError if the server refuses the user, else QueueError."""
+        """Runs a command as `persistently` does: ConfigError if the server refuses the user.
+
+        Raises QueueError for any other failure.
+        """
         await self.persistently(lambda: self.client.execute_command(*command))  # type: ignore[no-untyped-call]
 
     @property
@@ -260,7 +266,11 @@ class RedisConnection:
         return self.take_counters(await self._read_counted(self.client), earlier)
 
     async def follow_counters(self, reader: redis.asyncio.Redis | None = None) -> Counters:
-        """Returns the present counters, under a new mark if a receiver has set one."""
+        """Returns the present counters, read by the client `reader` if given.
+
+        If a receiver has set a new mark, they are the counters under that mark. Raises QueueError
+        when the server lost data.
+        """
         earlier = self.counters
         while True:
             found = await self._read_counted(reader or self.client)
@@ -272,7 +282,7 @@ class RedisConnection:
             self.counters = earlier
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
-        """Adds lost bytes to `added` again, so that the receiver also notices the loss."""
+        """Adds to `added` what it lost since `earlier`: the receiver then notices the loss."""
         mark, added, _, *own = found
         if mark is not None and all(value is None or value.isdigit() for value in (added, *own)):
             missing = earlier.added_bytes - int(added or 0)

@@ -116,7 +116,7 @@ class RedisReceiver:
 
     @property
     def mark(self) -> str:
-        """Identity of the data in Redis; keep it to notice a loss after a restart."""
+        """The id of the data in Redis; keep it to notice a loss of data after a restart."""
         assert self._connection.mark is not None
         return self._connection.mark
 

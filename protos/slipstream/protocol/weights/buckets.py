@@ -37,7 +37,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """A whole tensor within its bucket."""
+    """The place of a whole tensor in its bucket."""
 
     tensor: TensorSpec
     offset_bytes: int

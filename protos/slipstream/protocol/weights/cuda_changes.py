@@ -138,7 +138,8 @@ class CudaChanges:
     ) -> None:
         """Enqueues the comparison of the buckets at the addresses `data` and `base`.
 
-        `masks` gets a bit for each element, `counts` the number of changed elements of each block.
+        `masks` gets a bit for each element, set if it differs; `counts` gets the number of changed
+        elements of each block.
         """
         num_blocks = -(-num_bytes // (BLOCK_ELEMENTS * ELEMENT_BYTES))
         arguments = (*_pointers(data, base), np.int64(num_bytes), *_pointers(masks, counts))

@@ -156,7 +156,7 @@ class CudaDigests:
 
 
 def _table(bucket: Bucket) -> tuple[tuple[Any, Any, Any], int]:
-    """Returns offsets, sizes and first blocks of the tensors on the device, and the block count."""
+    """Returns three device arrays (each tensor's offset, size, first block) and the block count."""
     import cupy
 
     sizes = np.array([span.tensor.num_bytes for span in bucket.spans], dtype=np.int64)

@@ -50,7 +50,10 @@ def travels_whole(bucket: Bucket, changed: int) -> bool:
 
 
 def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Bucket, ...]:
-    """Returns the buckets with the sizes in which they travel."""
+    """Returns the buckets with the sizes that are sent, as payload or whole.
+
+    `changed` has the number of changed elements of each bucket.
+    """
     return tuple(
         bucket
         if travels_whole(bucket, count)
@@ -91,9 +94,9 @@ def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
 
 
 def gap_bytes(bucket: Bucket) -> Places:
-    """Returns the places of the bytes that belong to no tensor.
+    """Returns the indices of a bucket's bytes that belong to no tensor.
 
-    They hold what was in that memory before, which would count as a change.
+    They hold whatever was in that memory before, which would count as a change.
     """
     ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
     begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]

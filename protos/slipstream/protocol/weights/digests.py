@@ -108,12 +108,12 @@ def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
 
 @functools.cache
 def word_keys() -> Words:
-    """Returns [2, 4096]: the factors of a word for each place in its block."""
+    """Returns `word_key_a` and `word_key_b` [2, 4096]: a factor for each position in a block."""
     return _odd(np.arange(2 * BLOCK_WORDS, dtype=np.uint64).reshape(BLOCK_WORDS, 2).T)
 
 
 def block_keys(num_blocks: int) -> Words:
-    """Returns [2, blocks]: the factors of each block's sum."""
+    """Returns `block_key_a` and `block_key_b` [2, blocks]: a factor for each block's sum."""
     first = 2 * BLOCK_WORDS
     return _odd(np.arange(first, first + 2 * num_blocks, dtype=np.uint64).reshape(-1, 2).T)
 
@@ -127,7 +127,7 @@ def _odd(counters: Words) -> Words:
 
 
 def _sums(blocks: npt.NDArray[np.uint32], keys: Words) -> Words:
-    """Returns both sums over whole blocks, [n, 4096]."""
+    """Returns S_a and S_b over `blocks` [n, 4096]; `keys` are the blocks' `block_keys`."""
     first, second = word_keys()
     of_block = np.empty((2, len(blocks)), dtype=np.uint64)
     for begin in range(0, len(blocks), _CHUNK_BLOCKS):

@@ -3,10 +3,10 @@
 NCCL itself waits for ever: a broadcast whose peer died is enqueued like any other and its stream
 never completes. A watchdog thread therefore watches the collectives, and aborts the communicator
 when the oldest does not end in time. The abort releases the streams, and the GPU stays usable. Only
-the watchdog aborts, also on behalf of other threads: an abort that blocks then does not block them.
+the watchdog aborts, also on behalf of other threads: if NCCL's abort blocks, they do not.
 
 Pointers and streams are CUDA's handles, as integers. One thread uses a group; any thread may call
-`abort`. `cupy_nccl.CupyNccl` is the backend; its calls let other threads run.
+`abort`. `cupy_nccl.CupyNccl` is the backend; its calls release the GIL.
 """
 
 from __future__ import annotations
@@ -56,15 +56,18 @@ AGREED = (
 
 
 def set_nccl_environment(environ: MutableMapping[str, str]) -> None:
-    """Sets variables that the user left unset; call it before the process's first communicator."""
+    """Sets the variables of `NCCL_ENVIRONMENT` that the user left unset.
+
+    Call it before the process's first communicator.
+    """
     for name, value in NCCL_ENVIRONMENT.items():
         environ.setdefault(name, value)
 
 
 def agreed_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the set variables in which all members of a communicator must agree.
+    """Returns the NCCL variables of `environ` that must be equal on all members of a group.
 
-    Values are in lower case: NCCL does not distinguish Ring from ring.
+    Unset ones are left out. Values are in lower case: NCCL does not distinguish Ring from ring.
     """
     return {name: environ[name].lower() for name in AGREED if environ.get(name)}
 
@@ -127,7 +130,7 @@ class NcclGroup:
     ) -> NcclGroup:
         """Waits for all members. Raises WeightSyncError after the deadline or once `abandoned`.
 
-        NCCL's constructor cannot be interrupted: the thread of a late one is left behind, and
+        NCCL's constructor cannot be interrupted: after the deadline its thread is left behind, and
         aborts the communicator if it is made after all. The group, with its watchdog, exists before
         the first broadcast, which opens the connections, because a member may die before it.
         """
