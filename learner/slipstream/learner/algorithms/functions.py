@@ -236,8 +236,8 @@ def token_advantages(
     """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
 
     `episodes` lacks those that are left out of all statistics. Raises RunFailed if the function is
-    faulty. A value that is not finite is a fault only of a user's own function: built-in ones have
-    it from the rewards.
+    faulty. A value that is not finite is a fault only of a user's own function: built-in ones get
+    such values from the rewards.
     """
     function = function_of(algorithm, "advantage")
     for episode in episodes:

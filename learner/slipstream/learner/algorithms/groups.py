@@ -54,7 +54,7 @@ def shaped_rewards(
 def is_trained(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmSection, config: Config
 ) -> bool:
-    """Whether `algorithm.filter` keeps the group of `trajectories`, which are at least one."""
+    """Whether `algorithm.filter` keeps the group of `trajectories`, which must not be empty."""
     sides = shaped_rewards(trajectories, config)
     group = [side for episode in sides for side in episode]
     return filtered(algorithm, group, where=f"group {trajectories[0].group_id}")

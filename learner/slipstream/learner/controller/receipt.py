@@ -223,7 +223,7 @@ def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
 
 
 def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
-    """Yields name and value of each secret in files and URLs of the settings and in variables."""
+    """Yields name and value of each secret in the settings' files and URLs, and in variables."""
     security, queue = config.security, config.queue
     files = {
         "security.token_file": security.token_file,

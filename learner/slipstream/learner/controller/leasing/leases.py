@@ -123,8 +123,8 @@ class Awaited:
     def look(self, now_s: float, limit_s: float) -> None:
         """Stops awaiting servers `limit_s` after the first call, and trajectories that stop coming.
 
-        Trajectories are awaited until none has come for `limit_s` seconds: a long queue may take
-        longer, but groups of a lost server do not wait for it.
+        Trajectories are awaited until none has come for `limit_s` seconds. So a long queue is
+        awaited for longer than the servers.
         """
         self._began_s = now_s if self._began_s is None else self._began_s
         self._since_s = now_s if self._since_s is None else self._since_s

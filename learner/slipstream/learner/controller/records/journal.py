@@ -55,7 +55,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class Journal:
-    """Writes the journal of a run, a context manager; its log continues the earlier logs.
+    """A context manager that writes the journal of a run; its log continues the earlier logs.
 
     with Journal(folder) as journal:
         journal.append("lease", group="g000000")  # in memory only

@@ -122,7 +122,7 @@ class TokenLedger:
         self._settled = self._settled.less(_amount(trajectories, sign=-1))
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
-        """Takes trajectories of a set-aside batch, which wait for another batch, from the count."""
+        """Subtracts the trajectories of a set-aside batch that wait for another batch."""
         self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:

@@ -96,7 +96,7 @@ class EnvironmentEntry:
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
-        """Whether `text` is a new one among the first few of its `kind`; then notes it as told."""
+        """Notes `text` as told; False if it was told before, or if enough of its `kind` were."""
         told = self.told.setdefault(kind, set())
         if text in told or len(told) >= MAX_TOLD:
             return False

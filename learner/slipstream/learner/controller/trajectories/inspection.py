@@ -370,7 +370,7 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """The reason if another adapter than the environment's sampled the trajectory, else empty.
+        """The reason to refuse a trajectory that the wrong adapter sampled. Empty if it is right.
 
         Callers do not check trajectories of withdrawn groups: they are never trained.
         """
