@@ -201,24 +201,24 @@ class AlgorithmSection(Section):
 
     @property
     def own_functions(self) -> dict[FunctionKind, str]:
-        """The functions that are the user's own."""
+        """The names of the functions that are the user's own, by kind."""
         names = {kind: str(getattr(self, kind)) for kind in KINDS}
         return {kind: name for kind, name in names.items() if is_own(name)}
 
     @property
     def acts(self) -> bool:
-        """Whether the weight changes a loss or masks a token."""
+        """Whether the importance weight `weight` can change a loss or mask a token."""
         has_bands = self.weight_args.keys() & {"token_band", "sequence_band"}
         return self.weight != "none" or bool(has_bands)
 
     @property
     def corrects(self) -> bool:
-        """Whether the loss knows that another policy sampled a token of lag 0."""
+        """Whether the loss can correct for engine probabilities that deviate even at lag 0."""
         return self._has_behavior_ratio or self.acts or is_own(self.loss)
 
     @property
     def staleness_warning(self) -> str | None:
-        """Warning about tokens of older versions without a correction, or None if there is none."""
+        """The warning about training on stale tokens without a correction, or None."""
         if self.max_staleness == 0 or self.acts or is_own(self.loss):
             return None
         start = f"algorithm.max_staleness is {self.max_staleness} without a correction: "

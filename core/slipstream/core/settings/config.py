@@ -109,7 +109,7 @@ _UNTOLD = (
 
 
 def told_settings(config: Config) -> dict[str, JsonValue]:
-    """All settings but secrets, by flat names like `algorithm.max_staleness`."""
+    """Returns all settings but secrets, by dotted names like `algorithm.max_staleness`."""
     flat: dict[str, JsonValue] = {}
 
     def flatten(prefix: str, value: JsonValue) -> None:

@@ -29,7 +29,7 @@ class _LossWeight(Section):
 
 
 def _own_fields() -> dict[str, Any]:
-    """Returns type and default of each setting in `OWN`, with None for what is left out."""
+    """Returns the type of each setting in `OWN`, made optional, and None as its default."""
     fields = AlgorithmSection.model_fields
     return {
         name: (Annotated[(fields[name].annotation, Field(), *fields[name].metadata)] | None, None)
@@ -64,10 +64,10 @@ class EnvironmentAlgorithmSection(_Settings):
         return table
 
     def over(self, algorithm: AlgorithmSection) -> AlgorithmSection:
-        """Returns the run's `algorithm` with the settings of this table over it.
+        """Returns the run's `algorithm`, with this table's settings in place of the run's.
 
-        A function that the run has not has its own defaults. Raises ValueError for arguments that a
-        function has not.
+        A function other than the run's gets its own default arguments. Raises ValueError for
+        arguments that a function does not take.
         """
         own = {name: getattr(self, name) for name in self.model_fields_set - {"loss_weight"}}
         for kind in KINDS:
@@ -77,7 +77,7 @@ class EnvironmentAlgorithmSection(_Settings):
         return algorithm.model_copy(update=own)
 
     def refusal(self, algorithm: AlgorithmSection) -> str:
-        """The rule that this table breaks with the run's `algorithm` below it; empty: none."""
+        """Returns the rule that this table breaks when put over the run's `algorithm`, or ""."""
         own = self.over(algorithm)
         if (own.advantage == "gae") != (algorithm.advantage == "gae"):
             return (
@@ -125,23 +125,23 @@ class EnvironmentAlgorithms:
 
     @property
     def staleness_warnings(self) -> list[str]:
-        """Warnings about tokens of older versions without a correction, each once."""
+        """The distinct warnings about training on stale tokens without a correction."""
         found = [each.staleness_warning for each in self.distinct]
         return list(dict.fromkeys(filter(None, found)))
 
     @property
     def measures_divergence(self) -> bool:
-        """Whether an environment needs the reference model."""
+        """Whether any environment has a KL penalty, which needs the reference model."""
         return any(each.kl.coefficient > 0 for each in self.distinct)
 
     @property
     def filters(self) -> bool:
-        """Whether groups of an environment are left out."""
+        """Whether any environment has a `filter`, which leaves groups out of training."""
         return any(each.filter != "none" for each in self.distinct)
 
     @property
     def has_own(self) -> bool:
-        """Whether a function of an environment is the user's own."""
+        """Whether any environment's algorithm has a function of the user's own."""
         return any(each.own_functions for each in self.distinct)
 
     def place(self, environment: str) -> int:

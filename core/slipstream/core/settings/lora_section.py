@@ -76,12 +76,12 @@ class LoraSection(Section):
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether servers get matrices and adapters separately."""
+        """Whether servers get base weights and adapters separately, not merged."""
         return self.publish == "adapters"
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The matrices with adapters, by Megatron's names."""
+        """The weight matrices with adapters, by Megatron's module names."""
         named = set(self.target_modules)
         return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
 
@@ -136,7 +136,8 @@ class LoraSection(Section):
         """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
 
         `latent_tp` is the tensor parallel size of a model with latent attention, else 0.
-        `has_fused_experts` says that files hold one tensor for all experts of a layer.
+        `has_delta_nets`: some layers are delta nets. `has_fused_experts`: files hold one tensor for
+        all experts of a layer.
 
         vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
         their own.

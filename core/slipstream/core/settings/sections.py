@@ -115,7 +115,7 @@ class SamplingSection(Section):
     def to_pb(self) -> fleet_pb2.SamplingSettings:
         """Returns the wire form: each of its fields is the setting of the same name.
 
-        The adapter is left out, since each environment has its own, and what `debug` has.
+        It leaves out `adapter`, which each environment has, and `ignore_eos`, which `debug` has.
         """
         values: dict[str, Any] = {
             name: getattr(self, name)
@@ -346,7 +346,7 @@ class OffloadSection(Section):
 
     @property
     def gives_memory_back(self) -> bool:
-        """Whether the largest parts leave the device between steps."""
+        """Whether gradients and optimizer state, the largest parts, are offloaded between steps."""
         return self.gradients and self.optimizer
 
 
@@ -476,16 +476,16 @@ class RolloutServerSection(Section):
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether engines sample with other probabilities than the learner's, for FP8."""
+        """Whether engines use FP8 for weights or KV cache, so that their probabilities deviate."""
         cache = str(self.engine.get("kv_cache_dtype", "auto")).lower()
         return self.quantization != "off" or cache.startswith("fp8")
 
     def is_eager(self, *, on_cpu: bool) -> bool:
-        """Whether the engine compiles nothing, on a CPU or on GPUs."""
+        """Whether the engine runs eagerly, without compiling; by default, on CPUs only."""
         return on_cpu if self.enforce_eager is None else self.enforce_eager
 
     def has_graphs(self, *, on_cpu: bool) -> bool:
-        """Whether the engine's steps are CUDA graphs."""
+        """Whether the engine runs its steps as CUDA graphs."""
         return not (on_cpu or self.is_eager(on_cpu=on_cpu))
 
 

@@ -70,7 +70,7 @@ class Tables(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Largest gap, in nats, of a probe that passes."""
+        """The largest log-probability gap, in nats, with which a probe passes."""
         if self.debug.probe_tolerance is not None:
             return self.debug.probe_tolerance
         if self.rollout_server.computes_in_fp8:
@@ -89,7 +89,10 @@ class Tables(Section):
         return self.trajectory_bytes()
 
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
-        """Returns `max_trajectory_bytes` with bytes for the experts of each token."""
+        """Returns an upper bound of a trajectory's bytes in a queue.
+
+        `routing_bytes_per_token` is the size of a token's recorded experts; 0: none are recorded.
+        """
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
         if self.reference is not None and self.reference.server is not None:
             per_token += reference_bytes_per_token(self.reference.top_k)
@@ -100,7 +103,7 @@ class Tables(Section):
 
     @property
     def algorithms(self) -> EnvironmentAlgorithms:
-        """The algorithm of each environment; made again by each call."""
+        """The algorithm of each environment; computed anew at each access."""
         tables = [(each.name, each.algorithm) for each in self.environments]
         return EnvironmentAlgorithms.of(self.algorithm, tables)
 
@@ -112,13 +115,13 @@ class Tables(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the step reads the reference model; a table of it is for own functions too."""
+        """Whether a step uses the reference model: for a KL penalty, or in own functions."""
         algorithms = self.algorithms
         has_readers = algorithms.has_own and self.reference is not None
         return algorithms.measures_divergence or has_readers
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        """The tables of the models besides the policy that the file has, by name."""
+        """The tables `reference` and `critic`, those that the settings have, by name."""
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}
