@@ -1,4 +1,4 @@
-"""Says what a run waits for, and predicts what other settings would gain from its profile."""
+"""Says what a run waits for, and predicts from its profile what other settings would gain."""
 
 from __future__ import annotations
 

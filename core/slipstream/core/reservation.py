@@ -8,12 +8,13 @@ batch wait for each other, so a full queue would never become empty.
     bytes in the queue  +  episodes that may still be sent * largest trajectory  <=  size
 
 Episodes that may still be sent are the undelivered members of leased groups, and those of ended
-leases that their servers have not closed. A failed attempt that is repeated waits in the queue
-beside the reservation of its repetition, until its own journal record acknowledges it; that record
+leases that their servers have not closed. The trajectory of a failed attempt waits in the queue
+beside the reservation of its retry, until its own journal record acknowledges it; that record
 waits for nothing else.
 
-**No deadlock** occurs if the queue holds one batch of largest trajectories. When fewer groups are
-leased than a step trains, there is room for one more; that number of complete groups makes a batch.
+**No deadlock** occurs if the queue holds one batch of largest trajectories. While fewer groups are
+leased than a step trains, there is room for one more, and a step's number of groups, once complete,
+makes a batch.
 """
 
 # Bytes of each of a trajectory's two texts besides those of its tokens.

@@ -94,7 +94,7 @@ class VersionSpan(NamedTuple):
 
 
 class Status(Enum):
-    """The end of an episode."""
+    """The way in which an episode ended."""
 
     COMPLETED = 1
     TRUNCATED = 2
@@ -325,7 +325,7 @@ def unpack_experts(
 
 
 def routing_bytes_per_token(num_layers: int, top_k: int, num_experts: int) -> int:
-    """Returns the bytes of one token's experts on the wire."""
+    """Returns the size of one token's expert ids on the wire, in bytes."""
     return num_layers * top_k * expert_dtype(num_experts).itemsize
 
 
@@ -373,5 +373,5 @@ def check_reference(found: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -
 
 
 def reference_bytes_per_token(top_k: int) -> int:
-    """Returns the most bytes of one token's log-probabilities on the wire."""
+    """Returns the largest size of one token's reference log-probabilities on the wire, in bytes."""
     return 4 + 8 * top_k

@@ -3,8 +3,8 @@
 Each function yields one line for each broken rule, with the value and the rule. These rules refuse
 sizes early that Megatron would refuse only when groups, layers or optimizers are made.
 
-`learner.transformer` may not train another model than servers sample from, that of config.json.
-This module does not import Megatron, so that the rules hold on every machine; a test classifies all
+`learner.transformer` must not change the model: servers sample from that of config.json. This
+module does not import Megatron, so that the rules hold on every machine; a test classifies all
 fields of the tested version.
 """
 
@@ -167,7 +167,7 @@ def world_problems(learner: LearnerSection) -> Iterator[str]:
 
 
 def table_problems(learner: LearnerSection) -> Iterator[str]:
-    """Checks the tables that are passed through to Megatron for contradictions."""
+    """Checks for contradictions in the tables that are passed through to Megatron."""
     tables = {
         "ddp": learner.ddp,
         "optimizer": learner.optimizer,
@@ -240,7 +240,7 @@ def _recompute_problems(learner: LearnerSection) -> Iterator[str]:
 
 
 def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
-    """Checks the table `learner.transformer` for the replay of the rollout's experts."""
+    """Checks that `learner.transformer` allows the replay of experts recorded in rollouts."""
     if transformer.get("moe_router_fusion"):
         yield (
             "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "

@@ -154,9 +154,9 @@ def create_server(
 ) -> grpc.aio.Server:
     """Creates a gRPC server that checks callers' tokens and call rates, and messages' bounds.
 
-    The run's token is `unix_token` if given, else those of `credentials`; without a token neither
-    callers nor `rates` (default: `CallRates()`) are checked. A handler that fails ends its own call
-    only. Raises ConfigError if a token is a role's: the others cannot be derived from it.
+    The run's tokens are `unix_token` if given, else those of `credentials`; without any, tokens and
+    `rates` (default: `CallRates()`) are not checked. A handler that fails ends its own call only.
+    Raises ConfigError for a role's token: the other roles' cannot be derived from it.
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
@@ -204,7 +204,8 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     """Returns `redis_url` with the user and password of `end`.
 
     Raises ConfigError if the URL is not set, only the other end has a user, or a password file is
-    missing or empty. Raises it too unless the address is loopback or has TLS with all checks.
+    missing or empty. If the address is not loopback, also raises it without TLS, and for options of
+    the URL that switch off checks of the certificate.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")

@@ -114,13 +114,19 @@ def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
 
 
 def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns the buckets of a layout's adapters, which travel last, one adapter after another."""
+    """Returns the buckets of a layout's adapters, which travel last.
+
+    The adapters have the same buckets, and travel one after another.
+    """
     one = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
     return one * max(1, len(message.adapter_names))
 
 
 def num_tensors(message: weights_pb2.WeightLayout) -> int:
-    """Returns the number of tensors of a layout, all adapters included; it bounds the buckets."""
+    """Returns the number of tensors of a layout, all adapters included.
+
+    There are at most as many buckets.
+    """
     return len(message.tensors) + len(message.adapters) * max(1, len(message.adapter_names))
 
 
