@@ -16,7 +16,7 @@ import pytest
 from slipstream.client.chaos.oracle import examine
 from slipstream.client.chaos.run_chaos import Chaos, Proxy, run_chaos
 from slipstream.client.run_folder import write_config
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
@@ -226,6 +226,15 @@ async def test_each_step_has_its_own_time_also_while_no_fault_is_done(tmp_path, 
         assert await chaos.run(2, 1.0, ["command"], partitions=False) == 0
     assert len(set(chaos.tally.steps_s)) > len(chaos.tally.steps_s) / 2
     assert chaos.tally.effective_time > 0
+
+
+async def test_a_run_that_is_refused_says_why(tmp_path, tiny_model) -> None:
+    path = write_run(tmp_path, tiny_model)
+    refused = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(2)"]
+    with pytest.raises(RunFailed, match="the run did not begin: no such model"):
+        await run_chaos(
+            path, [], kills=1, seed=0, every_s=1.0, roles="", partitions=False, command=refused
+        )
 
 
 async def test_a_cut_off_server_needs_a_queue_that_it_can_use(tmp_path, tiny_model) -> None:

@@ -285,6 +285,8 @@ async def run_chaos(
     began_s = time.monotonic()
     chaos = Chaos(config, command, [str(path), *overrides], random.Random(seed))
     code = await chaos.run(kills, every_s, chosen, partitions=partitions)
+    if not journal_logs(config.run_dir / JOURNAL):
+        raise RunFailed(f"the run did not begin: {chaos.last_line()}")
     found = await asyncio.to_thread(examine, config.run_dir)
     replay = await chaos.start("replay", str(config.run_dir))
     is_equal = await replay.wait() == 0
@@ -379,6 +381,10 @@ class Chaos:
                 stderr=log,
                 start_new_session=True,
             )
+
+    def last_line(self) -> str:
+        """Returns the last line of chaos.log."""
+        return self._log.read_text(errors="replace").rstrip().rpartition("\n")[2]
 
     async def _keep_run(self) -> int:
         while True:
