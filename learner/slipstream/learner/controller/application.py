@@ -274,6 +274,13 @@ class Controller:
         """Stops the run early and cleanly; a signal handler of the event loop may call it."""
         self._progress.stop(reason)
 
+    def _has_evaluated(self) -> bool:
+        """Whether nothing is left to evaluate, also for a controller that resumes this run.
+
+        It would end the run without a result that it does not find: the trainer has left by then.
+        """
+        return self._evaluator.is_done() and self._results.has_all_evaluations
+
     def _assemble(self, books: Books, server: grpc.aio.Server, tasks: asyncio.TaskGroup) -> None:
         run, journal = self._run, books.journal
         self._endings = Endings(journal, books.ledger, books.queue)
@@ -310,7 +317,7 @@ class Controller:
             self._publisher,
             stored=self._stored,
             turns=self._turns,
-            evaluations_done=self._evaluator.is_done,
+            evaluations_done=self._has_evaluated,
         )
         self._trainer = TrainerServicer(
             run,

@@ -52,6 +52,8 @@ class Results:
         self._intake, self._former = intake, former
         self._publisher, self._scheduler, self._turns = publisher, scheduler, turns
         self._folder, self._times = run.config.run_dir, StepTimes()
+        # Done when the last evaluation is on the disk; never after a failure of the disk.
+        self._evaluated: asyncio.Future[None] | None = None
         learner = run.config.learner
         self._replicas = RankLayout.of(learner.parallel, learner.world_size).dp
         self.advisor = Advisor(lambda text: self._write(ADVICE, text), run.events.warn)
@@ -166,8 +168,13 @@ class Results:
         """Writes the result of an evaluation round."""
         journal_evaluation(self._books.journal, result)
         # While the trainer writes its last model, no other record would take this one to the disk.
-        self._books.journal.durable()
+        self._evaluated = self._books.journal.durable()
         self._recorder.evaluation(result)
+
+    @property
+    def has_all_evaluations(self) -> bool:
+        """Whether each result that was given to `evaluated` is on the disk."""
+        return self._evaluated is None or self._evaluated.done()
 
     async def write(
         self,
