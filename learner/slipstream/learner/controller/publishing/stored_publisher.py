@@ -51,6 +51,8 @@ class StoredPublisher:
         self._fleet, self._run, self._tasks = fleet, run, tasks
         self._settings, self._deliveries = run.config.weights, deliveries
         self._newest: trainer_pb2.StoredReport | None = None
+        # Whether `_newest` is of a trainer before this one, which may have removed it as it left.
+        self._is_earlier = False
         # Folder of the version that the trainer writes; "" if it writes none.
         self._ordered = ""
         self._num_orders, self._num_publishes = 0, 0
@@ -61,6 +63,10 @@ class StoredPublisher:
         self._loads: Counter[ServerKey] = Counter()
         # By server: the version of the newest warning that it is too old for a lease.
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
+
+    def trainer_joined(self) -> None:
+        """Lets a new trainer write the newest version again; servers may fetch the old one."""
+        self._is_earlier = True
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
         """Returns the order to write the trainer's version, if a server wants it from storage."""
@@ -83,7 +89,7 @@ class StoredPublisher:
             if report.error:
                 self._write_failed(report)
             else:
-                self._failed, self._newest = 0, report
+                self._failed, self._newest, self._is_earlier = 0, report, False
                 self._deliveries.totals.stored(report)
                 self._run.signal.notify()
         needed = {each.stored.key for each in self._fetches.values()}
@@ -112,11 +118,11 @@ class StoredPublisher:
         return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:
-        """Whether `version` is the run's newest and does not lie in storage yet."""
+        """Whether `version` is the run's newest, and this trainer has not written it yet."""
         progress = self._run.progress
         if version != progress.version:
             return False
-        if self._newest is None:
+        if self._newest is None or self._is_earlier:
             return True
         return version_from_pb(self._newest.version) != version
 
