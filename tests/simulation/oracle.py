@@ -142,7 +142,8 @@ class _Judge:
     def _set_aside(self, record: dict, place: tuple[int, int], ids: list[str]) -> None:
         """Notes who was acknowledged with a batch that was set aside."""
         for trajectory in self._recorded(record):
-            self._ended[trajectory.trajectory_id] = place
+            # What was put back may be set aside again, and lies on disk since the first batch.
+            self._ended.setdefault(trajectory.trajectory_id, place)
         self._ends.update(ids)
         for trajectory_id in ids:
             if is_trainable(trajectory_id.partition(".")[0]):
