@@ -87,6 +87,8 @@ class Store:
         self._world, self.random = world, random.Random(f"store/{world.seed}")
         self.objects: dict[str, bytes] = {}
         self._seen_s: dict[str, float] = {}
+        # Manifests that a trainer reported before all of their version was there, with the cause.
+        self._half: dict[str, str] = {}
         # Longest time of a call, and of a new object until all of it is there.
         self.delay_s, self.late_s = 0.2, 0.0
         # Shares of the calls that fail, and of the reads that give something else.
@@ -182,7 +184,11 @@ class Store:
         return {f"root/{key}" for key in keys}
 
     def check(self, report: trainer_pb2.StoredReport) -> None:
-        """A version lies whole in the store when the controller hears of it."""
+        """Notes a version that does not lie whole in the store when the controller hears of it.
+
+        Nothing is wrong yet: a trainer whose place another one has taken, which removes what it
+        wrote, may report it late, and the controller refuses the report.
+        """
         stored = report.stored
         links: Sequence[Any] = ()
         if _is_whole(self.objects, stored):
@@ -192,7 +198,13 @@ class Store:
         for each in objects:
             if not links or not _is_whole(self.objects, each):
                 step = report.version.step
-                self._world.violations.append(f"version {step} was announced without {each.key}")
+                cause = f"version {step} was announced without {each.key}"
+                self._half.setdefault(stored.key, cause)
+
+    def announced(self, stored: weights_pb2.StoredWeights) -> None:
+        """A version that a server hears of lay whole in the store when it was reported."""
+        if cause := self._half.pop(stored.key, ""):
+            self._world.violations.append(cause)
 
     def seams(self) -> list[tuple[Any, str, Any]]:
         return [

@@ -500,7 +500,9 @@ class World:
             if not report.error:
                 self.store.check(report)
         elif method.endswith("/Join") and receiver.name.startswith("server"):
-            lease = fleet_pb2.ControllerMessage.FromString(data).lease
+            message = fleet_pb2.ControllerMessage.FromString(data)
+            self.store.announced(message.prepare.stored)
+            lease = message.lease
             if lease.group_id:
                 server = receiver.name.partition("/")[0]
                 self.leased.setdefault((lease.group_id, server), self.disk.mark())
