@@ -94,7 +94,9 @@ def test_all_that_was_printed_before_the_end_is_in_the_file(logs, tmp_path):
     older, newer = kept(tmp_path / "a.log")
     assert newer[-1] == "line 49999"
     assert sum(path.stat().st_size for path in tmp_path.glob("a.log*")) <= 100_000
-    assert int(older[1].split()[1]) < 49_999 - 2000
+    # A busy machine may fill the newest file in one piece; then no line is left in the older one.
+    first = next(line for line in (*older, *newer) if line.startswith("line "))
+    assert int(first.split()[1]) < 49_999 - 2000
     assert (tmp_path / "b.log").read_text() == "one and the other"
 
 
