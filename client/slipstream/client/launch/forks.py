@@ -73,10 +73,13 @@ class _Server(asyncio.SubprocessProtocol):
         for line in lines:
             answer = json.loads(line)
             pid = answer["pid"]
+            is_known = pid in self._forked
             process = self._forked.setdefault(pid, ForkedProcess(pid))
             if "code" in answer:
                 self._forked.pop(pid).end(answer["code"])
-            self._follow(process)
+            if not is_known:
+                # Else an earlier process has ended while this one's order is under way.
+                self._follow(process)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         """See asyncio."""

@@ -205,3 +205,19 @@ async def test_on_a_machine_with_gpus_processes_start_plainly(
     child = await toy.start()
     assert (await toy.says())["parent"] == os.getpid()
     await child.stop(0.0)
+
+
+async def test_the_end_of_an_earlier_process_is_no_answer_to_an_order() -> None:
+    server = forks._Server()
+    loop = asyncio.get_running_loop()
+    server.next = loop.create_future()
+    server.pipe_data_received(1, b'{"pid": 1}\n')
+    first = await server.next
+    server.next = loop.create_future()
+    server.pipe_data_received(1, b'{"pid": 1, "code": 3}\n')
+    assert first.returncode == 3
+    assert not server.next.done()
+    # A process that ends before it has told its number is an answer too.
+    server.pipe_data_received(1, b'{"pid": 2, "code": 4}\n')
+    second = await server.next
+    assert (second.pid, second.returncode) == (2, 4)
