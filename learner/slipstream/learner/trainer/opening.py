@@ -123,11 +123,13 @@ def load_trained(
         }
     )
     recompute = None
-    # Layers that are computed again would miss features that a vision tower adds between them.
-    is_plain = model.vision is None or not model.vision.depth
-    if config.learner.plans_recompute and is_plain and ranks.device.type == "cuda":
-        memory = GpuMemory(config.learner.gpu_memory_fraction)
-        recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
+    if config.learner.plans_recompute and ranks.device.type == "cuda":
+        if model.vision is not None and model.vision.depth:
+            # Layers that are computed again would miss features that the tower adds between them.
+            logger.info("no layer recomputes its activations: a vision tower adds to some of them")
+        else:
+            memory = GpuMemory(config.learner.gpu_memory_fraction)
+            recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     if load_weights:
         check_attention(model)
         check_range(model, max_tokens=config.learner.micro_batch_tokens)
