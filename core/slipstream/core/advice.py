@@ -162,7 +162,10 @@ def profile_from_json(table: Mapping[str, Any]) -> Profile:
 
 
 def waits_for(metrics: Mapping[str, float]) -> str:
-    """Says in words which fleet waits for what, by the metrics of a step; "" without them."""
+    """Returns a sentence on which fleet waits for what in the step of `metrics`.
+
+    Returns "" if `metrics` lack the step's duration or its wait for groups.
+    """
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:
         return ""

@@ -30,8 +30,8 @@ class HubFiles:
     def bring(self, patterns: Sequence[str], *, without: Sequence[str] = ()) -> Path:
         """Downloads the files that match `patterns` and not `without`; returns their folder.
 
-        The folder is in the hub's cache and has the name of the commit. Files that are there
-        already are not downloaded again. Raises ConfigError with one line if a download fails.
+        The folder is in the hub's cache and has the name of the commit. Files already in the cache
+        are not downloaded again. Raises ConfigError with one line if a download fails.
         """
         if not installed(["huggingface_hub"]):
             raise ConfigError(f"{self} needs the hub's client: pip install huggingface_hub")

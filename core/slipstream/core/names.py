@@ -30,8 +30,8 @@ def check_server_id(name: str) -> str:
 def near_names(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
     """Returns up to three names of `known` that are most like `name`, the best first.
 
-    The similarity of each is at least `cutoff`, where 1 is the name itself. None differs more than
-    twice as much as the best: a typing error has one answer, half a name has several.
+    The similarity of each is at least `cutoff`, where 1 means equal. Names that differ more than
+    twice as much as the best one are left out: a typing error then has one answer.
     """
 
     def distance(other: str) -> float:

@@ -81,7 +81,7 @@ def openai_client(
 
 @contextlib.contextmanager
 def faults_as(kind: type[Exception], name: str) -> Iterator[None]:
-    """Raises every fault of a call in the block as `kind`, in one line that names the server."""
+    """Re-raises each fault of a call in the block as a `kind`, in a line that names the server."""
     import openai
 
     try:

@@ -71,7 +71,7 @@ def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_ste
 
 
 def is_stranded(may_be_finished: Iterable[bool]) -> bool:
-    """Whether there are servers (one verdict each), but none may finish an interrupted group."""
+    """Whether none of the servers, one verdict each, may finish a group; false without servers."""
     verdicts = list(may_be_finished)
     return bool(verdicts) and not any(verdicts)
 

@@ -80,7 +80,7 @@ class Profile:
         return self.resting_order_s is not None
 
     def training_s(self, tokens: float, replicas: int) -> float:
-        """Seconds of a training step of `tokens` tokens."""
+        """Returns the seconds of a training step of `tokens` tokens."""
         share = self.setting.replicas / replicas
         return self.training_fixed_s + self.training_token_s * tokens * share
 
@@ -97,7 +97,7 @@ class Simulated:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps in a second."""
+        """The number of steps in a second."""
         return 1 / self.step_s
 
 

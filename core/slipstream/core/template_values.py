@@ -82,7 +82,7 @@ def tools_json(tools: object) -> str:
 
 
 def read_tools(text: str) -> list[dict[str, JsonValue]]:
-    """Returns the tools in a text of `tools_json`. Raises ValueError as that does."""
+    """Returns the tools in a text of `tools_json`. Raises ValueError like `tools_json`."""
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -60,7 +60,7 @@ class TrajectoryName(NamedTuple):
 
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
-        """Splits an id into its parts, or None for text that is no id of a trajectory."""
+        """Returns the parts of an id, or None for a text that is no trajectory's id."""
         return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
 
 
@@ -171,13 +171,16 @@ class Trajectory:
     and `version_spans` run over the sampled tokens only. `routed_experts` runs over all tokens, and
     is None if experts were not recorded.
 
-    The runs of `branches` follow each other: each branch is a sequence that the model saw by
-    itself, and a token is sampled in one branch only. Without branches, all runs are one sequence.
+    The runs of `branches` follow each other: each branch is a sequence that the model saw without
+    the others, and a token is sampled in one branch only. Without branches, all runs are one
+    sequence.
 
-    `images` has each distinct image that the model saw, encoded; `image_places` says where.
+    `images` holds each distinct image that the model saw, encoded; `image_places` holds where each
+    one appears.
 
-    `is_given`: the environment gave all replies, so no policy sampled them, but their tokens count
-    as sampled. `reference` has the sampled tokens' log-probabilities by a served reference model.
+    `is_given` says that the environment gave all replies: their tokens count as sampled, although
+    no policy sampled them. `reference` has the sampled tokens' log-probabilities by a served
+    reference model.
     """
 
     run_id: str
@@ -217,7 +220,7 @@ class Trajectory:
 
     @property
     def trajectory_id(self) -> TrajectoryId:
-        """Identity: two deliveries of one attempt on one server epoch have the same id."""
+        """The id; two deliveries of one attempt on one server epoch have the same id."""
         return TrajectoryId(f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}")
 
     @property

@@ -223,7 +223,7 @@ def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
 
 
 def _nothing(value: object) -> None:
-    """Accepts every value."""
+    """Accepts every value: the check of a map's keys or values without a bound."""
 
 
 def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Check | None:

@@ -81,7 +81,7 @@ class Manifest(_Record):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """The size of all files, in bytes."""
         return sum(file.num_bytes for file in self.files)
 
 
@@ -221,9 +221,10 @@ def publish_folder(partial: Path) -> Path:
 
 
 def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Returns the versions among the complete ones, `steps`, whose checkpoints are to be removed.
+    """Returns the versions of `steps`, the complete checkpoints, that are to be removed.
 
-    The `keep_last` newest are kept, at least one, and versions divisible by `keep_every` unless 0.
+    Kept are the `keep_last` newest, at least one, and versions divisible by `keep_every` if it is
+    not 0.
     """
     ordered = sorted(steps)
     old = ordered[: -max(1, keep_last)]
@@ -243,7 +244,7 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
-    """Removes a checkpoint; a rename to `.partial` comes first, so a crash leaves nothing valid."""
+    """Removes a checkpoint, renamed to `.partial` first: after a crash it never looks complete."""
     path = checkpoint_path(folder, step)
     doomed = path.with_name(path.name + PARTIAL_SUFFIX)
     if doomed.exists():

@@ -52,14 +52,14 @@ class Answer:
 
     @property
     def skew_s(self) -> float:
-        """The least possible skew of this host's clock, in seconds; above 0: it is ahead."""
+        """The least possible skew of this host's clock, in seconds; above 0 if it is ahead."""
         ahead, behind = self.asked_s - self.setup.unix_time_s, self.answered_s
         behind -= self.setup.unix_time_s
         return ahead if ahead > 0 else min(behind, 0.0)
 
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
-    """Returns this host's setup without its clock; file `mark` below `run.dir` has the run id."""
+    """Returns this host's setup without its clock; file `mark` in `run.dir` holds the run id."""
     values = flatten(config.model_dump(mode="json", exclude_none=True))
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
@@ -130,7 +130,7 @@ def _version_problems(
 
 
 def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:
-    """Whether `run.dir` on this host is the controller's: its file `theirs.mark` has the run id."""
+    """Whether `run.dir` is the controller's folder: its file `theirs.mark` then has the run id."""
     try:
         with (config.run.dir / theirs.mark).open("rb") as file:
             return theirs.run_id.encode() in file.read(1 << 16)
@@ -150,7 +150,10 @@ def versions() -> dict[str, str]:
 
 
 def model_digest(folder: Path) -> bytes:
-    """Returns a digest of config.json and of the weights' names and sizes; b"" without them."""
+    """Returns a digest of config.json and of the weights' names and sizes.
+
+    Returns b"" if config.json or a file of weights cannot be read.
+    """
     try:
         digest = hashlib.sha256((folder / "config.json").read_bytes())
         for path in sorted(folder.glob("*.safetensors")):

@@ -65,7 +65,7 @@ class Traces:
     """Sends the spans of one process of a run; belongs to one thread, and never blocks it."""
 
     def __init__(self, url: str, run_id: str, service: str, server: str = "") -> None:
-        """`url`: the collector's OTLP endpoint; `service`: the role; `server`: a server's name."""
+        """Takes the collector's OTLP endpoint, the role (`service`) and a rollout server's name."""
         self._run_id, self._ids = run_id, NamedIds()
         names = {"service.name": f"slipstream_{service}", "slipstream.run": run_id}
         if server:

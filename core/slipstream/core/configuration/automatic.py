@@ -308,13 +308,14 @@ def _routing_bytes(sizes: ModelSizes) -> int:
 def bring_files(
     table: dict[str, Any], before: Mapping[str, Any], *, whole: bool, apart: bool
 ) -> None:
-    """Downloads models that `table` gives by hub name, and pins such models and data sets in it.
+    """Downloads models that `table` gives by hub name, and fixes the commits of its data sets.
 
-    A model's name is replaced by its local folder; a data set's `args` get its commit. `before` has
-    the settings in the run's folder, or nothing: names without a revision keep the commit recorded
-    there. Without `whole`, weights are not downloaded and data sets not pinned. With `apart`, parts
-    of the run start separately, so a model's name must include a commit. Raises ConfigError for a
-    name without one, and for a failed download.
+    A model's name is replaced by its local folder; a data set's commit is added to its
+    environment's `args`. `before` holds the settings in the run's folder, or nothing: a name
+    without a revision keeps the commit recorded there. Without `whole`, neither weights nor data
+    sets are downloaded. `apart` says that the parts of the run are started separately; then a
+    model's name must include a commit. Raises ConfigError if that commit is missing, and for a
+    failed download.
     """
     for place in MODELS:
         section, earlier = table.get(place), before.get(place)
@@ -329,7 +330,7 @@ def bring_files(
 
 
 def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -> str:
-    """Returns the local folder of a model given by hub name, downloading it; else `path`."""
+    """Returns `path`, or the folder into which it downloads the model with the hub name `path`."""
     named = _NAME.fullmatch(path)
     owner = path.partition("/")[0]
     # A folder in models/ that is missing was to be made or brought by hand.
@@ -349,7 +350,7 @@ def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -
 
 
 def _pin_data(args: object, before: object) -> None:
-    """Adds `hub_revision`, the commit of the data set at `path`, to an environment's `args`."""
+    """Adds the commit of the data set that `args["path"]` names, as `args["hub_revision"]`."""
     if not isinstance(args, dict) or args.get("hub_revision") is not None:
         return
     path = args.get("path")

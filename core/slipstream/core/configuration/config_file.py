@@ -332,7 +332,7 @@ def _worst(error: ValidationError) -> str:
 
 
 def _required(location: tuple[int | str, ...]) -> list[str]:
-    """Returns the keys missing at `location`: if it is a table, the required ones, else itself."""
+    """Returns the required keys of the table at `location`, or `location` if it is no table."""
     where = ".".join(str(part) for part in location if part not in _FORMS)
     table = _table_at(location)
     if table is None:

@@ -50,7 +50,7 @@ def reference_config(config: Config) -> Config | None:
 
 
 def critic_config(config: Config) -> Config | None:
-    """Returns the settings for loading and training the critic, or None without one."""
+    """Returns the settings for loading and training the critic, or None if the run has none."""
     section = config.critic
     if section is None:
         return None
@@ -165,7 +165,7 @@ def _problems(
 
 
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
-    """Returns, by name, the settings by which a folder's model turns images into tokens."""
+    """Returns, by name, the settings with which the folder's model turns images into tokens."""
     table = read_model_table(folder)
     tower = table.get("vision_config") or {}
     rows = _row_tokens(folder) if sizes.is_nested else {}
@@ -199,7 +199,7 @@ def _row_tokens(folder: Path) -> dict[str, object]:
 
 
 def _processor(folder: Path) -> dict[str, object]:
-    """Returns the settings of an image processor, from the file that transformers takes."""
+    """Returns the settings of an image processor, from the file that transformers would read."""
     whole = _read_table(folder / "processor_config.json")
     if "image_processor" not in whole:
         return _read_table(folder / "preprocessor_config.json")

@@ -3,12 +3,12 @@
 `python -m slipstream.core.machine.fork_server ROOM` reads lines of JSON from stdin. The first is
 `[MODULE, ARGUMENTS...]`, the program. The server calls `MODULE.preload.preload(arguments)`, which
 only imports, and opens nothing. Each further line, `{"name", "log", "environ"}`, orders a process.
-On stdout the new process answers `{"pid"}`, and the server `{"pid", "code"}` when it has ended.
+The new process writes `{"pid"}` to stdout; when it has ended, the server writes `{"pid", "code"}`.
 
-A process is a child of the server, and is killed with it. It leads a session of its own, writes
-to `log`, and runs MODULE as `python -m MODULE` does. `ROOM` is a filler, as long as that command
-line, which replaces the server's own in the process (`show_as`).
-Waits for: orders, ends of processes. Unblocked by: these, or the end of stdin.
+A process is a child of the server, and is killed with it. It leads a session of its own, writes to
+`log`, and runs MODULE as `python -m MODULE` does. `ROOM` is a meaningless argument that reserves
+space: the process overwrites its inherited command line with its own (`show_as`). The server waits
+for orders and for the ends of its processes, until stdin ends.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _LOOK_S = 0.01
 
 
 def main() -> None:
-    """Serves orders in the fork server, which never returns; runs the program in each fork."""
+    """Serves orders; in each forked process, runs the program. The server itself never returns."""
     answers = os.dup(1)
     # What imports print must not look like an answer.
     os.dup2(2, 1)
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def show_as(name: str, words: Sequence[str]) -> None:
-    """Sets this process's name, and overwrites its command line as far as that has room.
+    """Sets this process's name, and overwrites its command line with as much of `words` as fits.
 
-    `words` begin with Python, "-m" and a module; all others are joined into one word, so that there
-    are as many words as before: setproctitle, by which vLLM names its engine, counts them.
+    `words` begin with Python, "-m" and a module. All further words are joined into one, which keeps
+    the number of words: setproctitle, by which vLLM names its engine, counts them.
     """
     Path("/proc/self/comm").write_text(name[:15])
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -65,7 +65,7 @@ def show_as(name: str, words: Sequence[str]) -> None:
 
 
 def _serve(orders: FileIO, answers: int) -> dict[str, Any]:
-    """Forks a process for each order; returns, with the order, only in the forked process."""
+    """Forks a process for each order. Only the forked processes return, each with its order."""
     poll = select.poll()
     poll.register(orders, select.POLLIN)
     running: dict[int, int] = {}
@@ -99,7 +99,7 @@ def _answer(answers: int, **fields: int) -> None:
 
 
 def _end_left(running: Iterable[int]) -> None:
-    """Kills the orphans of ended processes: they would hold memory that the next process needs.
+    """Kills orphans of ended processes, which would hold memory that the next process needs.
 
     The processes with the pids `running` are spared.
     """

@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Nvml:
-    """NVIDIA's management library, open inside the context; it answers None without a driver."""
+    """NVIDIA's management library, open in the context; `ask` returns None without a driver."""
 
     def __init__(self) -> None:
         self._is_open = False
@@ -122,7 +122,7 @@ def gpu_names(
 
 @contextlib.contextmanager
 def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float) -> Iterator[None]:
-    """Holds the locks of all `gpus` while the block runs, and none while it waits for them.
+    """Holds the locks of all `gpus` while the block runs; waits for all of them, holding none.
 
     vLLM measures its memory use at its start by the free memory of the whole GPU. Memory that
     another process takes meanwhile is missing from vLLM's KV cache, and memory that another process
@@ -160,7 +160,7 @@ def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float)
 def _take(files: Sequence[int], kind: int) -> bool:
     """Takes all locks or none; returns whether it took them.
 
-    A process that held some locks while it waits for others could cause a deadlock.
+    If a process kept some locks while it waits for others, two processes could deadlock.
     """
     try:
         for file in files:

@@ -45,7 +45,7 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of PROGRAM and its descendants; 0: no limit.
+    """Limits of PROGRAM and its descendants; 0 means no limit.
 
     `memory_setting` and `processes_setting` name the limits in the message about an excess.
     """
@@ -76,7 +76,7 @@ class ProgramLimits:
 
 
 class Keeper:
-    """Runs one program; `run` returns its wait status when none of its processes is left."""
+    """Runs one program; `run` returns its wait status once all processes below it have ended."""
 
     def __init__(self, limits: ProgramLimits) -> None:
         self._limits = limits
@@ -88,7 +88,7 @@ class Keeper:
         self.cause = ""
 
     def run(self, command: Sequence[str]) -> int:
-        """Starts `command`; returns its wait status when no process below is left."""
+        """Starts `command`; returns its wait status once no process below the keeper is left."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         become_reaper()
         die_with_parent(signal.SIGTERM)

@@ -34,9 +34,9 @@ REFUSED = 2
 
 
 def worker_program(python: str) -> tuple[str, ...]:
-    """Returns the command that starts a worker with the interpreter `python`; "": this one.
+    """Returns the command that starts a worker with the interpreter `python`.
 
-    The worker's arguments follow it.
+    "" means the interpreter of this process. The caller appends the worker's arguments.
     """
     if not python:
         return (sys.executable, "-m", WORKER)
@@ -46,7 +46,7 @@ def worker_program(python: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Runs the worker in this process, or says on stderr why it cannot and exits with 2."""
+    """Runs the worker in this process; if it cannot, writes why to stderr and exits with 2."""
     folders, *arguments = sys.argv[1:]
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))

@@ -72,7 +72,7 @@ def raise_open_files() -> None:
 def without_collections() -> Iterator[None]:
     """Keeps the garbage collector off within the block, for imports of vLLM or Megatron.
 
-    They make millions of objects that stay: looking at them takes a tenth of the imports' time.
+    These imports make millions of objects that stay; scanning them takes a tenth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -85,19 +85,19 @@ def without_collections() -> Iterator[None]:
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables, without secrets, for a process that runs environment code.
+    """Returns the environment variables for a process that runs environment code, without secrets.
 
-    PYTHONHASHSEED is fixed, so that sets of strings have the same order, and task numbers the same
-    meaning, in all processes.
+    PYTHONHASHSEED is fixed: all processes iterate over sets of strings in the same order, so a task
+    number means the same task in each.
     """
     kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
     return kept | {"PYTHONHASHSEED": "0"}
 
 
 def flush_output() -> None:
-    """Writes out stdout and stderr, and drops what a full disk does not take of them.
+    """Flushes stdout and stderr, and drops the output for which a full disk has no room.
 
-    What a program has done, and its exit code, do not depend on the end of its log.
+    A lost end of a log thus changes neither a program's results nor its exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -80,7 +80,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """Facts of vision models whose decoder is this family's under other tensor names."""
+    """Facts of vision models whose decoder is this family's, with other tensor names."""
 
     # The class that their config.json names, and its field `model_type` in text_config.
     outer: str

@@ -30,7 +30,7 @@ def missing_files(folder: Path, template: Path | None = None) -> list[str]:
 
 
 def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
-    """Returns at most one clause, on what the tokenizer lacks; arguments as in `missing_files`."""
+    """Returns [], or one clause on what the tokenizer lacks; arguments as in `missing_files`."""
     rule = "model.path must hold the tokenizer too"
     if not (folder / "tokenizer_config.json").is_file():
         return [f"{rule}, but {folder} has no tokenizer_config.json"]

@@ -312,7 +312,7 @@ def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterat
 
 
 def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Checks a run whose model has a vision tower that is left out."""
+    """Checks a run that uses the decoder of a vision model without its vision tower."""
     chosen = {"sampling.max_images": config.sampling.max_images}
     yield from refusals(sizes.family, sizes.folder_class, chosen)
     yield from _untested_problems(config, sizes)
@@ -336,6 +336,6 @@ def _untested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
 
 
 def critic_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Refuses a critic whose folder nests its decoder beside a vision tower."""
+    """Yields a line if the critic's decoder is nested in a model with a vision tower."""
     if sizes.is_nested:
         yield f"[critic] is not supported for a {sizes.folder_class} with a vision tower"

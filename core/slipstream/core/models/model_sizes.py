@@ -261,8 +261,8 @@ def _check_ties(values: Mapping[str, Any]) -> None:
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json with the decoder's fields, nested in vision models, at the top level.
 
-    Raises ConfigError for an unknown decoder in a class of `NESTED`, and for a vision tower beside
-    a text class.
+    Raises ConfigError for an unknown decoder in a class of `NESTED`, and for a text class whose
+    config.json describes a vision tower.
     """
     architecture = architecture_of(values)
     if architecture in NESTED:

@@ -32,8 +32,8 @@ def tensor_problems(
     """Yields one clause for each fault of the tensors in complete files.
 
     `setting` is the setting that names `folder`, whose architecture must be supported. The output
-    projection is required if `has_output`, the vision tower if `has_tower`. A tower beside a text
-    class is a fault, and so is a tower's block beyond those that config.json counts.
+    projection is required if `has_output`, the vision tower if `has_tower`. A vision tower in the
+    files of a text class is a fault, and so is a block of a tower beyond the number in config.json.
     """
     values = read_model_table(folder)
     sizes, place = ModelSizes.of(values), _place(folder)

@@ -67,7 +67,7 @@ class Config(Tables):
     """All settings of a run."""
 
     def submission_refusal(self, reference: str) -> str:
-        """Returns why clients may not submit an environment of this reference, or ""."""
+        """Returns why clients may not submit the environment `reference`, or "" if they may."""
         known, cause = self.security.submitted_modules, ""
         if known is None:
             address = self.controller.address

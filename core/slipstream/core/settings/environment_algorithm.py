@@ -44,8 +44,8 @@ class EnvironmentAlgorithmSection(_Settings):
     """The algorithm for the episodes of one environment, over the run's table `algorithm`.
 
     A table here replaces the run's whole table. Settings of a step as a whole are refused.
-    `advantage` is `gae` in all environments or in none. Its statistics are those of the
-    environments with the same function and arguments.
+    `advantage` is `gae` in all environments or in none. Advantages are normalized over the
+    environments that have the same advantage function and arguments.
     """
 
     if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class EnvironmentAlgorithms:
         return any(each.own_functions for each in self.distinct)
 
     def place(self, environment: str) -> int:
-        """The index in `distinct` of an environment's algorithm."""
+        """The index of the environment's algorithm in `distinct`."""
         return self.places.get(environment, 0)
 
     def get(self, environment: str) -> AlgorithmSection:

@@ -117,7 +117,7 @@ class LoraSection(Section):
         return self
 
     def refusal(self, adapter: str) -> str:
-        """Returns why an environment cannot have `adapter`; "": it can."""
+        """Returns why an environment cannot have `adapter`, or "" if it can."""
         if adapter in (self.adapters or ("",)):
             return ""
         if not self.adapters:
@@ -133,14 +133,14 @@ class LoraSection(Section):
         has_delta_nets: bool = False,
         has_fused_experts: bool = False,
     ) -> Iterator[str]:
-        """Yields one line for each rule broken for a model with `num_experts`; 0: a dense model.
+        """Yields one line for each rule broken for a model with `num_experts`, 0 for a dense model.
 
         `latent_tp` is the tensor parallel size of a model with latent attention, else 0.
-        `has_delta_nets`: some layers are delta nets. `has_fused_experts`: files hold one tensor for
-        all experts of a layer.
+        `has_delta_nets` says that some layers are gated delta nets, `has_fused_experts` that files
+        hold one tensor for all experts of a layer.
 
-        vLLM has kernels for adapters on fused experts on GPUs only, and takes them in a form of
-        their own.
+        vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another
+        format.
         """
         if has_fused_experts and self.has_mlp:
             yield (

@@ -36,7 +36,7 @@ METRICS_PORTS = {"controller": range(1), "trainer": range(1, 2), "rollout_server
 
 
 class PlayedSection(Section):
-    """An environment: what is played in the episodes, and by which processes."""
+    """An environment: its class and arguments, and the worker processes that run its episodes."""
 
     # Unique in the run.
     name: Annotated[str, Field(min_length=1, max_length=100)]

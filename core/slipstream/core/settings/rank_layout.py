@@ -51,12 +51,12 @@ class RankLayout:
 
     @property
     def dp(self) -> int:
-        """Replicas of the model without its experts; they train different micro batches."""
+        """The number of replicas of the model without experts; each has its own micro batches."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of each expert."""
+        """The number of replicas of each expert."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def groups(self) -> dict[str, tuple[Group, ...]]:
@@ -104,7 +104,10 @@ def _ranks_text(ranks: Group) -> str:
 
 
 def _shortened(texts: Sequence[str], limit: int, gap: str) -> Iterator[str]:
-    """Yields the texts joined by spaces; above `limit`, the first ones, `gap` and the last one."""
+    """Yields the texts joined by spaces.
+
+    If they are more than `limit`, yields the first `limit` - 1 joined, then `gap`, then the last.
+    """
     if len(texts) <= limit:
         yield " ".join(texts)
         return

@@ -109,7 +109,7 @@ class SamplingSection(Section):
 
     @property
     def total_tokens(self) -> int:
-        """Most tokens of an episode, all branches together."""
+        """The most tokens that an episode can have, all its branches together."""
         return self.max_total_tokens or self.max_episode_tokens
 
     def to_pb(self) -> fleet_pb2.SamplingSettings:
@@ -163,7 +163,7 @@ class QueueSection(Section):
     max_bytes: Positive = 256 << 20
 
     def user_of(self, end: QueueEnd) -> QueueUserSection | None:
-        """Returns the table of one end."""
+        """Returns the Redis user of one end of the queue, or None if the settings name none."""
         return self.controller if end == "controller" else self.rollout_server
 
     @model_validator(mode="after")

@@ -171,7 +171,7 @@ def turn_problems(config: Tables) -> Iterator[str]:
 
 
 def storage_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with `weights.storage_url`, set or not."""
+    """Yields one line for each setting that conflicts with `weights.storage_url` or its absence."""
     if config.rollout_server.weights_from == "storage" and config.weights.storage_url is None:
         yield 'rollout_server.weights_from = "storage" needs weights.storage_url'
     if config.weights.storage_url is not None and config.lora.publishes_adapters:

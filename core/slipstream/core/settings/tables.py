@@ -79,19 +79,22 @@ class Tables(Section):
 
     @property
     def staging(self) -> StageSetting:
-        """`weights.stage_on_server`; "auto" is false where engines sleep to free their memory."""
+        """The value of `weights.stage_on_server`, with "auto" resolved if engines sleep.
+
+        "auto" then becomes false, since engines sleep to free their memory.
+        """
         stage = self.weights.stage_on_server
         return False if stage == "auto" and self.controller.turns == "sleep" else stage
 
     @property
     def max_trajectory_bytes(self) -> int:
-        """Upper bound of a trajectory's bytes in a queue, without experts."""
+        """The upper bound of a trajectory's bytes in a queue, without its recorded experts."""
         return self.trajectory_bytes()
 
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
         """Returns an upper bound of a trajectory's bytes in a queue.
 
-        `routing_bytes_per_token` is the size of a token's recorded experts; 0: none are recorded.
+        `routing_bytes_per_token` is the size of a token's recorded experts, 0 if none are recorded.
         """
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
         if self.reference is not None and self.reference.server is not None:

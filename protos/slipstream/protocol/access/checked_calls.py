@@ -135,7 +135,7 @@ def _checked(handler: Handler, method: str) -> Handler:
 
 
 def shape_of(handler: Handler) -> str:
-    """Returns the field of `handler` that holds its behavior, such as unary_stream."""
+    """Returns the name of the field of `handler` that holds its behavior, such as unary_stream."""
     streams = handler.request_streaming, handler.response_streaming
     return "_".join("stream" if is_stream else "unary" for is_stream in streams)
 
@@ -196,7 +196,7 @@ def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
 async def _closing(requests: AsyncIterator[_Request]) -> AsyncIterator[_Accepted]:
     """Yields the checked requests; at the end closes gRPC's generator of requests.
 
-    Otherwise the generator would keep itself and an unread call alive.
+    An unclosed generator would keep itself and an unread call in memory.
     """
     source: Any = aiter(requests)
     try:
@@ -295,8 +295,8 @@ async def _accepted(request: _Request) -> Message:
 class CallRates:
     """Limits the calls of each host under each role.
 
-    After a burst of `most_at_once`, calls run at `calls_per_s`; `most_waiting` may wait for their
-    turn, and further ones are refused.
+    A host may make `most_at_once` calls at once, and then `calls_per_s`. Up to `most_waiting` of
+    its calls wait for their turn; further ones are refused.
     """
 
     def __init__(

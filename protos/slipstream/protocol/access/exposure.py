@@ -55,9 +55,9 @@ def describe_exposure(config: Config) -> str:
 def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequence[str]) -> None:
     """Sets, in `environ`, the interfaces by which gloo and NCCL reach the other processes.
 
-    `gloo` is a host that gloo connects to, `nccl` has hosts that NCCL connects to, of which the
-    first that is not loopback counts. Call this before they open their first socket. Variables that
-    are already set stay. If no interface is found, gloo and NCCL choose one.
+    gloo connects to the host `gloo`, NCCL to the first host in `nccl` that is not loopback. Call
+    this before they open their first socket. Variables that are already set stay. If no interface
+    is found, gloo and NCCL choose one.
     """
     far = next((host for host in nccl if not _is_loopback(host)), nccl[0])
     for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", far, "=")):

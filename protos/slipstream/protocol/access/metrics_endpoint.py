@@ -80,7 +80,7 @@ class MetricsEndpoint:
     def __init__(
         self, registry: LabelledRegistry, *, token: str | None, security: SecuritySection
     ) -> None:
-        """Takes the metrics, the bearer token that callers must send, and TLS files by `security`.
+        """Takes the metrics, the bearer token of callers, and the TLS files that `security` names.
 
         Without a token, only requests to a loopback host name are answered.
         """
@@ -222,8 +222,9 @@ async def metrics_endpoint(
 ) -> AsyncIterator[None]:
     """Serves /metrics inside the block at `tracking.prometheus`, which must be set.
 
-    `server`: the name of a rollout server. A file in `TARGETS` has the address for Prometheus.
-    Raises ConfigError when no port is free, or the address needs TLS and a token that are missing.
+    `server` is the name of a rollout server, "" in other processes. Prometheus finds the address in
+    a file in the folder `TARGETS`. Raises ConfigError when no port is free, or when the address
+    needs TLS and a token and one is missing.
     """
     address = config.tracking.prometheus
     assert address is not None
@@ -296,7 +297,7 @@ def _listen(address: str, role: Role) -> socket.socket:
 
 @contextmanager
 def _told(path: Path, target: str, role: Role) -> Iterator[None]:
-    """Writes `path`, by which Prometheus finds `target`, and removes it when the block ends."""
+    """Writes the file `path`, in which Prometheus finds `target`; removes it after the block."""
     path.parent.mkdir(exist_ok=True)
     text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
     written = path.with_suffix(f".{os.getpid()}")

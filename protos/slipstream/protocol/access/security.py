@@ -107,7 +107,7 @@ class Credentials:
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """The tokens of this process as they are now; None without any."""
+        """The current tokens of this process, or None if it has none."""
         if self.token is None:
             return None
         if self.files is not None and self.files.token_file is not None:
@@ -156,7 +156,7 @@ def create_server(
 
     The run's tokens are `unix_token` if given, else those of `credentials`; without any, tokens and
     `rates` (default: `CallRates()`) are not checked. A handler that fails ends its own call only.
-    Raises ConfigError for a role's token: the other roles' cannot be derived from it.
+    Raises ConfigError if a token is a role's: the tokens of other roles cannot be derived from it.
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
@@ -203,9 +203,9 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     """Returns `redis_url` with the user and password of `end`.
 
-    Raises ConfigError if the URL is not set, only the other end has a user, or a password file is
-    missing or empty. If the address is not loopback, also raises it without TLS, and for options of
-    the URL that switch off checks of the certificate.
+    Raises ConfigError if the URL is not set, if only the other end has a user, and if a password
+    file is missing or empty. Also raises it for an address that is not loopback without TLS, or
+    with URL options that switch off checks of the certificate.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
@@ -298,7 +298,10 @@ class TokenInterceptor(_Interceptor):
         return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, text, Reason.NOT_OF_THE_ROLE)
 
     def _roles_of(self, shown: bytes) -> list[str | None]:
-        """Returns the roles of this token, [None] for the run's own; compares in constant time."""
+        """Returns the roles of a token: [None] for the run's own, [] for an unknown token.
+
+        Tokens are compared in constant time.
+        """
         if (lines := self._tokens.lines) != self._of:
             self._of = lines
             self._expected = [

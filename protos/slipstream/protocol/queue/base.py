@@ -32,7 +32,7 @@ class Amount(NamedTuple):
         return trajectory_pb2.Amount(trajectories=self.trajectories, tokens=self.tokens)
 
     def plus(self, tokens: int) -> "Amount":
-        """Returns the amount with one more trajectory, of `tokens`."""
+        """Returns this amount plus one trajectory with `tokens` sampled tokens."""
         return Amount(self.trajectories + 1, self.tokens + tokens)
 
     def less(self, *others: "Amount") -> "Amount":
@@ -48,7 +48,7 @@ class EpochAmounts(dict[str, Amount]):
     """Amounts by server epoch, the hexadecimal last part of a trajectory's id."""
 
     def add(self, trajectory_id: TrajectoryId, tokens: int) -> Amount:
-        """Counts a trajectory; returns the amount of its epoch."""
+        """Counts a trajectory with `tokens` sampled tokens; returns the new amount of its epoch."""
         epoch = trajectory_id.rpartition(".")[2]
         self[epoch] = amount = self.get(epoch, NOTHING).plus(tokens)
         return amount

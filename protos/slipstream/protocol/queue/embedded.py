@@ -31,14 +31,14 @@ USERS = {role.user: role.rules for role in ROLES.values()}
 
 
 class EmbeddedServer(AsyncClosing):
-    """Valkey with its files in `folder`; a restart keeps every write that it had answered.
+    """Valkey with its files in `folder`; every write that it answered survives a restart.
 
     `async with EmbeddedServer(folder) as server` starts and stops the server. Inside the block,
     `wait` returns when the server has died, and `start` starts it again at the same address.
     """
 
     def __init__(self, folder: Path, users: Mapping[str, str] = USERS) -> None:
-        """`folder` is created if it does not exist; `users` maps each user to its ACL rules."""
+        """Takes the `folder`, made if it does not exist, and each user's ACL rules."""
         self._folder = folder.absolute()
         # Holds the socket if `folder` has a path too long for it.
         self._socket_folder: OwnedFolder | None = None

@@ -144,7 +144,10 @@ class GrpcSender:
             await asyncio.sleep(self._backoff.take_s())
 
     async def _use(self, call: DeliverCall) -> None:
-        """Sends and reads until the stream ends; raises the stream's status if not OK."""
+        """Sends trajectories and reads acknowledgements until the stream ends.
+
+        Raises the stream's status if it is not OK.
+        """
         self._to_send = deque(self._unacknowledged)
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(self._write(call))
@@ -242,7 +245,7 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         request_iterator: AsyncIterable[pb.DeliverRequest],
         context: grpc.aio.ServicerContext[pb.DeliverRequest, pb.DeliverResponse],
     ) -> None:
-        """Serves one sender."""
+        """Receives the trajectories of one sender until its stream ends."""
         stream = _Stream()
         self._streams.add(stream)
         try:

@@ -59,8 +59,8 @@ class RedisSender:
 
     Trajectories that wait at the same time are written together. If Redis stays unreachable or has
     lost data, waiting `put`s fail, and the `async with` block ends with an ExceptionGroup of a
-    QueueError. A receiver must have opened the queue first. If a receiver opens it again under
-    another mark (the id of the data in Redis), the sender follows it.
+    QueueError. A receiver must have opened the queue first. If a receiver opens the queue again
+    under a new mark (the id of the data in Redis), the sender goes on under the new mark.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ REQUIRED_SETTINGS = {
 def draw_mark(stream_bytes: int) -> str:
     """Returns a new mark: a random id of the data in Redis, with the bytes already in the stream.
 
-    Counters under the mark begin at 0, so `stream_bytes` are those that they do not count.
+    The counters of a new mark begin at 0 and do not count these `stream_bytes`.
     """
     return f"{secrets.token_hex(8)}-{stream_bytes}"
 
@@ -97,7 +97,7 @@ class Counters:
         )
 
     def loss_since(self, earlier: Counters) -> str:
-        """Returns the evidence of a loss of data since `earlier` was read, or "" without one."""
+        """Returns the evidence of a loss of data since `earlier` was read, or "" without a loss."""
         if self.used_bytes < 0:
             return f"it counts {self.used_bytes} bytes that wait"
         for name, before, now in (
@@ -110,14 +110,14 @@ class Counters:
         return ""
 
     def loss_against(self, stream_bytes: int) -> str:
-        """Returns evidence of a loss as text if `stream_bytes` is not `used_bytes`, else ""."""
+        """Returns the evidence of a loss of data if `stream_bytes` is not `used_bytes`, else ""."""
         if self.used_bytes != stream_bytes:
             return f"it counts {self.used_bytes} bytes that wait, and has {stream_bytes}"
         return ""
 
 
 def loss_in(found: Counted, stream_bytes: int) -> str:
-    """Returns the evidence of a loss if `found` does not fit `stream_bytes`, else ""."""
+    """Returns the evidence that data were lost if `found` does not fit `stream_bytes`, else ""."""
     try:
         return Counters.of(found).loss_against(stream_bytes)
     except QueueError as error:
@@ -248,9 +248,9 @@ class RedisConnection:
             await asyncio.sleep(backoff.take_s())
 
     async def probe(self, command: Sequence[str]) -> None:
-        """Runs a command as `persistently` does: ConfigError if the server refuses the user.
+        """Runs a command with the retries of `persistently`.
 
-        Raises QueueError for any other failure.
+        Raises ConfigError if the server refuses the user, and QueueError for any other failure.
         """
         await self.persistently(lambda: self.client.execute_command(*command))  # type: ignore[no-untyped-call]
 
@@ -282,7 +282,11 @@ class RedisConnection:
             self.counters = earlier
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
-        """Adds to `added` what it lost since `earlier`: the receiver then notices the loss."""
+        """Adds to Redis's count of added bytes what it lost since `earlier`.
+
+        The receiver then sees that the count exceeds the bytes in the stream, and so that data were
+        lost.
+        """
         mark, added, _, *own = found
         if mark is not None and all(value is None or value.isdigit() for value in (added, *own)):
             missing = earlier.added_bytes - int(added or 0)
@@ -348,7 +352,7 @@ class RedisConnection:
     async def find_mark(self) -> None:
         """Reads the mark and its counters.
 
-        Raises QueueError without a mark or after a loss of data.
+        Raises QueueError if Redis has no mark or has lost data.
         """
         self.mark = await self.read_mark()
         if self.mark is None:

@@ -287,7 +287,7 @@ class RedisReceiver:
                 await self._deliveries.put(Delivery(trajectory_id, opened, *counts))
 
     async def _drop(self, entry_id: bytes) -> None:
-        """Acknowledges a pending entry that was deleted before this receiver began."""
+        """Acknowledges a pending entry whose data were deleted before this receiver began."""
         connection = self._connection
         if any(entry_id in entries for entries in self._entries.values()):
             raise connection.lost(f"entry {entry_id.decode()} was deleted by another client")
@@ -305,7 +305,10 @@ class RedisReceiver:
                     await self._connection.persistently(self._delete)
 
     async def _delete(self) -> None:
-        """Acknowledges, deletes and uncounts the entries of `_to_forget` in one transaction."""
+        """Acknowledges and deletes the entries of `_to_forget`, and counts their bytes as removed.
+
+        All of this is one transaction.
+        """
         connection, entries = self._connection, dict(self._to_forget)
         for entry_id in self._perhaps_gone & set(entries):
             if not await connection.client.xrange(connection.stream, entry_id, entry_id, count=1):

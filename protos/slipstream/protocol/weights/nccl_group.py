@@ -128,11 +128,12 @@ class NcclGroup:
         deadline_s: float,
         abandoned: threading.Event | None = None,
     ) -> NcclGroup:
-        """Waits for all members. Raises WeightSyncError after the deadline or once `abandoned`.
+        """Joins a communicator; returns the group once all members have joined.
 
-        NCCL's constructor cannot be interrupted: after the deadline its thread is left behind, and
-        aborts the communicator if it is made after all. The group, with its watchdog, exists before
-        the first broadcast, which opens the connections, because a member may die before it.
+        Raises WeightSyncError after the deadline or once `abandoned` is set. NCCL's constructor
+        cannot be interrupted: after the deadline its thread is left behind, and aborts the
+        communicator if it is made after all. The group, with its watchdog, exists before the first
+        broadcast, which opens the connections, because a member may die before it.
         """
         lock, made = threading.Lock(), list[NcclGroup]()
         is_abandoned = False
@@ -187,7 +188,7 @@ class NcclGroup:
             pending.end = self._backend.mark(stream)
 
     def wait(self) -> None:
-        """Waits until every broadcast so far is done. Raises WeightSyncError when one is late."""
+        """Waits until every broadcast so far is done. Raises WeightSyncError if one is late."""
         while True:
             with self._lock:
                 self._check()

@@ -32,7 +32,7 @@ _FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 @dataclass(frozen=True)
 class Until:
-    """The limit of one use of storage: a time of `time.monotonic`, or an earlier `abandoned`."""
+    """The end of one use of storage: a `time.monotonic` deadline, or `abandoned` if set earlier."""
 
     deadline_s: float
     limit_s: float
@@ -80,7 +80,7 @@ class Storage:
 
     @property
     def _has_folders(self) -> bool:
-        """Whether folders must be created before objects; object stores would create a bucket."""
+        """Whether folders must be made before objects; object stores would make a bucket."""
         names = self._files.protocol
         return bool(_FOLDERS & {names} if isinstance(names, str) else _FOLDERS & set(names))
 

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3; GLM 4.5 and its successors with experts, which have the routers of V3."""
+"""Records of DeepSeek V2 and V3, and of GLM 4.5 and later with experts, which route like V3."""
 
 from collections.abc import Iterator, Mapping
 

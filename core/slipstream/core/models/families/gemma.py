@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""Records of Gemma 2 and 3."""
 
 from slipstream.core.models.family import DENSE, FULL, SLIDING, Family, Nested, Rope, Values
 

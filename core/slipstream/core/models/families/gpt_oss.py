@@ -1,4 +1,4 @@
-"""gpt-oss."""
+"""The record of gpt-oss."""
 
 from collections.abc import Iterator
 

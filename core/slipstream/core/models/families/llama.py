@@ -1,4 +1,4 @@
-"""Llama, and ERNIE 4.5 without experts, which is computed alike."""
+"""Records of Llama, and of ERNIE 4.5 without experts, which computes the same as a Llama."""
 
 from slipstream.core.models.family import DENSE, Family
 

@@ -1,4 +1,4 @@
-"""Mistral, Ministral 3, Mixtral, and the vision tower of Mistral 3."""
+"""Records of Mistral, Ministral 3, Mixtral, and the vision tower of Mistral 3."""
 
 from slipstream.core.models.family import DENSE, NONE, UNSHARED, Experts, Family, Nested
 

@@ -1,4 +1,4 @@
-"""Nemotron-H, in which each layer is either a Mamba layer, attention or an MLP.
+"""The record of Nemotron-H, in which each layer is either a Mamba layer, attention or an MLP.
 
 Published files give the layers' kinds as a pattern of letters, those of transformers 5 as a list.
 """

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMoE."""
+"""Records of OLMo 2 and OLMoE."""
 
 from slipstream.core.models.family import DENSE, OFF, UNSHARED, Experts, Family
 

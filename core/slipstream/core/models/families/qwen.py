@@ -1,4 +1,4 @@
-"""Qwen 2 to 3.5, dense and with experts, for text and with a vision tower."""
+"""Records of Qwen 2 to 3.5, dense and with experts, for text and with a vision tower."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -75,8 +75,8 @@ def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
 async def check_pixels(images: Sequence[PlacedImage]) -> None:
     """Decodes images in threads, one after the other. Raises ValueError for a broken one.
 
-    Counting tokens reads only an image's header, and replies that the environment gives skip the
-    engine, which would decode their images.
+    Other code may miss a broken image: tokens are counted by its header alone, and the engine,
+    which decodes images, never sees replies that the environment gives.
     """
     for image in images:
         await asyncio.to_thread(_check, image.data)
