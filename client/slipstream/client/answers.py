@@ -47,9 +47,9 @@ def _reply_limit(limit: object) -> int:
 
 
 def observation(opening: object, reply_limit: object) -> pb.Observation:
-    """Converts what `reset` returned, with the environment's `max_reply_tokens`.
+    """Converts the result of `reset`, and the environment's `max_reply_tokens`.
 
-    Raises EnvironmentFailed, which names the value, if one cannot be sent.
+    Raises EnvironmentFailed, which names the first value that cannot be sent.
     """
     opened = opening if isinstance(opening, ResetResult) else None
     made = pb.Observation(
@@ -62,7 +62,7 @@ def observation(opening: object, reply_limit: object) -> pb.Observation:
 
 
 def reply_of(command: pb.StepCommand) -> Reply:
-    """Returns the reply that `step` gets."""
+    """Returns the reply to pass to the environment's `step`."""
     if not command.HasField("parsed"):
         return Reply(command.reply)
     parsed = command.parsed
@@ -106,7 +106,7 @@ def verdict(result: object) -> pb.Verdict:
 
 
 def agent_observation(reply_limit: object) -> pb.Observation:
-    """Returns the observation of an agent, with its `max_reply_tokens`."""
+    """Returns the observation of an agent, which has nothing but its `max_reply_tokens`."""
     return _bounded(pb.Observation(is_agent=True, max_reply_tokens=_reply_limit(reply_limit)))
 
 

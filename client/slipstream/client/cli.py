@@ -40,9 +40,9 @@ EXAMPLES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code.
 
-    0: done. 1: the run failed; after `--dry-run` the settings are right, but nothing could start on
-    this machine. 2 (0 with `--final`): the command or its configuration cannot work. 128 plus the
-    signal's number: a signal ended a run before its last step.
+    0 means done. 1 means that the run failed, or that a dry run found the settings right but this
+    machine unable to start. 2 (0 with `--final`) means that the command or its configuration cannot
+    work. 128 plus a signal's number means that this signal ended a run before its last step.
     """
     arguments = parse(argv)
     # The log of gRPC's core is of no use at a terminal.
@@ -390,7 +390,7 @@ def _set_program(
 ) -> None:
     """Makes a command call the function `reference`, written as "module:function".
 
-    The command's arguments `names` are passed by position, `named` by keyword.
+    The parsed arguments named in `names` are passed by position, those in `named` by keyword.
     """
     parser.set_defaults(execute=partial(_call, reference, names, named))
 

@@ -140,11 +140,11 @@ class Client:
         """Has the rollout servers run "package.module:Class" in worker processes of their own.
 
         `name` is by default the class's name in lower case. `weight` is the environment's share of
-        the trained groups, `timeout_s` the limit of one reset or step, `adapter` one of
-        lora.adapters. The module is looked for in `search_path` on the servers' machines, by
-        default the working directory. `python` is the workers' interpreter there, by default the
-        servers' own. Raises EnvironmentFailed when no worker could load it and reset its first
-        task.
+        the trained groups, `timeout_s` the limit of one reset or step, `adapter` a name in
+        lora.adapters. The servers look for the module in `search_path` on their machines, by
+        default in their working directory. `python` is the workers' interpreter there, by default
+        the servers' own. Raises EnvironmentFailed when no worker could load the environment and
+        reset its first task.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -191,8 +191,8 @@ class Client:
         """Runs the episodes of `environment` in this process until the run ends.
 
         At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
-        controller that does not listen yet, and up to `reconnect_timeout_s` for a lost one, after
-        which open episodes begin again. Cancel the call to leave earlier.
+        controller that does not listen yet, and up to `reconnect_timeout_s` for a lost controller;
+        after a reconnection open episodes begin again. Cancel the call to leave earlier.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -232,7 +232,7 @@ class Client:
         return run_from_pb(await self._ask(self._status.GetStatus, status_pb2.GetStatusRequest()))
 
     async def stop(self, reason: str) -> None:
-        """Asks the run to end in order, after the step that is under way."""
+        """Asks the run to end in order, after the current step."""
         await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
     async def drain(self, server_id: str, reason: str) -> str:
@@ -278,7 +278,7 @@ class Client:
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit
     ) -> tuple[grpc.StatusCode, str] | None:
-        """Serves one stream; returns code and details if lost, None if the controller ended it."""
+        """Serves one stream; if it is lost, returns the gRPC code and details, else None."""
         open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
         try:
             call = await open_stream(open_call, hello)
@@ -299,7 +299,7 @@ class Client:
         return None
 
     async def _wait_for_controller(self, limit_s: float) -> None:
-        """Waits for a run that is still loading; raises ConfigError if it cannot be served."""
+        """Waits until the controller answers; raises ConfigError after `limit_s`."""
         loop = asyncio.get_running_loop()
         began_s, is_told = loop.time(), False
         while True:
@@ -333,7 +333,7 @@ class CallErrors:
         self.no_answer = f"no controller answers at {address}"
 
     def of_status(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
-        """Returns the error for a status."""
+        """Returns the error for a gRPC status."""
         if code is grpc.StatusCode.UNAVAILABLE:
             if "handshake" in details.lower():
                 return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
@@ -354,14 +354,14 @@ class ReconnectLimit:
     """Waits between attempts to reach a lost controller, longer each time, up to a limit."""
 
     def __init__(self, limit_s: float = RECONNECT_TIMEOUT_S) -> None:
-        """A lost controller has `limit_s` to come back."""
+        """Sets the time, `limit_s`, after which a lost controller is no longer called."""
         self.served = False
         self._limit_s = limit_s
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._lost_at_s: float | None = None
 
     def succeeded(self) -> None:
-        """Notes that the controller answered."""
+        """Records that the controller answered, which resets the waits."""
         self.served = True
         self._backoff.reset()
         self._lost_at_s = None

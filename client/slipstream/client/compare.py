@@ -52,7 +52,7 @@ for (const [title, both] of curves) {
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """The settings of a run by dotted names, and its curves: points (step, value) by metric."""
+    """A run's settings by dotted name, and its curves by metric: points (step, value)."""
 
     name: str
     settings: dict[str, JsonValue]
@@ -123,9 +123,9 @@ def _text(value: JsonValue) -> str:
 
 
 def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields a row for each metric: its mean in each run over the last `LAST` steps.
+    """Yields a row for each metric: its mean in each run over the same `LAST` steps.
 
-    They are the last steps up to the newest one that both runs have.
+    They end with the newest step that both runs have.
     """
     for name in CURVES:
         both = [run.curves.get(name, []) for run in (one, other)]
@@ -169,7 +169,7 @@ def as_page(names: Sequence[str], tables: dict[str, list[Row]], runs: Sequence[C
 
 
 def thinned(points: Points) -> Points:
-    """Returns at most `MOST_POINTS` + 1 of the points, evenly spaced, with the last."""
+    """Returns at most `MOST_POINTS` evenly spaced points, and the last point."""
     stride = -(-len(points) // MOST_POINTS)
     return [*points[: -1 : max(1, stride)], *points[-1:]]
 

@@ -1,6 +1,6 @@
 """`slipstream doctor`: looks at a machine, and says what to change before a run fails on it.
 
-This process checks the machine, other programs check what they must import.
+This process checks the machine itself; checks that need heavy imports are other programs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 async def examine(config: Config | None) -> list[Finding]:
-    """Returns the findings about this machine, and about `config` on it unless that is None."""
+    """Returns the findings about this machine, and about how `config` would run on it, if given."""
     gpus = list_gpus()
     findings = [*check_machine(has_gpu=bool(gpus)), *check_packages()]
     if config is None:
@@ -158,7 +158,7 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
     """Serves this node's setup to the other nodes, and records which of them compared theirs."""
 
     def __init__(self, setup: status_pb2.Setup, others: int) -> None:
-        """`others`: the number of other nodes, each of which asks for this setup."""
+        """Takes this node's setup, and the number of other nodes, each of which asks for it."""
         self._setup, self._others = setup, others
         self.askers: set[str] = set()
         self.all_asked = asyncio.Event()
@@ -179,7 +179,7 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
 async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
     """Serves this node's setup to the other nodes, until all have compared theirs with it.
 
-    Returns a problem if some have not within `limit_s`.
+    Returns a problem if some nodes have not done so within `limit_s`.
     """
     area = "nodes"
     try:
@@ -211,7 +211,7 @@ async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
 
 @contextlib.contextmanager
 def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Keeps a file with a new run id in run.dir during the block; yields id and file name."""
+    """Keeps a file with a new run id in run.dir during the block; yields the id and its name."""
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     path = config.run.dir / f".{run_id}"
     made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]

@@ -55,7 +55,7 @@ class ToolCall:
 
 
 class Reply(str):
-    """The whole text of a reply, and what the run's parsers have read in it.
+    """The whole text of a reply, and its parts as the run's parsers have read them.
 
     `content` is the text without reasoning and calls. Without a parser it is the whole text.
     """
@@ -72,7 +72,7 @@ class Reply(str):
         reasoning: str = "",
         tool_calls: Sequence[ToolCall] = (),
     ) -> Reply:
-        """`content` is the whole text if None."""
+        """Makes a reply of `text`; `content` None means the whole text."""
         reply = super().__new__(cls, text)
         reply.content = text if content is None else content
         reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
@@ -83,8 +83,8 @@ class Reply(str):
 class ResetResult:
     """The beginning of an episode: what the model reads first, and the tools that it may call.
 
-    `reply` is taken in place of a reply of the model: a demonstration, which is trained as if the
-    model had said it. If None, the model replies.
+    `reply`, if given, is used instead of a reply of the model: a demonstration, on which the model
+    is trained as if it had sampled it.
     """
 
     messages: Messages
@@ -99,11 +99,11 @@ Opening: TypeAlias = Messages | ResetResult
 class StepResult:
     """The verdict on one reply.
 
-    `reward` is a finite number; the rewards of all steps of an episode add up. `messages` is what
+    `reward` is a finite number; the rewards of all steps of an episode add up. `messages` are what
     the model reads next: required when the episode continues (`done=False`), refused otherwise.
-    `metrics` are averaged over episodes and reported. `tools` take the place of the episode's tools
-    from the next reply on; they stay if None. `reply` is taken in place of the model's next one, as
-    in ResetResult.
+    `metrics` are averaged over episodes and reported. `tools`, if given, replace the episode's
+    tools from the next reply on. `reply` is used instead of the model's next reply, as in
+    ResetResult.
     """
 
     reward: float = 0.0
@@ -116,7 +116,7 @@ class StepResult:
 
 @runtime_checkable
 class TaskSequence(Protocol[TaskItem]):
-    """Anything with a length and items by number: a list, a range, a dataset."""
+    """Anything with a length and items by index: a list, a range, a dataset."""
 
     def __len__(self) -> int:
         """Returns the number of tasks."""
@@ -146,7 +146,7 @@ class Environment(Generic[Task]):
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
         """Returns a sequence, or an iterator that gives the same tasks at every call.
 
-        If it draws random numbers, seed them.
+        If the tasks are random, draw them with a fixed seed.
         """
         raise NotImplementedError(f"{type(self).__name__} must define tasks()")
 
@@ -159,7 +159,7 @@ class Environment(Generic[Task]):
         raise NotImplementedError(f"{type(self).__name__} must define step()")
 
     def close(self) -> Awaitable[None] | None:
-        """Ends an episode, finished or abandoned; frees what `reset` took."""
+        """Ends an episode, finished or not; frees what `reset` acquired."""
 
 
 # An environment with tasks of any type: only the environment itself looks into them.
@@ -170,7 +170,7 @@ class TaskSource(Generic[Task]):
     """Gives an environment's tasks by number, also if `tasks()` returns an iterator."""
 
     def __init__(self, environment: Environment[Task]) -> None:
-        """Calls `tasks()`; raises ValueError if the result is empty or no iterable."""
+        """Calls `tasks()`; raises ValueError if the result is empty or cannot be iterated."""
         self._environment = environment
         self._cache: OrderedDict[int, Task] = OrderedDict()
         self._next_index = 0
@@ -285,9 +285,9 @@ class Endpoint:
 class AgentOutcome:
     """The result of one run of an agent.
 
-    `reward` and `metrics` are as in StepResult. `shares` gives the part of the episode's advantage
-    that a named branch gets; every other branch gets 1. A named branch in `rewards` has that reward
-    in place of the episode's, and is compared only with the group's branches of its name.
+    `reward` and `metrics` are as in StepResult. `shares` maps the name of a branch to the part of
+    the episode's advantage that the branch gets; every other branch gets 1. `rewards` maps the name
+    of a branch to its own reward, which is compared only with the group's branches of that name.
     """
 
     reward: float

@@ -1,6 +1,6 @@
-"""Loads an environment from "package.module:Class"; names the place where its code is or failed.
+"""Loads an environment from "package.module:Class", and finds the line where its code is or failed.
 
-`CallTracker` records which calls a worker answers. Consumes: the begin and end of each call.
+`CallTracker` records which calls a worker is answering. Consumes: the begin and end of each call.
 Produces: a `CallRecord`, which the server reads when the worker has ended or no longer answers.
 Waits for: a call, on a thread, since the worker's own loop may be blocked. Unblocked by: the next
 call.
@@ -33,7 +33,7 @@ _BUILTIN_FOLDER = str(_OWN_FOLDER.with_name("environments"))
 
 
 def environment_failed(cause: str) -> EnvironmentFailed:
-    """Returns the error for a failure that is the environment's fault."""
+    """Returns the EnvironmentFailed of a failure that is the environment's fault."""
     line = " ".join(cause.split())
     if len(line) > MAX_CAUSE_CHARACTERS:
         line = line[: MAX_CAUSE_CHARACTERS - 3] + "..."
@@ -100,7 +100,7 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file belongs to the client."""
+    """Whether a source file belongs to the package `slipstream.client`."""
     return filename.startswith(str(_OWN_FOLDER))
 
 
@@ -125,14 +125,14 @@ class CallTracker:
         threading.Thread(target=self._watch, name="call-tracker", daemon=True).start()
 
     def begin(self, key: str, task: asyncio.Task[object]) -> None:
-        """Notes that `task` begins to answer a call of the episode `key`."""
+        """Records that `task` begins to answer a call of the episode `key`."""
         with self._lock:
             self._keys[task] = key
             CallRecord(tuple(self._keys.values())).write(self._descriptor)
         self._busy.set()
 
     def end(self, task: asyncio.Task[object]) -> None:
-        """Notes that the call of `task` is answered."""
+        """Records that `task` has answered its call."""
         with self._lock:
             del self._keys[task]
             CallRecord(tuple(self._keys.values())).write(self._descriptor)

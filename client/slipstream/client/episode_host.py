@@ -61,10 +61,9 @@ class EpisodeHost:
     def __init__(
         self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
     ) -> None:
-        """Without `environment` a Load command must come first.
+        """Takes the environment; without one the first command must be Load.
 
-        `tracker` is told of every call. Raises EnvironmentFailed when the environment gives no
-        tasks.
+        `tracker` records every call. Raises EnvironmentFailed if the environment gives no tasks.
         """
         self._tracker, self._environment = tracker, environment
         self._tasks = _task_source(environment) if environment is not None else None
@@ -73,7 +72,7 @@ class EpisodeHost:
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks; 0 if they are no sequence, or while no environment is loaded."""
+        """The number of tasks; 0 if they are no sequence, or before an environment is loaded."""
         return self._tasks.num_tasks if self._tasks is not None else 0
 
     @property
@@ -139,12 +138,12 @@ class EpisodeHost:
             print(f"closing an episode: {error}", file=sys.stderr)
 
     def agent_place(self, key: str) -> str:
-        """Returns where the agent of episode `key` is in its code, or "" if not known."""
+        """Returns the line of code where the agent of episode `key` is, or "" if unknown."""
         episode = self._episodes.get(key)
         return "" if episode is None or episode.agent is None else episode.agent.place()
 
     def _place(self, key: str) -> str:
-        """Returns where episode `key` is in its code, or "" if none of it runs here now."""
+        """Returns the line of code where episode `key` is, or "" if none of it runs here now."""
         episode = self._episodes.get(key)
         if episode is None:
             return ""

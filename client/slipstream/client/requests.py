@@ -85,7 +85,7 @@ async def environments(arguments: argparse.Namespace) -> int:
 
 
 async def stop(arguments: argparse.Namespace) -> int:
-    """Runs `slipstream stop`: asks the run to stop after the present step; returns 0."""
+    """Runs `slipstream stop`: asks the run to stop after the current step; returns 0."""
     async with connect(arguments) as client:
         await client.stop(arguments.reason)
     say("the run stops after the step that is under way")
@@ -103,7 +103,7 @@ async def drain(arguments: argparse.Namespace) -> int:
 
 
 def find_fault(run: RunStatus, server_id: str) -> str | None:
-    """Returns a description of the fault of the run or of server `server_id`; None without one."""
+    """Returns the fault of the run or of server `server_id` as text, or None if there is none."""
     if run.state == "failed":
         return f"run {run.run_id} failed: {run.cause}"
     states = [server.state for server in run.servers if server.server_id == server_id]
@@ -116,7 +116,7 @@ def find_fault(run: RunStatus, server_id: str) -> str | None:
 
 
 def status_lines(run: RunStatus) -> list[str]:
-    """Returns the lines that show a run to people."""
+    """Returns the lines of text that show the state of a run."""
     lines = [f"run {run.run_id} is {run.state}" + (f": {run.cause}" if run.cause else "")]
     lines.append(f"version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
     if run.waiting_for:
@@ -163,7 +163,7 @@ def status_lines(run: RunStatus) -> list[str]:
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
-    """Returns the lines that show environments, and evaluations with their newest results."""
+    """Returns the lines of text on environments, and on evaluations with their newest results."""
     trained = [entry for entry in entries if entry.purpose != "evaluation"]
     evaluations = [entry for entry in entries if entry.purpose == "evaluation"]
     lines = _training_lines(trained) if trained or not evaluations else []

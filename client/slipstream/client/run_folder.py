@@ -1,8 +1,8 @@
 """The folder of a run: whether a run may begin or resume there, and which command writes it.
 
-A step that is trained again must equal the recorded step, with a digest that can be compared, and
-leased groups keep their tasks, seeds and deadlines. So some settings stay as they are when a run
-goes on (`FIXED`), and others may only grow.
+A step that is trained again must reproduce the recorded step, whose digest is compared. Leased
+groups keep their tasks, seeds and deadlines. So a resumed run must keep some settings as they are
+(`FIXED`), and may only increase others (`GROWING`).
 """
 
 import contextlib
@@ -145,7 +145,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 def _check_not_held(path: Path, folder: Path) -> None:
     """Raises ConfigError while a process holds the lock of `path`; a missing file is unlocked.
 
-    A lock that is free is released at once: the command that writes the folder takes it again.
+    A free lock is released at once, so that the command that writes the folder can take it.
     """
     try:
         with path.open("r+b") as file:
@@ -178,13 +178,16 @@ def settings_of(folder: Path) -> Path:
 
 
 def check_unwritten(target: Path) -> None:
-    """Raises ConfigError when an export to `target` would write over something."""
+    """Raises ConfigError when an export to `target` would overwrite something."""
     if target.exists():
         raise ConfigError(f"{target} exists already: remove it, or name another folder by --out")
 
 
 def version_to_export(folder: Path, step: int | None) -> int:
-    """Returns `step` or the newest version; raises ConfigError if its checkpoint is incomplete."""
+    """Returns `step`, or the newest version if it is None.
+
+    Raises ConfigError if the checkpoint of this version is incomplete.
+    """
     checkpoints = folder / CHECKPOINTS
     steps, over = complete_steps(checkpoints), passed_over(checkpoints)
     whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
@@ -210,13 +213,13 @@ def version_to_export(folder: Path, step: int | None) -> int:
 
 
 def node_folder(config: Config, node_rank: int) -> Path:
-    """Returns this node's folder for its settings file and lock: on node 0 the run's folder."""
+    """Returns the folder of this node's settings file and lock: on node 0 the run's folder."""
     return config.run_dir / f"node-{node_rank}" if node_rank else config.run_dir
 
 
 @contextlib.contextmanager
 def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
-    """Makes the run's folder and keeps other commands of this node out while the block runs.
+    """Makes the run's folder and locks out other commands on this node while the block runs.
 
     Raises ConfigError while another command holds it, or if the run may not begin or resume there.
     """
@@ -249,7 +252,7 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 def make_run_folder(config: Config) -> None:
     """Makes the run's folder, readable only by its owner; raises ConfigError if it cannot.
 
-    A folder that exists stays as it is. It will hold prompts, replies and weights.
+    The folder will hold prompts, replies and weights. An existing folder keeps its permissions.
     """
     make_folder(config.run_dir, mode=0o700)
 
@@ -303,7 +306,7 @@ def check_resumable(before: Config, now: Config) -> None:
 
 
 def _changes(before: Config, now: Config) -> Iterator[str]:
-    """Yields one line for each change that only a new run may have."""
+    """Yields one line for each change for which a new run is needed."""
     on = "when a run goes on"
     for key, reason in FIXED.items():
         old, new = _value(before, key), _value(now, key)
@@ -333,7 +336,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
-    """Returns whether checkpoints hold a critic, and a refreshed reference model, by setting."""
+    """Returns two flags by setting: checkpoints hold a critic, and a refreshed reference model."""
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
@@ -346,7 +349,7 @@ def _adapters(config: Config) -> dict[str, str | None]:
 
 
 def _top_k(config: Config) -> int | None:
-    """Returns the reference server's `top_k`, or None without a server."""
+    """Returns the reference server's `top_k`, or None if the run has no such server."""
     reference = config.reference
     return reference.top_k if reference is not None and reference.server else None
 

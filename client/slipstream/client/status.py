@@ -77,7 +77,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The fate of every generated token; `difference` is `generated` less all other counts."""
+    """The numbers of tokens by their fate; `difference` is `generated` less all other counts."""
 
     generated: int
     trained: int
@@ -100,7 +100,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     run_id: str
     # starting, running, stopping, finished, failed or stopped.
@@ -134,7 +134,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a run; the numbers of events rise by one."""
+    """One event of a run; events are numbered in order."""
 
     number: int
     unix_time_s: float
@@ -164,7 +164,7 @@ def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> Environme
 
 
 def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
-    """Returns the status in a message; raises ProtocolError as `environment_from_pb` does."""
+    """Returns the status in a message; raises ProtocolError like `environment_from_pb`."""
     return _from_pb(
         RunStatus,
         message,

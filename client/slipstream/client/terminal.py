@@ -12,7 +12,7 @@ from slipstream.core.errors import RunFailed
 
 
 def plain(text: str, *, indent: int = 0) -> str:
-    """Returns `text` with escapes for all that a terminal would obey; indents further lines.
+    """Returns `text` with escapes for all that a terminal would interpret; indents further lines.
 
     Every character that is not printable is escaped: controls, characters that turn the writing
     direction, and lone surrogates.
@@ -22,7 +22,7 @@ def plain(text: str, *, indent: int = 0) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a line; a stdout without a reader, as behind `head`, is no failure.
+    """Prints a line; a closed stdout, as when piped to `head`, is no failure.
 
     Raises RunFailed when it cannot be written for another reason, such as a full disk.
     """
@@ -48,7 +48,7 @@ def discard(stream: TextIO) -> None:
 
 
 def this_command() -> str:
-    """Returns the command line of this program, as a shell takes it in the same folder."""
+    """Returns the command line of this program, quoted for a shell in the same folder."""
     program, *arguments = sys.argv
     if Path(program).name != "slipstream":
         return shlex.join([sys.executable, "-m", "slipstream.client.cli", *arguments])

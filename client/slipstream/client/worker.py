@@ -5,8 +5,8 @@
 
 A check plays the first step of the first task; an agent's check waits for its first call.
 
-Consumes: commands of the server. Produces: one answer for each. Ends when the server closes the
-stream, or dies.
+Consumes: commands of the server. Produces: one answer for each. The worker ends when the server
+closes the stream or dies.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ NEED_ADAPTERS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the worker or the check.
+    """Runs the worker or the check; returns the exit code.
 
-    Exit code 0: the stream ended or the check passed; 1: no connection; 2: a failed check.
+    0 means that the stream ended or the check passed, 1 that there was no connection, 2 that the
+    check failed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.client.worker", description="Runs one environment."
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _become_other(python: str, arguments: list[str]) -> NoReturn:
-    """Replaces this process by a worker on the interpreter `python`; exits with 2 if it cannot."""
+    """Replaces this process by a worker on the interpreter `python`, or exits with 2."""
     from slipstream.core.machine.other_python import worker_program
 
     try:
@@ -80,7 +81,7 @@ def _become_other(python: str, arguments: list[str]) -> NoReturn:
 
 
 def _keep_stdout() -> int:
-    """Sends what the environment prints to stderr; returns a descriptor of the real stdout."""
+    """Redirects what the environment prints to stderr; returns a descriptor of the real stdout."""
     real = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
@@ -114,7 +115,7 @@ def _serve(address: str, record: int | None) -> int:
 
 
 class _NotConnected(Exception):
-    """No server answers, or the connection to it was lost."""
+    """No server answers, or the connection to the server was lost."""
 
 
 async def _attach(address: str, token: str | None, record: int | None) -> None:
@@ -161,7 +162,7 @@ class _Check:
         self._main_thread = threading.get_ident()
 
     async def run(self) -> str:
-        """Makes the check; returns a line on tasks and first step, or that the class is loaded."""
+        """Makes the check; returns a line on tasks and first step, or that the class was loaded."""
         from slipstream.client.terminal import counted
 
         options, key = self._options, {"episode_key": CHECK}

@@ -1,8 +1,8 @@
 """The open episodes of agents in one process, the runs of their code and the gateway they share.
 
-A run is a task of the event loop, or has a thread of its own. Consumes: a task, an endpoint.
-Produces: what `run` returned or raised. Waits for: the agent. Unblocked by: its end, or `end`,
-which interrupts it.
+Each run is a task of the event loop or has a thread of its own. Consumes: a task, an endpoint.
+Produces: the result of `run`, or the error that it raised. Waits for: the agent. Unblocked by: the
+end of its run, or `end`, which interrupts it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AgentEpisode:
         self._is_busy = False
 
     async def next(self) -> pb.AgentCall | pb.AgentResult:
-        """Returns the agent's next call, or its result; raises what `run` raised."""
+        """Returns the agent's next call, or the result of `run` when it ends; raises its error."""
         if self._run is None:
             self._run = AgentRun(self._environment, self._task, self._endpoint)
             self._note_busy(True)
@@ -68,11 +68,11 @@ class AgentEpisode:
         await self._exchange.part(part)
 
     def place(self) -> str:
-        """Returns where the agent's code is, or "" if that is not known."""
+        """Returns file, line and function where the agent's code is, or "" if that is not known."""
         return self._run.place() if self._run is not None else ""
 
     async def end(self, limit_s: float) -> AgentRun | None:
-        """Interrupts the run; returns it if it does not end within `limit_s`."""
+        """Interrupts the run; returns None, or the run if it has not ended within `limit_s`."""
         self._stop_calls()
         if self._run is None or await self._run.end(limit_s):
             return None
@@ -136,7 +136,7 @@ class AgentEpisodes:
 
 
 class EpisodeOver(SystemExit):
-    """Raised in the thread of a plain `run` when its episode has ended, at any line of Python."""
+    """Raised in the thread of a plain `run`, at any line of Python, when its episode has ended."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class AgentRun:
         )
 
     def result(self) -> object:
-        """Returns the result of `run`, or raises its error; only after its end."""
+        """Returns the result of `run` or raises its error; callable only after the run's end."""
         if self.task.cancelled():
             raise asyncio.CancelledError
         outcome = self.task.result()

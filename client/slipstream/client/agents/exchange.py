@@ -40,13 +40,14 @@ class PendingCall:
 class CallExchange:
     """The calls of one episode.
 
-    reading() -> open() -> the server takes it by next() -> part() ... part(is_last) -> close()
-                        -> close() before the last part: the client hung up
-    end() -> next() returns None; what is open gets no more parts, and nothing more is opened
+    A call is counted by reading() while its body arrives, and queued by open(). The server takes it
+    by next(), answers by part() until is_last, and close() forgets it. A close() before the last
+    part means that the client hung up. After end() next() returns None, open calls get no more
+    parts, and new calls are refused.
     """
 
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
-        """`on_waiting` gets True when the first call opens, False when the last open one closes."""
+        """Calls `on_waiting` with True when the first call opens, False when the last closes."""
         self._on_waiting = on_waiting
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
@@ -60,7 +61,7 @@ class CallExchange:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes of request bodies that are being read, or that wait for the server."""
+        """The bytes of request bodies that are being read, or that wait for the server."""
         return self._read_bytes + sum(len(message.body) for message in self._outbox)
 
     @contextlib.contextmanager
@@ -99,7 +100,7 @@ class CallExchange:
         return call
 
     def close(self, call: PendingCall) -> None:
-        """Forgets a call; tells a server that has taken the call but not yet sent the last part."""
+        """Removes a call; tells the server if it has taken the call but not sent the last part."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return

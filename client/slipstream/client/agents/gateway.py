@@ -61,7 +61,7 @@ class _Refusal(Exception):
 
 
 class _Connection(H11Protocol):
-    """A connection with a deadline for each request, which may be closed while it is idle."""
+    """A connection that may be closed while it is idle, and has a deadline for each request."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class _Connection(H11Protocol):
         resting: dict[_Connection, None],
         **options: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
-        """`resting` holds the idle connections, the longest idle first.
+        """Takes the time for a request to arrive, and the connections that are `resting` (idle).
 
-        `limit_s`: time for a request to arrive. Beyond `most` open connections the first of
-        `resting` is closed.
+        `resting` begins with the connection that is idle longest. A new connection closes it if
+        there are more than `most`.
         """
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting
@@ -103,7 +103,7 @@ class _Connection(H11Protocol):
         self._end()
 
     def _look(self, *, is_begun: bool) -> None:
-        """Records whether the connection is idle; starts or cancels the deadline of a request."""
+        """Records whether the connection is idle; starts or cancels the deadline of its request."""
         state = self.conn.their_state
         # What follows the head of a refused request is read and forgotten.
         if state is h11.IDLE or self.conn.our_state is h11.DONE:

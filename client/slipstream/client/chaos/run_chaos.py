@@ -1,8 +1,8 @@
-"""`slipstream chaos`: a run whose processes are killed, stopped and cut off.
+"""`slipstream chaos`: a run whose processes are killed, stopped and disconnected.
 
-It starts `slipstream run` as a user does, and again when that command itself ends, since the same
-command resumes a run. After the last fault it stops the run in order. Then it reads the run's files
-and prints one line of JSON.
+It starts `slipstream run` as a user does. When that command itself ends, it starts it again, which
+resumes the run. After the last fault it stops the run in order. Then it reads the run's files and
+prints one line of JSON.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ def process_table(command: int) -> list[Process]:
 
 
 def send(process: Process, number: signal.Signals) -> bool:
-    """Sends a signal to exactly this process; returns whether it was still there.
+    """Sends a signal to exactly this process; returns False if the process has ended.
 
     It goes through a pidfd: the kernel may have given the pid to another process.
     """
@@ -114,7 +114,7 @@ def is_stopped(process: Process) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """The state and start time of a process; ("X", 0) if there is none."""
+    """Returns state letter and start time of a process, or ("X", 0) if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -172,12 +172,12 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        """The address at which it listens."""
+        """The address, host:port, at which the proxy listens."""
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
     async def cut(self, for_s: float) -> bool:
-        """Breaks all connections and refuses new ones for a time; returns whether any broke."""
+        """Breaks all connections and refuses new ones for `for_s`; returns whether any broke."""
         self._refuses = True
         broken = self._break()
         await asyncio.sleep(for_s)
@@ -185,7 +185,7 @@ class Proxy:
         return broken > 0
 
     async def half_open(self, for_s: float) -> bool:
-        """Carries nothing for a time, then breaks all connections; returns whether any broke."""
+        """Carries no data for `for_s`, then breaks all connections; returns whether any broke."""
         self._open.clear()
         await asyncio.sleep(for_s)
         broken = self._break()
@@ -193,7 +193,7 @@ class Proxy:
         return broken > 0
 
     async def delay(self, for_s: float, late_s: float = 0.2) -> bool:
-        """Delays all data by `late_s` for `for_s`; returns whether a connection is left then."""
+        """Delays all data by `late_s` for `for_s`; returns whether a connection is still open."""
         self._late_s = late_s
         await asyncio.sleep(for_s)
         self._late_s = 0.0
@@ -246,7 +246,10 @@ class Tally:
 
     @property
     def effective_time(self) -> float:
-        """The median step time times the steps, as a share of the time from first to last step."""
+        """The share of the run's time that its steps would take without faults.
+
+        It is the median step time times the steps, divided by the time from first to last step.
+        """
         pauses = [after - before for before, after in itertools.pairwise(self.steps_s)]
         return round(statistics.median(pauses) * len(pauses) / sum(pauses), 3) if pauses else 0.0
 
@@ -264,7 +267,7 @@ async def run_chaos(
 ) -> int:
     """Runs the settings in `path` under `kills` faults; returns 0 if all fired and nothing is lost.
 
-    `command` is the command line before `run`, `rollout-server` and `replay`.
+    `command` is the program to which `run`, `rollout-server` or `replay` is appended.
     """
     chosen = roles.split(",") if roles else list(ROLES)
     if kills < 0 or every_s < 0 or not set(chosen) <= set(ROLES):
@@ -344,8 +347,9 @@ class Chaos:
     ) -> int:
         """Keeps the run going under `kills` faults; returns the exit code of its last command.
 
-        Faults are `every_s` apart on average, beside the waits for steps. They hit processes of
-        `roles`; with `partitions` also the connection of one more rollout server.
+        Between faults it sleeps `every_s` on average, and after most of them it also waits for a
+        step. Faults hit processes of `roles`; with `partitions` also the connection of an
+        additional rollout server.
         """
         address = address_parts(self._config.controller.address)
         async with contextlib.AsyncExitStack() as stack:
@@ -403,7 +407,7 @@ class Chaos:
             await asyncio.sleep(AGAIN_S)
 
     async def _keep_server(self, proxy: Proxy) -> None:
-        """Starts one more rollout server again and again; its controller is behind the proxy."""
+        """Keeps one more rollout server running, which reaches the controller through the proxy."""
         while True:
             name = ("--server-id", "cut-off", "--controller", proxy.address)
             process = await self.start("rollout-server", *self._settings, *name)
@@ -417,7 +421,7 @@ class Chaos:
     async def _harm(
         self, kills: int, every_s: float, roles: Sequence[str], proxy: Proxy | None
     ) -> None:
-        """Injects the faults one by one; after most of them, awaits a step before the next."""
+        """Injects the faults one by one; after most of them, waits for a step before the next."""
         role, at_s = "", 0.0
         while True:
             is_last = self.tally.fired.total() == kills
@@ -445,7 +449,7 @@ class Chaos:
         os.kill(self._root, signal.SIGINT)
 
     async def _fault(self, roles: Sequence[str], proxy: Proxy | None) -> str:
-        """Injects one fault and returns its name, or "" if its effect was not seen."""
+        """Injects one fault; returns its name, or "" if no process or connection was affected."""
         rng = self._random
         if proxy is not None and rng.random() < CUT:
             how = rng.choice(("cut", "half_open", "delay"))
@@ -465,7 +469,7 @@ class Chaos:
         return f"kill {role}" if await kill(victim) else ""
 
     async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
-        """Waits for a new record of `kind`; raises RunFailed after `limit_s` if `must`."""
+        """Waits up to `limit_s` for a new record of `kind`; then raises RunFailed if `must`."""
         until_s, before = time.monotonic() + limit_s, self._records[kind]
         while time.monotonic() < until_s:
             if self._records[kind] > before:

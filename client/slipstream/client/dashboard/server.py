@@ -1,10 +1,9 @@
 """The web server of the dashboard, for browsers on this machine, and pages that are saved.
 
-A saved page holds all it shows and asks for nothing, so that it can be sent to somebody. The server
-listens on loopback only and answers only requests to a loopback name, so that no web page
-reaches it through a name of its own (DNS rebinding). It reads folders of runs, into which the runs
-may still be writing, and changes nothing.
-Text of a model or an environment travels as JSON and is shown as text.
+A saved page loads nothing from elsewhere, so it can be sent to somebody. The server listens on
+loopback only and answers only requests to a loopback name, so that no web page reaches it through a
+name of its own (DNS rebinding). It reads folders of runs, into which the runs may still be writing,
+and changes nothing. Text of a model or an environment travels as JSON and is shown as text.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _IMPORT = 'import { bars, draw, element, number } from "./chart.js";\n'
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Returns a server that listens already; raises ConfigError if it cannot.
+    """Returns a server that is already listening; raises ConfigError if it cannot listen.
 
     `port` 0 chooses a free port.
     """
@@ -164,7 +163,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(query: dict[str, list[str]], name: str, default: Any) -> Any:  # noqa: ANN401
-    """Returns the query's whole number, or `default`; raises ValueError for another text."""
+    """Returns the query's whole number `name`, or `default` if the query has none.
+
+    Raises ValueError for a value that is no whole number.
+    """
     if name not in query:
         return default
     text = query[name][-1]
@@ -174,14 +176,15 @@ def _number(query: dict[str, list[str]], name: str, default: Any) -> Any:  # noq
 
 
 class UnknownRun(LookupError):
-    """There is no run of that name."""
+    """The folder has no run of the requested name."""
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """Complete lines of a JSON-lines file, read from a given byte on.
+    """The complete lines of a JSON-lines file from a given byte on.
 
-    `end` is the byte after the last line. `is_all`: the file had no more bytes to read.
+    `end` is the offset after the last of these lines. `is_all` is true if the file had no more
+    bytes to read.
     """
 
     rows: list[dict[str, Any]]
@@ -204,8 +207,8 @@ class RunFolders:
     def overview(self) -> list[dict[str, Any]]:
         """Returns a table for each run: its name, when it last wrote, and its summary if it ended.
 
-        Each table also has `has_trace`, whether there is a trace of a step, and the run's
-        suspended environments.
+        Each table also has the run's suspended environments, and `has_trace`: whether the run has a
+        trace of a step.
         """
         lines = []
         for name in self.names():
@@ -225,12 +228,12 @@ class RunFolders:
         return _lines(path, begin) if begin else _thinned_lines(path)
 
     def all_metrics(self, name: str) -> Iterator[dict[str, Any]]:
-        """Returns all rows of metrics.jsonl; raises UnknownRun."""
+        """Returns all rows of metrics.jsonl; raises UnknownRun if there is no run `name`."""
         parts = self._parts(self._of(name) / METRICS)
         return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """Returns steps with kept trajectories, and the trajectories of `step` (None: newest)."""
+        """Returns the steps with kept trajectories, and those of `step`, None for the newest."""
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         for part in self._parts(self._of(name) / SAMPLES):
@@ -251,7 +254,7 @@ class RunFolders:
         return {"steps": sorted(set(steps)), "step": shown, "trajectories": rows}
 
     def groups(self, name: str) -> list[dict[str, Any]]:
-        """Returns the newest `MOST_GROUPS` lines of groups.jsonl; raises UnknownRun."""
+        """Returns the newest `MOST_GROUPS` rows of groups.jsonl; raises UnknownRun."""
         kept: deque[dict[str, Any]] = deque(maxlen=MOST_GROUPS)
         for part in self._parts(self._of(name) / GROUPS):
             kept.extend(row for row in part.rows if _is_group(row))
@@ -266,7 +269,7 @@ class RunFolders:
             yield part
 
     def about(self, name: str) -> dict[str, Any]:
-        """Returns `summary`, empty if there is none yet, and `log`, the controller's last lines."""
+        """Returns `summary`, {} until it is written, and `log`, the controller's last lines."""
         folder = self._of(name)
         summary = _table(folder / SUMMARY)
         # Only a run that ended before its last step because its task is solved says so.
@@ -275,7 +278,7 @@ class RunFolders:
         return {"summary": summary, "log": _tail(log_path(folder, "controller"))}
 
     def trace(self, name: str) -> dict[str, Any]:
-        """Returns the trace of the newest step that has one; empty without any."""
+        """Returns the trace of the newest step that has one, or {} if no step has."""
         return _table(self._of(name) / TRACE)
 
     def _of(self, name: str) -> Path:
@@ -313,7 +316,7 @@ def _written_s(folder: Path) -> float:
 def _lines(path: Path, begin: int) -> FileRows:
     """Reads the rows from byte `begin` on, up to the last complete line.
 
-    Damaged lines are left out, so that the page shows the others.
+    Damaged lines are left out; the page shows the others.
     """
     try:
         with path.open("rb") as file:
@@ -358,7 +361,7 @@ def _thinned_lines(path: Path) -> FileRows:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The table in a JSON file; empty while the file is missing or incomplete."""
+    """Returns the table in a JSON file, or {} while the file is missing or incomplete."""
     try:
         found = _parsed(path.read_bytes())
     except OSError:
@@ -391,9 +394,9 @@ def _tail(path: Path) -> list[str]:
 
 
 def whole_page(title: str, body: str, data: object, script: str) -> str:
-    """Returns a page of HTML; `script` finds `data` as JSON in the element `given`.
+    """Returns a page of HTML; `script` finds `data` as JSON in the element with the id `given`.
 
-    `body` is markup. What comes from models and environments belongs into `data`, as text.
+    `body` is inserted as markup. Text of models and environments must be in `data`, which is safe.
     """
     style, chart = (_file(name) for name in ("page.css", "chart.js"))
     text = json.dumps(data).replace("<", "\\u003c")
@@ -425,7 +428,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def save_run(folder: Path, out: Path) -> int:
-    """Writes the dashboard of one run into the file `out`; raises ConfigError."""
+    """Writes the dashboard of one run into the file `out`; raises ConfigError if it cannot."""
     folder = folder.resolve()
     try:
         answers, left_out = _answers(RunFolders(folder), folder.name)

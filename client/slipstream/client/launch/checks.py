@@ -1,9 +1,8 @@
-"""The one list of checks before a run starts.
+"""The list of all checks before a run starts; most comparisons are in the other modules here.
 
 A command stops at the first problem. A dry run makes only the checks that start and call nothing.
 `slipstream doctor` shows the findings of the same checks, or with `--role` those of all checks of
-that role. A check returns the fact that it saw or its findings, or raises ConfigError. Most
-comparisons are in the other modules of this folder.
+that role. A check returns the fact that it saw or its findings, or raises ConfigError.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ Seen = str | list[Finding] | None
 
 @dataclass(frozen=True)
 class Check:
-    """One fact that a run needs."""
+    """The check of one fact that a run needs."""
 
     area: str
     stage: Stage
@@ -146,7 +145,7 @@ class Check:
         return [ok(self.area, seen)] if isinstance(seen, str) else seen or []
 
     async def find(self, scene: Scene) -> list[Finding]:
-        """Makes the check; returns its findings, and a ConfigError as a finding too."""
+        """Makes the check; returns its findings. A ConfigError becomes a finding too."""
         try:
             return await self._look(scene)
         except ConfigError as error:
@@ -156,7 +155,7 @@ class Check:
 
 
 async def require(scene: Scene, stage: Stage) -> None:
-    """Makes the checks of `stage` that the scene's parts need; raises at the first problem."""
+    """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem."""
     for check in CHECKS:
         if check.stage is stage and check.needs & scene.parts:
             await check.run(scene)
@@ -165,7 +164,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 async def find_all(scene: Scene) -> list[Finding]:
     """Returns the findings of all checks that the scene's parts need.
 
-    Without parts: of all checks but those of `Stage.START`.
+    If the scene has no parts, these are all checks but those of `Stage.START`.
     """
     findings = [
         await check.find(scene)
@@ -209,7 +208,7 @@ def _exposure(scene: Scene) -> str | list[Finding]:
 
 
 def _queue(scene: Scene) -> str | None:
-    """Checks the queue's URL and passwords for parts that start here; the doctor also calls it."""
+    """Checks the queue's URL and passwords for the parts that start on this machine."""
     queue, parts = scene.config.queue, scene.parts
     if queue.kind != "redis":
         return "gRPC: trajectories wait in the memory of the rollout servers"
@@ -224,7 +223,7 @@ def _queue(scene: Scene) -> str | None:
 
 
 def _packages(scene: Scene) -> None:
-    """Checks the packages of the parts that start here; the doctor compares versions instead."""
+    """Checks that the packages of the parts that start on this machine are installed."""
     names, queue = [], scene.config.queue
     if scene.parts & {"learner", "replay"}:
         names += ["torch", "megatron.core"]
@@ -253,7 +252,7 @@ def _run_folder(scene: Scene) -> str:
 
 
 def _controller(scene: Scene) -> str:
-    """Checks that the controller can listen here; the doctor calls one on another machine."""
+    """Checks that the controller can listen here; the doctor connects to one on another machine."""
     address = scene.config.controller.address
     if not scene.parts:
         if address.startswith("unix:"):
@@ -374,7 +373,7 @@ CHECKS = (
 async def ask_controller(
     address: str, credentials: Credentials, limit_s: float, *, asker: str = ""
 ) -> Answer:
-    """Waits for the controller's setup; raises ConfigError if it refuses, or after `limit_s`."""
+    """Waits for the controller's setup; raises ConfigError if it refuses or misses `limit_s`."""
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
@@ -412,8 +411,8 @@ async def compare(
 ) -> str:
     """Compares this host's setup with the controller's; raises ConfigError for a difference.
 
-    `of_ranks`: this is a node of the learner, which for checkpoints must share the run's folder.
-    `is_awaited`: the answering process waits until this host tells it that all is compared.
+    `of_ranks` says that this host runs trainer ranks, which share the run's folder if there are
+    checkpoints. `is_awaited` says that the answering process waits for the end of the comparison.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)
@@ -430,7 +429,7 @@ async def compare(
 
 
 async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
-    """Tells the controller that this host has compared everything; ignores one that is gone."""
+    """Reports that this host has compared everything; ignores a controller that is gone."""
     request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
     with contextlib.suppress(grpc.aio.AioRpcError):
         async with open_channel(address, credentials) as channel:
@@ -440,7 +439,7 @@ async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
 
 
 def _near(answer: Answer) -> str:
-    """Returns the upper bound of the clocks' difference that the answer's times imply, as text."""
+    """Returns, as text, an upper bound of the clocks' difference, by the times of the answer."""
     least, most = sorted(
         (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
     )
@@ -464,7 +463,7 @@ INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 
 
 def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns which interface leads to the ranks' meeting place; None if one node has all ranks.
+    """Returns which interface leads to the rendezvous; None if one node has all ranks.
 
     Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
     `learner.master` has no address or no route from here.
@@ -496,7 +495,7 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
 
 
 def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
-    """Returns those of the `present` interfaces that `value`, a variable in `INTERFACES`, selects.
+    """Returns the interfaces among `present` that `value`, a variable in `INTERFACES`, selects.
 
     With `takes_beginning` a name selects all interfaces that begin with it, unless `value` begins
     with "=".

@@ -100,9 +100,9 @@ class Child:
         return (self.process.returncode or 0) < 0
 
     def describe_end(self) -> str:
-        """Returns how the program ended, with the cause that its log names last, if any.
+        """Returns how the program ended, with the last cause that its log names, if any.
 
-        It also tells whether the disk is full, since the log may lack the cause then.
+        It also says if the disk is full, since the log may then lack the cause.
         """
         code = self.process.returncode
         if code is not None and code < 0:
@@ -127,7 +127,7 @@ class Child:
             os.killpg(self.process.pid, number)
 
     async def stop(self, grace_s: float) -> None:
-        """Asks the program to end; after `grace_s` kills it, with what is left of its group."""
+        """Asks the program to end; after `grace_s` kills it and the rest of its group."""
         if self.is_running:
             self.signal(signal.SIGTERM)
             # A process that SIGSTOP has stopped takes the request only when it goes on.
@@ -158,7 +158,7 @@ async def start_child(
 ) -> Child:
     """Starts `python -m module arguments` in its own process group, its output in `log_path`.
 
-    Raises ConfigError when that cannot be written.
+    Raises ConfigError when the log cannot be written.
     """
     command = [sys.executable, "-m", module, *arguments]
     with open_log(log_path) as log:
@@ -178,7 +178,7 @@ async def start_child(
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
     """Returns the first child whose exit code is not in `fine`, or None if all codes are.
 
-    It does not wait for the other children then: they may wait for the one that failed.
+    It returns as soon as a child has failed: the others may wait for that child.
     """
 
     async def ended(child: Child) -> Child:
@@ -204,7 +204,7 @@ def with_full_disk(cause: str, folder: Path) -> str:
 
 
 async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
-    """Prints the lines of a growing log that begin with `prefix`, as they come, until `ended`."""
+    """Prints the lines of a growing log that begin with `prefix`, until `ended` is set."""
     position = 0
     while True:
         is_last = ended.is_set()
@@ -223,9 +223,9 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
 
 
 def last_complaint(path: Path, start: int = 0) -> str:
-    """Returns the line of a log, from byte `start` on, that is most likely the cause, or "".
+    """Returns the line of a log, from byte `start` on, that most likely names the cause, or "".
 
-    A line that our programs wrote for people to read goes first, then the exception of the last
+    A line that our programs wrote for people is preferred, then the exception of the last
     traceback, then the last line.
     """
     try:
@@ -255,8 +255,8 @@ def last_complaint(path: Path, start: int = 0) -> str:
 def _raised(lines: Sequence[str]) -> str:
     """Returns the first line of the exception that ends the last traceback, or "".
 
-    Lines below it are left out: they say less. After a new error below the traceback the result is
-    "" too.
+    Further lines of that exception are left out: they say less. If a new error follows the
+    traceback, the result is "" too.
     """
     begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
     if not begins:
@@ -271,14 +271,14 @@ def _raised(lines: Sequence[str]) -> str:
 
 
 class RestartPolicy:
-    """Counts the deaths of one program, and says how long to wait before it is started again.
+    """Counts the deaths of one program, and gives the pause before each restart.
 
-    A program that has worked for long starts again at once; from one start to the next there are at
-    least 1, 2, 4, ... seconds.
+    Two starts are at least 1, 2, 4, ... seconds apart, so a program that ran for long starts again
+    at once.
 
     policy = RestartPolicy(max_restarts=5)
     while (pause_s := policy.pause_after(exit_code, age_s=age_s)) is not None:
-        ...  # sleep for pause_s, start the program; `forgive` when it got on with its work
+        ...  # sleep for pause_s, start the program; call `forgive` when it has made progress
     """
 
     def __init__(self, max_restarts: int, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
@@ -289,11 +289,11 @@ class RestartPolicy:
         self._failed_starts = 0
 
     def forgive(self) -> None:
-        """Counts restarts from 0 again: the program worked for long, or made progress."""
+        """Counts restarts from 0 again; called when the program ran for long or made progress."""
         self.restarts = 0
 
     def pause_after(self, exit_code: int | None, *, age_s: float = 0.0) -> float | None:
-        """Returns the seconds to wait before the next start, or None if there is to be none.
+        """Returns the seconds to wait before the next start, or None if it must not start again.
 
         `age_s` is how long the program ran before it ended.
         """
@@ -310,9 +310,9 @@ class RestartPolicy:
 async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
     """Waits for the first SIGINT, SIGTERM or SIGHUP and returns it.
 
-    The next SIGINT or SIGTERM has its usual effect. A further SIGHUP has none, since a terminal
-    that closes and its shell both send one, nor a SIGTERM within `same_order_s` of the first
-    signal. A SIGHUP that is ignored, as behind nohup, stays so.
+    After that, SIGINT and SIGTERM have their usual effect, but a SIGTERM within `same_order_s` has
+    none. A second SIGHUP has none either: a terminal that closes and its shell both send one. A
+    SIGHUP that the process ignored before, as under nohup, stays ignored.
     """
     loop = asyncio.get_running_loop()
     came: asyncio.Future[signal.Signals] = loop.create_future()

@@ -76,11 +76,11 @@ class Display:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last line."""
+        """The seconds since the last line was shown."""
         return time.monotonic() - self.spoke_s
 
     def tell(self, text: str) -> None:
-        """Shows what the command itself does."""
+        """Shows a line on an action of the command itself."""
         self._line(text)
 
     def warn(self, text: str) -> None:
@@ -93,7 +93,7 @@ class Display:
         complain(cause, self._err)
 
     def resuming(self, first: str = "") -> str:
-        """Returns the end of a line: `first`, then how to resume; "" if `run.resume` is "never"."""
+        """Returns the end of a line, `first` and how to resume; "" if `run.resume` is "never"."""
         if self._config.run.resume == "never":
             return ""
         return f"; {first}resume it with: {this_command()}"
@@ -122,7 +122,7 @@ class Display:
         self._write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
 
     def _write(self, text: str) -> None:
-        """Writes to `out`; a terminal that closed, or a reader that left, does not end the run."""
+        """Writes to `out`; a closed terminal or a reader that has ended does not end the run."""
         try:
             self._out.write(text)
             self._out.flush()
@@ -136,7 +136,7 @@ class Display:
 
 
 def loading_line(config: Config, num_servers: int) -> str:
-    """Returns the line that a run begins with; this command starts `num_servers` servers."""
+    """Returns the first line of a run, of which this command starts `num_servers` servers."""
     into = counted(config.learner.world_size, "trainer rank")
     if not num_servers:
         then = f"rollout servers join at {config.controller.address}"
@@ -222,7 +222,7 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
 
 
 def _advice_rows(advice: object) -> list[tuple[str, str]]:
-    """Returns a row for the change that would gain most. No row without a prediction."""
+    """Returns a row for the change that would gain most, or no row without a prediction."""
     assert isinstance(advice, dict)
     if not advice:
         return []

@@ -1,4 +1,4 @@
-"""The roles as a file of Docker Compose: each host starts its role, and has an env file."""
+"""Writes the roles as a file of Docker Compose: each host starts its role, and has an env file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PATIENT = ("--connect-timeout-s=3600", "--final")
 
 
 def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
-    """Returns the compose file of a run; `config_file` is its settings' path beside it."""
+    """Returns the compose file of a run; `config_file` is the settings' path relative to it."""
     config = load_config(path, [*overrides, *STAND_INS])
     site = Site("/etc/slipstream/config.toml", (*overrides, *PLACES))
     roles = roles_of(config, site, on_gpus=False)
@@ -78,7 +78,7 @@ def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
 
 
 def _service(role: Role, *options: str, probe: bool = True) -> str:
-    """Returns the YAML of a service that follows from its role, from the command to the grace time.
+    """Returns the YAML of a role's service, from the command to the grace period.
 
     `options` are added to the command; `probe` adds the health check.
     """

@@ -1,4 +1,4 @@
-"""The roles as a kustomize folder: a JobSet for the learner, a Deployment for rollout servers."""
+"""Writes the roles as a kustomize folder: a JobSet for the learner, a Deployment for servers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Pods:
         self.roles: Roles = roles_of(self.config, self.site, on_gpus=on_gpus)
 
     def _places(self, config: Config) -> list[str]:
-        """Returns overrides for the settings whose folders and servers have other names in pods."""
+        """Returns overrides for settings of folders and servers, which have other names in pods."""
         places = ['run.dir="/runs"']
         places += [f"{setting}={json.dumps(path)}" for setting, path in self.models.items()]
         if self.metrics_port:
@@ -92,7 +92,7 @@ class Pods:
         return places
 
     def files(self, folder: str) -> dict[str, str]:
-        """Returns the text of each file by its name; `folder` is where they will lie."""
+        """Returns the text of each file by its name; `folder` is the folder where they will lie."""
         learner, server = self.roles[LEARNER], self.roles[ROLLOUT_SERVER]
         jobs = self._job(learner, LEARNER, 1)
         secrets = {LEARNER: learner}
@@ -139,7 +139,7 @@ class Pods:
         return f"    ports: [{', '.join(each)}]\n"
 
     def _metrics_rule(self) -> str:
-        """Returns the network rule that admits Prometheus, as YAML; "" without metrics."""
+        """Returns, as YAML, the network rule that admits Prometheus; "" without metrics."""
         first, last = self.metrics_port, self.metrics_port + 1
         return f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
 
@@ -281,7 +281,7 @@ def check_name(run: str, nodes: int) -> None:
 def _secret_places(config: Config, has_queue: bool) -> list[str]:
     """Returns overrides with the paths of secret files in pods.
 
-    They also set the users of the queue if the run has its own (`has_queue`).
+    With `has_queue`, the run has its own queue server, and they set its users too.
     """
     names = {"tls_ca": "ca.pem", "token_file": "token"}
     names |= {"tls_certificate": "server.pem", "tls_key": "server.key"}
@@ -296,7 +296,7 @@ def _secret_places(config: Config, has_queue: bool) -> list[str]:
 
 
 def _probes(role: Role, name: str) -> str:
-    """Returns a pod's probes as YAML; their command runs in a shell, which expands variables."""
+    """Returns a pod's probes as YAML; a shell runs their command, and expands variables in it."""
     command = shell_command(["exec", *role.health.command], indent=0).replace(" \\\n", " ")
     health = "exec: *health"
     start = math.ceil((PATIENCE_S + role.health.patience_s) / 10)
@@ -316,7 +316,7 @@ def _probes(role: Role, name: str) -> str:
 
 
 def _reference(word: str) -> str:
-    """Returns a command's word in the kubelet's syntax: ${NAME} as $(NAME), $( escaped."""
+    """Returns a command's word in the kubelet's syntax: ${NAME} becomes $(NAME), $( becomes $$(."""
     return re.sub(r"\$\{([A-Z_]+)\}", r"$(\1)", word.replace("$(", "$$("))
 
 
@@ -326,7 +326,7 @@ def _key(name: str) -> str:
 
 
 def _secret(name: str, role: str = "") -> str:
-    """Returns a file entry of a Secret; roles in `TOKENS` have a token file of their own."""
+    """Returns a file entry of a Secret; each role in `TOKENS` has its own token file."""
     token = TOKENS.get(role) if name == "token" else None
     return f"token=secrets/{token}" if token else f"secrets/{name}"
 

@@ -1,4 +1,4 @@
-"""The roles as scripts for a cluster whose machines share this folder.
+"""Writes the roles as scripts for a cluster whose machines share this folder.
 
 For Slurm they are plain sbatch files: a job for the learner, an array for rollout servers. For Ray
 they are a program, in which an actor runs the command of an instance.
@@ -26,9 +26,9 @@ RAY_PROGRAM = Path(__file__).with_name("ray_program.txt")
 def slurm_files(
     roles: Roles, folder: str, *, controller_port: int, master_port: int, watch_s: float = WATCH_S
 ) -> dict[str, str]:
-    """Returns the text of each file by its name; `folder` is where they will lie.
+    """Returns the text of each file by its name; `folder` is the folder where they will lie.
 
-    A rollout job looks every `watch_s` whether the learner's job still runs.
+    A rollout job checks every `watch_s` whether the learner's job still runs.
     """
     address = f"{roles.folder}/controller.address"
     learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]

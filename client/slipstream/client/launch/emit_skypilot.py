@@ -1,4 +1,4 @@
-"""The roles as a job group of SkyPilot: a task for the learner, one for each rollout server."""
+"""Writes the roles as a job group of SkyPilot: a task for the learner, one for each server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GROUP_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class Group:
-    """The files of a job group by their names, and what its user has to know."""
+    """The files of a job group by their names, and two names that its user needs in commands."""
 
     files: dict[str, str]
     # How the learner's first machine is found in the group.
@@ -47,10 +47,10 @@ class Group:
 def skypilot_group(
     path: Path, overrides: Sequence[str], code: Path | None, folder: str, *, on_gpus: bool
 ) -> Group:
-    """Returns the group of a run, whose files will lie in `folder`.
+    """Returns the job group of a run, whose files will lie in `folder`.
 
-    `code` is a folder of the user's modules.
-    Raises ConfigError for a run whose name no group can have.
+    `code` is a folder of the user's modules. Raises ConfigError if no job group can have the run's
+    name.
     """
     config = load_config(path, overrides)
     run = config.run.name

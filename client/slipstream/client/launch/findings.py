@@ -30,7 +30,7 @@ class Finding:
 
     @classmethod
     def read(cls, line: str) -> Finding:
-        """Returns the finding that `write` made a line of; raises ValueError if it is no JSON."""
+        """Returns the finding in a line that `write` made; raises ValueError if it is no JSON."""
         values = json.loads(line)
         return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
 
@@ -40,7 +40,7 @@ class Finding:
 
 
 def ok(area: str, seen: str) -> Finding:
-    """Returns a finding with nothing to do."""
+    """Returns a finding that asks for no change."""
     return Finding(area, Verdict.OK, seen)
 
 
@@ -50,5 +50,5 @@ def advice(area: str, seen: str, remedy: str) -> Finding:
 
 
 def problem(area: str, seen: str, remedy: str = "") -> Finding:
-    """Returns a finding that stops a run; `remedy` is "" if `seen` says what to change."""
+    """Returns a finding that stops a run; `remedy` is "" if `seen` already says what to change."""
     return Finding(area, Verdict.PROBLEM, seen, remedy)

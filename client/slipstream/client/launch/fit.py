@@ -36,7 +36,7 @@ CPU_COMPILER = "g++"
 def check_cache(config: Config) -> None:
     """Raises ConfigError when the KV cache of an engine on CPUs has no room for one episode.
 
-    vLLM would say so only after loading the model, and name no setting of ours.
+    vLLM itself would fail only after loading the model, without naming a setting of this project.
     """
     server, longest = config.rollout_server, config.sampling.max_episode_tokens
     if uses_gpus() or CACHE_ARGUMENTS & set(server.engine):
@@ -133,7 +133,7 @@ WEIGHT_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Needs:
-    """The memory of a rank and of an engine worker without activations; a checkpoint's size."""
+    """Memory of a rank and of an engine worker without activations; a checkpoint's size."""
 
     parameters: int
     rank_bytes: float
@@ -148,7 +148,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Kept:
-    """Estimated bytes that a rank keeps of a micro batch until its backward pass."""
+    """Estimated bytes that a rank stores of a micro batch until its backward pass."""
 
     # Activations of all layers; of one layer, with the inputs of the others, which recompute.
     layers: float
@@ -160,8 +160,8 @@ class Kept:
 def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
     """Checks placement, transport and memory of a share of the roles on this machine.
 
-    Without `share`, the share of `slipstream run` is checked, and GPUs that do not fit are only an
-    advice.
+    Without `share`, the share of `slipstream run` is checked, and GPUs that do not fit yield only
+    an advice.
     """
     needs = needs_of(config)
     if needs is not None:
@@ -204,7 +204,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the headers of the model's files; None if the folder lacks any."""
+    """Computes the needs from the headers of the model's files, or None if a file is missing."""
     if missing_weights(config.model.path, "model.path"):
         return None
     try:
@@ -246,11 +246,11 @@ def needs_of(config: Config) -> Needs | None:
 
 
 def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
-    """Estimates what a rank keeps of a micro batch; returns None for what it does not cover.
+    """Estimates the bytes that a rank stores of a micro batch; None for models it does not cover.
 
-    It covers dense decoders without `recompute_granularity` or `cpu_offloading`: a layer keeps
-    inputs and outputs of its matrix products in 16 bits. With all that a rank holds, three
-    estimates without recomputation were within 8 % of the peaks that were measured on an H200
+    It covers dense decoders without `recompute_granularity` or `cpu_offloading`: a layer stores
+    inputs and outputs of its matrix products in 16 bits. Together with the rest of a rank's memory,
+    three estimates without recomputation were within 8 % of the peaks measured on an H200
     (benchmarks/results/learner.md).
     """
     learner, parallel = config.learner, config.learner.parallel
@@ -287,7 +287,7 @@ def disk_for(config: Config) -> Finding:
 
 
 def expert_split(parallel: ParallelSection) -> int:
-    """Returns the number of ranks of a pipeline stage over which the experts are spread."""
+    """Returns the number of ranks of a pipeline stage over which the experts are sharded."""
     return parallel.ep * (parallel.etp or parallel.tp)
 
 
@@ -309,9 +309,9 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
 
 
 def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Checks main memory for a checkpoint's copy.
+    """Checks that main memory has room for a checkpoint's copy.
 
-    Of the ranks that hold the same parameters the first one copies them into main memory.
+    Of the ranks that hold the same parameters, the first one copies them into main memory.
     """
     parallel, size = config.learner.parallel, config.learner.world_size
     stages = range(0, size, max(1, size // parallel.pp))
@@ -387,7 +387,7 @@ def _memory(
 
 
 def short(number: float) -> str:
-    """Returns `number` with a decimal prefix."""
+    """Returns `number` as text, shortened with a decimal prefix such as M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""Starts processes of one program by a fork server, which has imported the program once.
+"""Starts processes of one program through a fork server, which has imported the program once.
 
-Consumes: answers of the fork server. Produces: processes.
-Waits for: its imports, before the first process. Unblocked by: their end, or that of the server.
+Consumes: answers of the fork server. Produces: processes. Waits for: the imports of the fork
+server, before the first process. Unblocked by: the end of these imports, or of the server.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ForkedProcess:
         return self.returncode
 
     def end(self, code: int) -> None:
-        """Notes the end of the process."""
+        """Records the exit code of the process, which has ended."""
         if self.returncode is None:
             self.returncode = code
             self._ended.set()
 
 
 class _Server(asyncio.SubprocessProtocol):
-    """A fork server's process, whose answers callbacks read: a second signal cancels all tasks."""
+    """A fork server's process; callbacks read its answers: a second signal cancels all tasks."""
 
     def __init__(self) -> None:
         self._forked: dict[int, ForkedProcess] = {}
@@ -103,8 +103,8 @@ class _Server(asyncio.SubprocessProtocol):
 class ForkServer:
     """Starts processes of a program by forks, one at a time; `close` ends all of them.
 
-    If the server cannot import the program, the processes start by `start_child`, and say what is
-    wrong themselves. A server that was killed is started again with the next process. On a machine
+    If the server cannot import the program, `start_child` starts the processes, and each reports
+    its own error. A server that was killed is started again with the next process. On a machine
     with GPUs no process is forked: imports may start CUDA, which a forked process could not use.
     """
 

@@ -95,7 +95,7 @@ async def run_all(
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
-    """`slipstream quickstart`: makes its tiny model unless it is there, and runs its settings."""
+    """`slipstream quickstart`: makes its tiny model if it is missing, and runs its settings."""
     path = Path(__file__).parents[1] / "quickstart.toml"
     model = load_config(path, overrides).model.path
     if not any(model.glob("*.safetensors")):
@@ -132,7 +132,7 @@ async def _carry_out(
     dry_run: bool,
     profile: Path | None = None,
 ) -> int:
-    """Runs this share of the roles until the run is over, or its dry run; returns the exit code."""
+    """Runs this share of the roles until the run is over, or a dry run; returns the exit code."""
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     ranks, servers = len(share.ranks), share.servers
@@ -161,7 +161,7 @@ async def _carry_out(
 async def _place(scene: Scene, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement]:
     """Makes the checks of `PLACE` and `START`; returns the settings and the placement.
 
-    The settings have a `gpu_memory_utilization` for GPUs that ranks and servers share.
+    `gpu_memory_utilization` is filled in for GPUs that ranks and servers share.
     """
     await require(scene, Stage.PLACE)
     config, placement, _ = fit_here(scene.config, ranks=ranks, servers=servers)
@@ -223,7 +223,7 @@ async def _run_server(
 
 
 async def run_check(path: Path, overrides: Sequence[str]) -> int:
-    """`slipstream check`: proves the algorithms' functions on the CPU; returns its exit code."""
+    """`slipstream check`: tests the algorithms' functions on the CPU; returns its exit code."""
     config = load_config(path, overrides)
     check_installed("torch", "megatron.core")
     checked = await prove_algorithms(config)
@@ -238,9 +238,9 @@ async def run_check(path: Path, overrides: Sequence[str]) -> int:
 
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
-    """`slipstream replay`: only the trainer ranks, which train the journaled batches again.
+    """`slipstream replay`: starts only the trainer ranks, which train the journaled batches again.
 
-    The ranks end after `step` unless it is None. `overrides` give paths that differ here.
+    The ranks end after `step` unless it is None. `overrides` set paths that differ on this machine.
     """
     path = settings_of(folder)
     overrides = [*_HERE, *overrides]
@@ -303,7 +303,7 @@ async def run_receipt(path: Path, out: Path | None) -> int:
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
-    """`slipstream set-aside`: lets an ended run be resumed without the batch at which it fails."""
+    """`slipstream set-aside`: makes a resumed run leave out the batch at which it failed."""
     settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
     log = log_path(folder, "set-aside")
@@ -344,7 +344,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
 async def _run_program(
     name: str, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str] = {}
 ) -> Child:
-    """Runs a program to its end, and stops it if this command ends first."""
+    """Runs a program until it ends, and returns it; stops it if this command ends first."""
     child = await start_child(name, module, arguments, log_path=log, environ=environ)
     try:
         await child.process.wait()
@@ -386,7 +386,7 @@ def learner_share(config: Config, node_rank: int | None) -> Share:
 
 
 def learner_overrides(master: str | None) -> list[str]:
-    """Returns the override of `learner.master` by `master` or torchrun's variables, or [].
+    """Returns [], or an override of `learner.master` with `master` or torchrun's variables.
 
     A setting on the command line takes precedence over it.
     """
@@ -413,7 +413,7 @@ async def show_dry_run(
 ) -> int:
     """Prints the plan, then checks the run's folder and addresses.
 
-    `profile`: the folder of an earlier run, whose measured times predict this one's.
+    `profile` is the folder of an earlier run, whose measured times predict those of this run.
 
     Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
     """
@@ -434,9 +434,9 @@ def describe_dry_run(
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the plan of a command that would start `ranks` and `servers` here, and its obstacles.
 
-    The plan is TOML that `load_config` reads back, but for a password; all else is a comment. An
+    The plan is TOML that `load_config` reads, except for a password; all else is a comment. An
     obstacle is a change that this machine needs first. Reads only config.json of the model; raises
-    ConfigError as `check_sizes` does.
+    ConfigError like `check_sizes`.
     """
     missing = check_sizes(config)
     config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)
@@ -465,9 +465,10 @@ def _describe_ranks(config: Config) -> Iterator[str]:
 def place_dry(
     config: Config, *, ranks: int, servers: int
 ) -> tuple[Config, list[str], tuple[str, ...]]:
-    """Returns the settings, the lines that say which process gets which GPU, and any misfit.
+    """Returns the settings, lines that say which process gets which GPU, and a tuple of misfits.
 
-    The settings are those after sharing a GPU. A misfit is no error: a dry run needs no GPU.
+    The settings are adjusted to a shared GPU. The tuple is empty, or says why the processes do not
+    fit: a dry run needs no GPU, so that is no error.
     """
     on_cpu = not uses_gpus()
     engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if servers else []

@@ -34,21 +34,21 @@ class Placement:
 
     @property
     def learner_environment(self) -> dict[str, str]:
-        """The variables of every trainer rank: LOCAL_RANK chooses among the learner's GPUs."""
+        """The environment variables of every trainer rank; LOCAL_RANK selects one of these GPUs."""
         return {VISIBLE: ",".join(self.learner)} if self.learner else {}
 
     def server_environment(self, number: int) -> dict[str, str]:
-        """Returns the variables of rollout server `number` and of its child processes."""
+        """Returns the environment variables of rollout server `number` and of its children."""
         return {VISIBLE: ",".join(self.servers[number])} if self.servers else {}
 
     @property
     def shared(self) -> dict[str, int]:
-        """The learner's GPUs that rollout servers use too, each with the number of servers."""
+        """The number of rollout servers on each of the learner's GPUs that servers use too."""
         users = self.server_gpus
         return {gpu: users[gpu] for gpu in self.learner if gpu in users}
 
     def max_episodes(self, config: Config, number: int) -> int:
-        """Returns the most episodes at one time on rollout server `number`."""
+        """Returns the most episodes that rollout server `number` may run at one time."""
         server = config.rollout_server
         return (server.shared_max_episodes if self.shares(number) else None) or server.max_episodes
 
@@ -62,7 +62,7 @@ class Placement:
         return Counter(gpu for server in self.servers for gpu in set(server))
 
     def describe(self) -> list[str]:
-        """Returns one line for each process."""
+        """Returns one line for each process, with the GPUs that it gets."""
         if not self.learner and not self.servers:
             return ["no GPU is used"]
         lines = [f"trainer rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.learner)]
@@ -73,7 +73,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that processes of this command may use, and all that the driver knows."""
+    """The GPUs that processes of this command may use, and all GPUs that the driver knows."""
 
     # The ids in CUDA_VISIBLE_DEVICES, or those that it would have if it were set.
     ids: tuple[str, ...]
@@ -93,9 +93,8 @@ class Visible:
 def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Placement:
     """Gives visible GPUs to `ranks` trainer ranks and `servers` rollout servers.
 
-    Raises ConfigError when they do not fit.
-    Without `devices` in the settings the ranks take the first GPUs,
-    and each server the next ones. A single GPU is shared by all.
+    Without `devices` in the settings the ranks take the first GPUs, and each server the next ones.
+    A single GPU is shared by all. Raises ConfigError when the processes do not fit.
     """
     ids, per_server = visible.ids, config.rollout_server.tensor_parallel_size
     for_learner = _listed("learner.devices", config.learner.devices if ranks else None, visible)
@@ -136,10 +135,11 @@ def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement
 
 
 def fit_here(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement, str]:
-    """Fits what starts on this machine to its GPUs; raises ConfigError if it does not fit.
+    """Assigns this machine's GPUs to the processes that start here.
 
-    Returns the settings after sharing a GPU, the placement, and the transport of weights between
-    ranks and servers, "" if only one of them starts here.
+    Returns the settings adjusted to a shared GPU, the placement, and the transport of weights
+    between ranks and servers, "" if only one of the two starts here. Raises ConfigError if the
+    processes do not fit.
     """
     placement = place_here(config, ranks=ranks, servers=servers)
     config = share_memory(config, placement)
@@ -189,7 +189,7 @@ def _share_with_learner(config: Config, placement: Placement) -> Config:
 
 
 def check_transport(config: Config, placement: Placement) -> str:
-    """Returns the transport between these processes; raises ConfigError if none can work."""
+    """Returns the weight transport between these processes; raises ConfigError if none can work."""
     here = host_id()
     learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
     servers = placement.servers or ((),)
@@ -202,7 +202,7 @@ def check_transport(config: Config, placement: Placement) -> str:
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
     """Returns one line for each GPU that learner and rollout servers share.
 
-    Lines about the servers' episodes follow, and about drafts if a server makes none.
+    Further lines say to which servers `shared_max_episodes` applies, and which make no drafts.
     """
     server = config.rollout_server
     share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
@@ -225,7 +225,7 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
 
 
 def draft_problem(config: Config, placement: Placement) -> str:
-    """Returns why servers make no drafts although the settings ask for them, or ""."""
+    """Returns why servers make no drafts although the settings ask for them, else ""."""
     drafts, servers = config.rollout_server.drafts, range(len(placement.servers))
     # Without GPUs here all servers are for the same number of episodes.
     most = {number: placement.max_episodes(config, number) for number in servers or (0,)}
@@ -243,7 +243,7 @@ def draft_problem(config: Config, placement: Placement) -> str:
 def _listed(
     name: str, devices: Sequence[int | str] | None, visible: Visible
 ) -> tuple[str, ...] | None:
-    """Returns the GPUs of setting `name` by the ids that CUDA knows, or None if it is not set."""
+    """Returns the CUDA ids of the GPUs in setting `name`, or None if it is not set."""
     if devices is None:
         return None
     found = []

@@ -1,8 +1,8 @@
 """The checks before anything expensive starts; each error is one line.
 
-Some run in programs of their own, which end with the command. Waits for: the end of such a program,
-not of processes that it has started. Unblocked by: its end, or the limit, at which it is killed
-with all that it has started.
+Some checks are programs of their own, which end with the command. Waits for: the end of such a
+program, not of processes that it has started. Unblocked by: its end, or its time limit, at which it
+is killed with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ NEEDED_BY = {
 
 
 def check_certificates(security: SecuritySection) -> None:
-    """Raises ConfigError when files cannot be loaded, or certificate and key do not match."""
+    """Raises ConfigError if TLS files cannot be loaded, or certificate and key do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
     files = f"security.tls_certificate {certificate} and tls_key {key}"
@@ -89,7 +89,7 @@ def check_certificates(security: SecuritySection) -> None:
 def check_own_certificate(config: Config) -> None:
     """Raises ConfigError if clients would refuse this machine's certificate as the controller's.
 
-    They verify the host of `controller.address` and the signature by `security.tls_ca`. Without
+    Clients verify the host of `controller.address` and the signature by `security.tls_ca`. Without
     this check the trainer ranks would wait for a controller that each of them refuses.
     """
     security, address = config.security, config.controller.address
@@ -126,7 +126,10 @@ def check_own_certificate(config: Config) -> None:
 
 
 def check_weights_host(config: Config) -> str:
-    """Raises ConfigError unless trainer rank 0, which starts here, can listen on `weights.host`."""
+    """Returns the result of a check that rank 0, which starts here, can listen on `weights.host`.
+
+    Raises ConfigError if it cannot.
+    """
     host = config.weights.host
     try:
         # The trainer listens in the same way.
@@ -140,7 +143,7 @@ def check_weights_host(config: Config) -> str:
 
 
 def check_port(address: str) -> str:
-    """Raises ConfigError when the controller cannot listen on `address`."""
+    """Checks that the controller can listen on `address`; raises ConfigError if it cannot."""
     host, port = address_parts(address)
     if port == 0:
         raise ConfigError(
@@ -164,7 +167,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def check_installed(*names: str) -> None:
-    """Raises ConfigError when a package that this machine needs is missing."""
+    """Raises ConfigError for the first of the packages `names` that is not installed."""
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(name) is not None:
@@ -173,10 +176,11 @@ def check_installed(*names: str) -> None:
 
 
 async def check_megatron(config: Config) -> str | None:
-    """Has Megatron check the settings that are passed through to it; raises ConfigError.
+    """Has Megatron check the settings that are passed through to it.
 
-    The check takes as long as Megatron's imports, and no GPU. Returns None if nothing is passed
-    through, or if Megatron or the model, which it needs for that, is missing.
+    Raises ConfigError for a fault. The check takes as long as Megatron's imports and uses no GPU.
+    Returns None without a check if nothing is passed through, or if Megatron or the model's
+    config.json is missing.
     """
     learners = [config.learner, *(role.learner for role in role_settings(config).values())]
     passes = any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
@@ -191,8 +195,8 @@ async def check_megatron(config: Config) -> str | None:
 async def check_functions(config: Config) -> str | None:
     """Checks that the user's own algorithm functions can be imported and called.
 
-    Returns a line that names them, or None if the run has none. Raises ConfigError. The check takes
-    as long as torch's import.
+    Returns a line that names them, or None if the run has none. Raises ConfigError if a call fails.
+    The check takes as long as torch's import.
     """
     if not config.algorithms.has_own:
         return None
@@ -202,9 +206,9 @@ async def check_functions(config: Config) -> str | None:
 
 
 async def check_algorithms(config: Config) -> str | None:
-    """Has the user's own algorithm functions proved; raises ConfigError with the first fault.
+    """Has the user's own algorithm functions tested; raises ConfigError with the first fault.
 
-    The proof takes a minute on a CPU; unchanged functions are not proved again. Returns None if the
+    The test takes a minute on a CPU; unchanged functions are not tested again. Returns None if the
     run has no such functions.
     """
     if not config.algorithms.has_own:
@@ -216,7 +220,7 @@ async def check_algorithms(config: Config) -> str | None:
 
 
 async def prove_algorithms(config: Config, *arguments: str) -> Ended:
-    """Runs the proof of the algorithms with `arguments`; raises ConfigError at the time limit."""
+    """Runs the tests of the algorithm's functions; raises ConfigError at the time limit."""
     with _told_when_slow("the proof of the algorithm's functions takes a minute"):
         checked = await run_program(
             [sys.executable, "-m", ALGORITHMS_CHECK, *arguments],
@@ -231,10 +235,11 @@ async def prove_algorithms(config: Config, *arguments: str) -> Ended:
 
 
 async def check_engine(config: Config) -> str | None:
-    """Has vLLM check the settings that are passed through to it; raises ConfigError.
+    """Has vLLM check the settings that are passed through to it; raises ConfigError for a fault.
 
     These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
-    vLLM's imports, and no GPU. Returns a line that names them; None without any, or without vLLM.
+    vLLM's imports and uses no GPU. Returns a line that names the settings, or None if there are
+    none or vLLM is not installed.
     """
     server = config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
@@ -249,9 +254,9 @@ async def check_engine(config: Config) -> str | None:
 
 
 async def check_reference(config: Config) -> None:
-    """Asks the server of the reference model, if there is one, what it can do; raises ConfigError.
+    """Checks that the server of the reference model, if any, can do what the run needs.
 
-    Its tokenizer is compared token by token, which takes seconds.
+    Raises ConfigError if it cannot. Its tokenizer is compared token by token, which takes seconds.
     """
     if config.reference is not None and config.reference.server is not None:
         await _check_by(REFERENCE_CHECK, config, told="reference.server did not answer")
@@ -274,12 +279,12 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
 
 
 def _said(checked: Ended) -> str:
-    """Returns the last line that a check wrote to stderr, without the program's name."""
+    """Returns the last line that a check wrote to stderr, without the prefix "slipstream: "."""
     return (checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: ")
 
 
 def _pass_on(lines: Sequence[str], source: str) -> None:
-    """Prints the warnings in a check's output to stderr, since stdout may be read as settings."""
+    """Repeats the warnings in a check's output on stderr, since stdout may be read as settings."""
     for line in lines:
         if line.startswith(WARNING):
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
@@ -290,11 +295,11 @@ async def check_environments(config: Config, *, play: bool = True, keeps_log: bo
 
     Without `play` they are only loaded. The first error in the order of the settings is raised.
 
-    An environment with tools needs `tool_parser`, one with images `max_images`; an agent that calls
-    the model that the run started with needs `lora.publish = "adapters"`.
+    An environment with tools needs `tool_parser`, one with images `max_images`. An agent that calls
+    the run's initial model needs `lora.publish = "adapters"`.
 
-    If `keeps_log`, the run's preflight.log is overwritten with the last lines that each environment
-    printed: after all have played, or at the refusal of one that printed something.
+    If `keeps_log`, the last lines that each environment printed replace the run's preflight.log:
+    when all environments have played, or when one that printed something fails.
     """
     sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     places = asyncio.Semaphore(CHECKS_AT_ONCE)
@@ -370,7 +375,7 @@ def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
 
 @contextlib.contextmanager
 def _told_when_slow(what: str) -> Iterator[None]:
-    """Prints `what` when the block lasts longer than `SLOW_S`."""
+    """Prints `what` once the block has lasted longer than `SLOW_S`."""
     timer = asyncio.get_running_loop().call_later(SLOW_S, partial(print, what, flush=True))
     try:
         yield
@@ -381,7 +386,7 @@ def _told_when_slow(what: str) -> Iterator[None]:
 def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
     """Returns a port that is free at this moment, and that the kernel does not assign on its own.
 
-    Otherwise one of the many short-lived listeners of a run could take it before its owner listens.
+    A port that the kernel assigns could be taken by another process of the run before it is used.
     Raises ConfigError when none of the `FREE_PORT_ATTEMPTS` of `ports` that are tried is free.
     """
     family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(ports))
@@ -394,7 +399,10 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended, and the lines in the last `TAIL_BYTES` that it wrote to stderr."""
+    """The end of a program: its exit code, its stdout, and the last lines of its stderr.
+
+    The lines are those in the last `TAIL_BYTES`.
+    """
 
     # The exit code, or None if the program did not end within its limit.
     code: int | None
@@ -410,7 +418,7 @@ async def run_program(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `command` with `given` on its stdin; after `limit_s`, ends it and its children."""
+    """Runs `command` with `given` on its stdin; after `limit_s` kills it and its children."""
     # Files rather than pipes: a pipe stays open as long as anything that the program has started.
     file = tempfile.TemporaryFile
     with file() as stdin, file() as stdout, file() as stderr:

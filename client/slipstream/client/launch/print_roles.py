@@ -32,8 +32,8 @@ def print_roles(
 ) -> int:
     """Prints the roles as JSON, or writes them to `out` as the files of the scheduler `target`.
 
-    `code` is a folder of the user's modules to ship with the files; `gpus` gives instances GPUs
-    even if this machine's packages are CPU builds; `schema` prints the roles' JSON schema instead.
+    `code` is a folder of the user's modules to ship with the files. `gpus` gives instances GPUs
+    even if this machine's packages are CPU builds. `schema` prints the roles' JSON schema instead.
     """
     if schema:
         say(json.dumps(Roles.model_json_schema(), indent=2))
@@ -84,7 +84,7 @@ def _write_travelling(
     *,
     on_gpus: bool,
 ) -> int:
-    """Writes the files of a scheduler whose machines do not see this folder."""
+    """Writes the files for a scheduler whose machines do not share this machine's folders."""
     if target == "kubernetes":
         shipped = read_code(code, out / "code", most_bytes=CONFIG_MAP_BYTES)
         pods = Pods(path, overrides, shipped, on_gpus=on_gpus)
@@ -109,7 +109,7 @@ def _write_travelling(
 
 
 def write_files(files: dict[str, str], out: Path) -> None:
-    """Writes the files; raises ConfigError rather than write over one that differs."""
+    """Writes the files; raises ConfigError instead of overwriting a file with other content."""
     for name, text in files.items():
         path = out / name
         if path.exists() and path.read_text() != text:

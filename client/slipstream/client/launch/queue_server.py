@@ -1,4 +1,4 @@
-"""Checks that a configuration's Redis answers, keeps data, and lets the user of each end write."""
+"""Checks that a run's Redis answers, keeps data, and lets the users of both ends write."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ async def check_queue(config: Config) -> list[Finding]:
 async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
     """Returns a line that names the user with which `end` may write.
 
-    Raises ConfigError if that user may not write, or no server answers. A server that
-    does not answer yet has `patience_s` to come up.
+    Raises ConfigError if that user may not write, or if no server answers within `patience_s`.
     """
     url = redis_url_of(config.queue, end)
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)

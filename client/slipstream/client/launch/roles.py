@@ -1,7 +1,7 @@
 """The roles of a run: what starts, how many of each, by which command, and what each needs.
 
-`slipstream run` carries all of them out on one machine, `slipstream learner` and
-`slipstream rollout-server` one instance of one role. `slipstream roles` prints them for schedulers.
+`slipstream run` starts all instances on one machine, `slipstream learner` and `slipstream
+rollout-server` one instance of one role. `slipstream roles` prints them for schedulers.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Share:
 
     @property
     def has_controller(self) -> bool:
-        """Whether the controller starts here: beside the first rank."""
+        """Whether the controller starts on this machine; it starts with the first rank."""
         return 0 in self.ranks
 
 
@@ -228,7 +228,7 @@ def roles_of(config: Config, site: Site, *, on_gpus: bool) -> Roles:
 
 
 def further_learner(config: Config, site: Site, *, on_gpus: bool) -> Role:
-    """Returns the role of all instances of the learner but the first, which has more secrets."""
+    """Returns the role of the learner's instances after the first one, which have fewer secrets."""
     return _learner(config, site, on_gpus, is_first=False)
 
 
@@ -311,7 +311,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
 
 
 def _secrets(config: Config, site: Site, end: QueueEnd) -> Iterator[Secret]:
-    """Yields the secrets of `end`: the settings' files, or the site's if a setting is unset."""
+    """Yields the secrets of `end`: the files in the settings, or the site's if unset there."""
     wanted = [("tls_ca", "ca.pem", False), ("token_file", "token", False)]
     if end == "controller":
         wanted += [("tls_certificate", "server.pem", True), ("tls_key", "server.key", True)]
@@ -360,7 +360,7 @@ def _needs(config: Config) -> list[str]:
 
 
 def server_grace_s(config: Config) -> float:
-    """Returns the seconds in which a rollout server drains and ends its engine."""
+    """Returns the seconds that a rollout server has to drain and end its engine."""
     return config.rollout_server.drain_timeout_s + SERVER_GRACE_S
 
 
@@ -370,5 +370,5 @@ def controller_port(config: Config) -> int:
 
 
 def master_port(config: Config) -> int:
-    """Returns the port at which the trainer ranks meet."""
+    """Returns the port of the trainer ranks' rendezvous."""
     return address_parts(config.learner.master)[1] or MASTER_PORT

@@ -68,11 +68,11 @@ class RunCalls:
         self.metadata = call_metadata(credentials)
 
     def channel(self) -> grpc.aio.Channel:
-        """Opens a new connection; close it after use."""
+        """Opens a new connection, which the caller closes."""
         return open_channel(self._address, self._credentials)
 
     async def stop(self, reason: str, *, failed: bool) -> str:
-        """Ends the run in order, or as failed; waits for a controller that does not listen yet.
+        """Ends the run in order, or as failed; waits until the controller listens, up to a limit.
 
         Returns "" when the controller answered, else the name of the gRPC status.
         """
@@ -90,14 +90,14 @@ class RunCalls:
         return ""
 
     async def milestones(self) -> Milestones | None:
-        """Returns how far the run is, or None if the controller does not answer."""
+        """Returns the progress of the run, or None if the controller does not answer."""
         with contextlib.suppress(grpc.aio.AioRpcError):
             status = await self.status()
             return Milestones(status.step, status.checkpoint_step)
         return None
 
     async def has_trainer(self) -> bool:
-        """Whether a trainer has loaded and registered; False when the controller is silent."""
+        """Whether a trainer has loaded and registered; False if the controller does not answer."""
         return await self._state() not in (None, status_pb2.RUN_STATE_STARTING)
 
     async def awaits_trainer(self) -> bool:
@@ -130,9 +130,10 @@ async def end_in_order(
     grace_s: float,
     look_s: float = LOOK_S,
 ) -> None:
-    """Stops the run; awaits `ends` until `grace_s` after the run was last seen stopping.
+    """Stops the run; awaits `ends` until `grace_s` after the controller last said "stopping".
 
-    Whether a cluster stops all nodes or this one alone, rank 0 lets all ranks save and export.
+    A cluster may stop all nodes or this one alone; in both cases rank 0 lets all ranks save and
+    export.
     """
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     looks = 0
@@ -146,7 +147,7 @@ async def end_in_order(
 async def tell_waits(
     display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
 ) -> None:
-    """Shows what the run waits for whenever nothing was shown for long; never returns."""
+    """Shows what the run waits for whenever nothing was shown for long; runs until cancelled."""
     patience_s, last_line_s = first_s, 0.0
     while True:
         if display.spoke_s != last_line_s:
@@ -248,7 +249,7 @@ class RunProcesses:
         self._controller = asyncio.ensure_future(self._start_controller())
 
     def keep_trainers(self, ranks: range) -> None:
-        """Has `wait` start the trainer ranks of this node, and restart them when they die."""
+        """Makes `wait` start the trainer ranks of this node, and restart them when they die."""
         self._trainers = TrainerRanks(
             self._config,
             self._placement,
@@ -265,7 +266,7 @@ class RunProcesses:
             )
 
     def keep_queue(self, server: EmbeddedServer) -> None:
-        """Restarts the embedded queue server when it dies: it keeps what it has acknowledged."""
+        """Restarts the embedded queue server when it dies; it keeps what it has acknowledged."""
         keeping = self._told("the queue's server", self._keep_queue(server))
         self._servers["queue"] = asyncio.ensure_future(keeping)
 
@@ -280,8 +281,8 @@ class RunProcesses:
     async def wait(self) -> int:
         """Shows progress until the run is over; raises RunFailed with the cause if it failed.
 
-        Returns 0 when the run is done, 128 and the signal's number when a signal ended it before.
-        Returns 1 when the run failed with a cause that was shown already.
+        Returns 0 when the run is done, 128 plus the signal's number when a signal ended it earlier,
+        and 1 when the run failed with a cause that was already shown.
         """
         if self._controller is None:
             return await self._wait_for_trainers()
@@ -320,14 +321,14 @@ class RunProcesses:
 
     @property
     def _signalled(self) -> int:
-        """The exit code after a signal; 0 when none came."""
+        """The exit code after a signal, 128 plus its number, or 0 if no signal came."""
         stopping = self._stopping
         if stopping is None or not stopping.done() or stopping.cancelled():
             return 0
         return 128 + stopping.result()
 
     def _tell_running(self) -> list[Child]:
-        """Returns the processes that still run, without the controller, and shows their names."""
+        """Shows the names of the processes, but the controller, that still run; returns them."""
         trainers = self._trainers.children if self._trainers is not None else []
         children = (*self._children, *trainers)
         running = [child for child in children if child.name != "controller" and child.is_running]
@@ -356,8 +357,8 @@ class RunProcesses:
     async def _told(self, name: str, keeping: Awaitable[None]) -> None:
         """Awaits `keeping`; an OSError, such as from a full disk, ends the run as failed.
 
-        The task of this call is awaited only at the end of the run. An error raised here would be
-        seen only then, and the run would wait for a process that never starts.
+        The task of this call is awaited only at the end of the run. An error raised here would
+        appear only then, and the run would wait for a process that never starts.
         """
         try:
             await keeping
@@ -378,8 +379,8 @@ class RunProcesses:
     async def _keep_controller(self) -> Child:
         """Shows the controller's events, and restarts it when it dies; returns the last controller.
 
-        Servers and trainer reconnect to the new one and keep their state. During a stop it is not
-        restarted: it would not know of the stop, and the trainer has left or leaves.
+        Servers and trainer reconnect to the new controller and keep their state. While the run
+        stops it is not restarted: it would not know of the stop, and the trainer leaves.
         """
         policy = RestartPolicy(CONTROLLER.restarts, first_pause_s=CONTROLLER_PAUSE_S)
         while True:
@@ -418,7 +419,7 @@ class RunProcesses:
                 return
 
     async def _may_restart(self, policy: RestartPolicy, ended: Child) -> bool:
-        """Waits before the next start of a process; returns False if there is to be none."""
+        """Waits before a process starts again; returns False if it must not start again."""
         if ended.age_s > FORGIVEN_S:
             policy.forgive()
         pause_s = policy.pause_after(ended.process.returncode, age_s=ended.age_s)
@@ -470,7 +471,7 @@ class RunProcesses:
         await self._stop_run(f"the user sent {number.name}", failed=False)
 
     async def _stop_run(self, reason: str, *, failed: bool) -> None:
-        """Asks the controller to end the run; ends the controller when it gives no answer."""
+        """Asks the controller to end the run; ends the controller itself if it does not answer."""
         if failed:
             self._failure = self._failure or reason
         controller = await self._controller if self._controller is not None else None

@@ -19,7 +19,7 @@ _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*@[\w./-]+")
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """The text of each file of a folder, by its path in the folder."""
+    """The text of each file of a folder, by its path relative to the folder."""
 
     files: dict[str, str] = field(default_factory=dict)
     # Whether they lie where they are shipped from, so that nothing has to be copied.
@@ -32,7 +32,7 @@ class ShippedCode:
 
 
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
-    """Returns the files of `folder`; no files if `folder` is None.
+    """Returns the text files of `folder`; no files if `folder` is None.
 
     If `folder` is `place`, the files need not be copied.
 
@@ -63,7 +63,7 @@ def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> Sh
 
 
 def left_behind(config: Config, code: ShippedCode) -> list[str]:
-    """Returns the modules of the settings that lie in the working folder but are not shipped."""
+    """Returns the modules in the settings that lie in the working folder but are not shipped."""
     references = [played.reference for played in (*config.environments, *config.evaluations)]
     for each in config.algorithms.distinct:
         references += each.own_functions.values()
@@ -79,7 +79,7 @@ def left_behind(config: Config, code: ShippedCode) -> list[str]:
 
 
 def model_folders(config: Config) -> dict[str, Path]:
-    """Returns the folder of each model by its setting, without models on the hub.
+    """Returns the folder of each model by its setting; models given by hub name are left out.
 
     Raises ConfigError if two folders have the same name, since machines get them by name.
     """

@@ -10,7 +10,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./-]+")
 
 
 class _Marked(Template):
-    """A text in which @{NAME} stands for a value, and ${NAME} for itself."""
+    """A text in which @{NAME} is replaced by a value, and ${NAME} stays as it is."""
 
     delimiter = "@"
 
@@ -21,7 +21,7 @@ def filled_template(path: Path, **values: object) -> str:
 
 
 def shell_command(command: list[str], *, indent: int) -> str:
-    """Returns a command for a shell script, a line for each setting and option."""
+    """Returns a command for a shell script, with one line for each setting and option."""
     words = [shell_word(word) for word in command]
     joint = " \\\n" + " " * indent
     return joint.join([" ".join(words[:3]), *words[3:]])

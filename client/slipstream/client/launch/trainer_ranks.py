@@ -1,8 +1,8 @@
 """The trainer ranks of one node: started together, and restarted together when one of them dies.
 
-Consumes: the ends of the processes. Produces: restarts.
-Waits for: a rank that ends. Unblocked by: its end. All ranks then resume from the last checkpoint,
-while the controller and the rollout servers keep running.
+Consumes: the ends of the processes. Produces: restarts. Waits for: a rank that ends. Unblocked by:
+its end. After a restart all ranks resume from the last checkpoint, while the controller and the
+rollout servers keep running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.protocol.access.security import Credentials
 
 @dataclass(frozen=True)
 class Milestones:
-    """The lasting progress of a run, as its controller reports it."""
+    """The progress of a run that a restart does not lose, as its controller reports it."""
 
     # The newest version.
     version: int
@@ -39,16 +39,15 @@ class Milestones:
     checkpoint: int
 
     def is_beyond(self, earlier: Milestones) -> bool:
-        """Whether the run has reached a milestone since `earlier`."""
+        """Whether the run has gone beyond the milestones `earlier`."""
         return self.version > earlier.version or self.checkpoint > earlier.checkpoint
 
 
 class TrainerRanks:
-    """Starts the ranks, and restarts them until they end or fail for good.
+    """Starts the ranks, and restarts them until they end or must not start again.
 
     ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., milestones=...)
-    failed = await ranks.keep()  # None: all ended in order
-    await ranks.stop(grace_s)
+    failed = await ranks.keep()  # None: all ended in order await ranks.stop(grace_s)
 
     The ranks may die `TRAINER.restarts` times between two milestones. Ranks that train the same
     steps again after each death reach no milestone, however long they run.
@@ -64,7 +63,7 @@ class TrainerRanks:
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
-        """`arguments` go to every rank; `milestones` returns None if the controller is silent."""
+        """Passes `arguments` to every rank; `milestones` returns None without an answer."""
         self._config, self._placement = config, placement
         self._forks = ForkServer(TRAINER.module, arguments)
         self._ranks = ranks
@@ -87,9 +86,9 @@ class TrainerRanks:
             self.children.append(await self._forks.start(name, log_path=log, environ=environ))
 
     async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
-        """Starts the ranks, again when one dies; returns None when all have ended in order.
+        """Starts the ranks, and all again when one dies; returns None when all ended in order.
 
-        Returns the rank that died when its exit code is final or there were too many restarts.
+        Returns the rank that died if its exit code is final or it was restarted too often.
         """
         policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
@@ -115,7 +114,7 @@ class TrainerRanks:
             await asyncio.sleep(pause_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends all ranks."""
+        """Ends all ranks and their fork server; kills those that still run after `grace_s`."""
         await asyncio.gather(*(child.stop(grace_s) for child in self.children))
         await self._forks.close()
 
@@ -139,7 +138,7 @@ class TrainerRanks:
 
 
 def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:
-    """Returns the variables of each trainer rank: torchrun's, and the secret of the rendezvous."""
+    """Returns the variables of each rank: those of torchrun, and the secret of the rendezvous."""
     learner = config.learner
     host, port = address_parts(learner.master)
     # Random where one node has all ranks, equal on all nodes otherwise.
