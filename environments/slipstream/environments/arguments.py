@@ -1,4 +1,4 @@
-"""Checks of an environment's arguments; each raises ConfigError with the name and the rule.
+"""Checks of an environment's arguments; each raises ConfigError with the argument and the rule.
 
 `Split`, made of two arguments, divides tasks into training and held-out ones.
 """
@@ -18,7 +18,7 @@ def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def check_at_least(argument: str, value: int | None, least: int) -> None:
-    """Raises ConfigError, which names `argument`, if `value` is below `least`; None passes."""
+    """Raises ConfigError, which names `argument`, if `value` is below `least`; None is allowed."""
     if value is not None and value < least:
         raise ConfigError(f"{argument} must be at least {least}, got {value}")
 
@@ -30,14 +30,17 @@ def check_above_0(argument: str, value: float) -> None:
 
 
 def check_holds(argument: str, text: str, field: str) -> None:
-    """Raises ConfigError unless `text` contains `field`, such as {question}."""
+    """Raises ConfigError unless `text` contains the placeholder `field`, such as {question}."""
     if field not in text:
         raise ConfigError(f"{argument} must contain {field}, got {text!r}")
 
 
 @dataclass(frozen=True)
 class Split:
-    """Holds out one task in `heldout_one_in` by its hash, whatever the seed or order."""
+    """One of the splits "train" and "heldout", which holds out one task in `heldout_one_in`.
+
+    A hash of the task decides, whatever the seed or order.
+    """
 
     name: str
     heldout_one_in: int

@@ -33,7 +33,7 @@ class Addition(NamedTuple):
 
     @property
     def answer(self) -> int:
-        """The right result."""
+        """The correct result."""
         match self.operation:
             case "+":
                 return self.left + self.right
@@ -75,7 +75,10 @@ class Arithmetic(Environment[Addition]):
         format: Literal["number", "line"] = "number",
         format_credit: float = 0.1,
     ) -> None:
-        """`num_tasks`: number of different tasks, None: no end. `instruction` has "{task}"."""
+        """Takes the number of different tasks; None means an endless iterator of tasks.
+
+        `instruction` is the prompt, in which "{task}" stands for the task.
+        """
         self._min_digits = digits if min_digits is None else min_digits
         if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
             raise ValueError(
@@ -101,7 +104,7 @@ class Arithmetic(Environment[Addition]):
         self._task = Addition(0, "+", 0)
 
     def tasks(self) -> list[Addition] | Iterator[Addition]:
-        """Returns a list of `num_tasks` tasks, or a seeded iterator without end."""
+        """Returns a list of `num_tasks` tasks, or an endless iterator with a fixed seed."""
         return self._draw() if self._tasks is None else self._tasks
 
     def reset(self, task: Addition) -> list[Message]:
@@ -143,7 +146,7 @@ class Arithmetic(Environment[Addition]):
 
 
 def find_answer(reply: str, format: Literal["number", "line"]) -> float | None:
-    """Returns the number that a reply gives as its answer; None when it gives none."""
+    """Returns the number that a reply gives as its answer, or None if it gives none."""
     text = reply
     if format == "line":
         last = reply.strip().rsplit("\n", 1)[-1].strip()

@@ -40,12 +40,12 @@ class Command(AgentEnvironment[Row]):
     """Runs a program for each task, in a folder of its own, and scores the result.
 
     A task is an object; a task that is a text is an object with the field `task`. In `command`,
-    `files`, `variables` and `score_command` the text {NAME} stands for the task's field NAME, and
-    everything else for itself; a variable of the endpoint can be named in the same way, but not in
-    `score_command`. The program sees PATH, LANG, the variables of the endpoint, HOME and
-    TMPDIR (folders of the episode) and `variables`.
+    `files`, `variables` and `score_command`, {NAME} is replaced by the task's field NAME; other
+    braces stay as they are. {NAME} may also name a variable of the endpoint, except in
+    `score_command`. The program's environment variables are PATH, LANG, those of the endpoint, HOME
+    and TMPDIR (folders of the episode) and `variables`.
 
-    The reward is what `score_command` prints last, else what is in `score_file`: a number, or a
+    The reward is what `score_command` prints last, or the content of `score_file`: a number, or a
     JSON object with `reward` and metrics. Without either it is 1 for exit status 0, otherwise 0. A
     program that reaches a limit is ended, and scored like any other.
     """
@@ -67,11 +67,12 @@ class Command(AgentEnvironment[Row]):
         sandbox: bool = False,
         readable: Sequence[str] = (),
     ) -> None:
-        """`tasks` is a list, or the path of a .jsonl or .parquet file; `files` are written first.
+        """Takes the tasks: a list, or the path of a .jsonl or .parquet file.
 
-        The limits hold for the program with all that it starts; 0 of `memory_gib` and
-        `max_processes`: no limit. With `sandbox` both programs run in sandlock, and may read
-        `readable` too. Raises ConfigError for arguments that cannot work.
+        `files` are written before the program starts. The limits hold for the program and all that
+        it starts; 0 for `memory_gib` or `max_processes` means no limit. With `sandbox` both
+        programs run in sandlock, and may also read the paths `readable`. Raises ConfigError for
+        arguments that cannot work.
         """
         if score_command is not None and score_file is not None:
             raise ConfigError("give score_command or score_file, not both")
@@ -131,7 +132,7 @@ class Command(AgentEnvironment[Row]):
         return AgentOutcome(said.pop("reward"), metrics | said)
 
     def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
-        """Returns the command, wrapped in the sandbox if one is on.
+        """Returns the command, wrapped in the sandbox if a sandbox is used.
 
         The sandbox allows connections to `port` alone, or to none if it is 0.
         """
@@ -163,7 +164,7 @@ class Command(AgentEnvironment[Row]):
     async def _score(
         self, task: Row, folder: Path, variables: Mapping[str, str], ended: ProgramEnd
     ) -> dict[str, float]:
-        """Returns the metrics, with the reward as "reward". Raises ValueError without a score."""
+        """Returns the metrics, with the reward as "reward". Raises ValueError without a reward."""
         if self._score_command:
             judged = await run_program(
                 self._inside(_filled(self._score_command, task), folder),
@@ -261,7 +262,7 @@ def _filled(command: Sequence[str], task: Row) -> list[str]:
 
 
 def _fill(text: str, task: Row) -> str:
-    """Replaces {NAME} of each field by its value, as JSON unless it is a text."""
+    """Replaces each {NAME} that names a field by the field's value, as JSON unless it is a text."""
 
     def value(found: re.Match[str]) -> str:
         if found[1] not in task:

@@ -26,9 +26,9 @@ Conversation = tuple[Reply, ...]
 class Demonstrations(Environment[Conversation]):
     """Gives the replies of a parquet or JSON-lines file; the model samples nothing.
 
-    A row is a conversation: a column of messages with `role` and `content`, each of whose assistant
-    messages is trained, or a prompt and a reply. The reward is 1. Train it with
-    `algorithm.advantage = "score"`, `loss = "reinforce"`, `weight = "none"`.
+    A row is a conversation: a column of messages with `role` and `content`, or a prompt and a
+    reply. Each assistant message is trained. The reward is 1. Use `algorithm.advantage = "score"`,
+    `loss = "reinforce"` and `weight = "none"`.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Demonstrations(Environment[Conversation]):
         shuffle_seed: int | None = None,
         limit: int | None = None,
     ) -> None:
-        """Conversations are in the column `messages`, or in the columns `prompt` and `reply`.
+        """Takes conversations from the column `messages`, or from the columns `prompt` and `reply`.
 
-        `system` is the text of a message before each. Raises ConfigError, which names the argument
-        or row at fault.
+        `system` is the text of a system message before each conversation. Raises ConfigError, which
+        names the argument or row at fault.
         """
         if (prompt is None) != (reply is None):
             raise ConfigError(
@@ -76,7 +76,7 @@ class Demonstrations(Environment[Conversation]):
         return ResetResult(task[0].messages, reply=task[0].reply)
 
     def step(self, reply: str) -> StepResult:
-        """Returns the next turn, or reward 1 after the last; `reply` is the one given before."""
+        """Returns the next turn, or reward 1 after the last; `reply` is the demonstrated one."""
         if not self._left:
             return StepResult(reward=1.0)
         turn = self._left.pop(0)

@@ -31,7 +31,7 @@ class Echo(Environment[Pair]):
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
     ) -> None:
-        """Raises ValueError, which names the argument that cannot work."""
+        """Raises ValueError, which names the argument, if an argument cannot work."""
         if not 3 <= num_symbols <= len(string.ascii_lowercase):
             raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
         if reply_length < 2:
@@ -49,7 +49,7 @@ class Echo(Environment[Pair]):
         return self._pairs
 
     def reset(self, task: Pair) -> list[Message]:
-        """Shows the pair."""
+        """Returns the prompt: the two letters of the task."""
         self._letters = task
         return [Message("user", " ".join(task))]
 
@@ -76,7 +76,7 @@ class Others(Echo):
 
 
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Returns all ordered pairs of different letters, shuffled: for training, and held out.
+    """Returns all ordered pairs of different letters, shuffled: those for training, those held out.
 
     The pairs (x, successor of x in a random circle) stay in training. Each letter thus occurs there
     in the first and in the second place.

@@ -1,4 +1,4 @@
-"""Coding tasks: tests from a file check, in sandboxes, functions that the model writes."""
+"""Coding tasks: the model writes functions, which tests from a file check in sandboxes."""
 
 import ast
 import asyncio
@@ -55,7 +55,7 @@ class Exam:
 class ExamColumns:
     """The names of a file's columns.
 
-    Without `function` the functions under test are the names that the tests use but do not define.
+    Without `function` the tested functions are the names that the tests use but do not define.
     """
 
     question: str
@@ -96,7 +96,7 @@ def _text(row: Row, column: str, where: str, *, may_be_empty: bool = False) -> s
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str, ...]:
-    """Returns the names that tests use, and that neither they, the setup nor Python define."""
+    """Returns the names that tests use, and that are not defined by them, the setup or Python."""
     used: set[str] = set()
     defined = set(dir(builtins))
     for text in (setup, *tests):
@@ -122,9 +122,9 @@ def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str
 class Functions(Environment[Exam]):
     """Asks for functions and runs tests against the last block of code of the reply.
 
-    The tests run in one sandbox and the code in another: code under test can read neither the
-    tests nor the expected values, and does not report the verdict. Functions take and return
-    values of Python's built-in types; arguments are passed by value.
+    The tests run in one sandbox and the code in another: tested code can neither read the tests or
+    the expected values, nor report the verdict itself. Functions take and return values of Python's
+    built-in types; arguments are passed by value.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Functions(Environment[Exam]):
 
         `instruction` is the prompt, with the question in place of `{question}`. `reward` is the
         share of passed tests, or with "all" 1 if all pass, else 0. `limit_s` limits one call,
-        `memory_mib` each sandbox. `max_running` replies are examined at once, 0: one for each core.
+        `memory_mib` each sandbox. At most `max_running` replies are tested at once; 0 means one for
+        each core.
         """
         check_choice("reward", reward, ("share", "all"))
         check_holds("instruction", instruction, "{question}")
@@ -180,7 +181,7 @@ class Functions(Environment[Exam]):
         return [Message("user", self._instruction.replace("{question}", task.question))]
 
     async def step(self, reply: str) -> StepResult:
-        """Examines the code of the reply."""
+        """Runs the tests against the code of the reply."""
         code = code_of(reply)
         async with self._running:
             outcomes = Counter(await self._examine(code))
@@ -228,9 +229,9 @@ class Functions(Environment[Exam]):
 def _missing(finished: Finished, num_tests: int) -> list[str]:
     """Returns the outcomes of the `num_tests` tests that the examiner did not reach.
 
-    They are "timeout" if the examiner exceeded a limit of time, "error" for another limit: values
-    of the code under test can cause both. Raises ValueError if it ended within its limits, which
-    is a fault of the tests.
+    They are "timeout" if the examiner exceeded a time limit, "error" for another limit; tested code
+    can cause both. Raises ValueError if the examiner ended within its limits, which is a fault of
+    the tests.
     """
     if not finished.ended_by:
         last = finished.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -240,7 +241,7 @@ def _missing(finished: Finished, num_tests: int) -> list[str]:
 
 
 class _Candidate:
-    """The code under test, in a sandbox that is started again when it has ended."""
+    """The tested code, in a sandbox that is started again when its program has ended."""
 
     def __init__(self, sandbox: Sandbox, code: str, limit_s: float) -> None:
         self._sandbox = sandbox
@@ -250,7 +251,10 @@ class _Candidate:
         self._context = contextlib.AsyncExitStack()
 
     async def answer(self, call: object) -> dict[str, object]:
-        """Returns the code's answer to a call, or {"ended": the test's outcome} without one."""
+        """Returns the code's answer to a call, or {"ended": OUTCOME} if it gives no valid answer.
+
+        OUTCOME is the outcome of the test, "timeout" or "error".
+        """
         try:
             program = self._program or await self._start()
             program.stdin.write(json.dumps(call).encode() + b"\n")
@@ -269,7 +273,7 @@ class _Candidate:
             return {"ended": "error"}
 
     async def end(self) -> None:
-        """Ends the program, if it is there."""
+        """Ends the program if it runs."""
         self._program = None
         context, self._context = self._context, contextlib.AsyncExitStack()
         await context.aclose()
@@ -293,7 +297,7 @@ async def _said(program: StartedProgram, limit_s: float) -> dict[str, object]:
 
 
 def code_of(reply: str) -> str:
-    """Returns the last block of code of a reply; without any block, the reply."""
+    """Returns the last block of code of a reply, or the whole reply if it has no block."""
     blocks = BLOCK.findall(reply)
     return textwrap.dedent(blocks[-1]) if blocks else reply
 

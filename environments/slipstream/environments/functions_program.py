@@ -1,14 +1,14 @@
-"""Two programs, each in a sandbox of its own, whose messages the environment passes on.
+"""Two programs, each in a sandbox of its own, between which the environment passes messages.
 
     python functions_program.py examiner|candidate
 
-The examiner has the tests and the expected values. Where a test calls a function that is examined,
-it gets a stand-in that writes the call as a line of JSON and reads the value from the next line.
-The candidate has the functions and answers such calls. So code under test sees the arguments, but
-not the test, its expected values or its verdict; the test gets values of built-in types only, whose
-`==` the code under test cannot override.
+The examiner has the tests and the expected values. In place of a tested function, a test calls a
+stand-in that writes the call as a line of JSON and reads the value from the next line. The
+candidate has the functions and answers such calls. So tested code sees the arguments, but not the
+test, its expected values or its verdict; the test gets values of built-in types only, whose `==`
+the tested code cannot override.
 
-Nothing but Python's own library is imported: this file alone lies in the sandbox.
+Only Python's standard library is imported: the sandbox contains no other file.
 """
 
 import builtins
@@ -85,7 +85,7 @@ _KINDS: dict[str, Callable[[Value], Value]] = {
 def examine(hears: IO[str], says: IO[str]) -> None:
     """Runs the tests in turn, and writes {"outcome": ...} to `says` after each one.
 
-    Calls of examined functions are written to `says` too; their answers come from `hears`.
+    Calls of tested functions are written to `says` too; their answers are read from `hears`.
     """
     with open("exam.json", encoding="utf-8") as file:
         exam = json.load(file)
@@ -134,7 +134,10 @@ def _error(name: Value, text: str) -> Exception:
 
 
 def answer_calls(hears: IO[str], says: IO[str]) -> None:
-    """Writes {"is": "started"}, loads the functions, writes {"is": "ready"}, then answers calls."""
+    """Writes {"is": "started"}, loads the functions, writes {"is": "ready"}, then answers calls.
+
+    Calls are read from `hears`; everything is written to `says`.
+    """
     _say(says, {"is": "started"})
     functions = runpy.run_path("solution.py", run_name="solution")
     _say(says, {"is": "ready"})
@@ -156,7 +159,7 @@ def _say(says: IO[str], what: object) -> None:
 
 
 def main(role: str) -> None:
-    """Talks on stdin and stdout; what tests and functions print goes to stderr."""
+    """Runs the examiner or the candidate on stdin and stdout; other output goes to stderr."""
     says = os.fdopen(os.dup(1), "w", encoding="utf-8")
     hears = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(2, 1)

@@ -1,6 +1,6 @@
 """Judges and reward models: models behind an endpoint that score replies.
 
-`Judge` and `RewardModel` are for environments of your own; `Judged`, `Rewarded` and `JudgedByStart`
+`Judge` and `RewardModel` are for your own environments; `Judged`, `Rewarded` and `JudgedByStart`
 ask the questions of a file. Waits for: the endpoint. Unblocked by: its answer, or `timeout_s` after
 the last retry began.
 """
@@ -45,7 +45,7 @@ MAX_ANSWER_BYTES = 4 << 20
 
 
 class Form(BaseModel, strict=True):
-    """The fields of a server's answer that are used; `kind` describes the answer in errors."""
+    """The fields that are used of a server's answer; `kind` describes the answer in errors."""
 
     kind: ClassVar[str]
 
@@ -73,7 +73,7 @@ class CallLimits(TypedDict, total=False):
 
 
 class JudgeOptions(CallLimits, total=False):
-    """Optional arguments of `Judge`, which describes them."""
+    """Optional arguments of `Judge`; see there."""
 
     answer: Literal["number", "json"]
     lowest: float
@@ -112,11 +112,12 @@ class Judge:
         max_tokens: int = 1024,
         **limits: Unpack[CallLimits],
     ) -> None:
-        """In `prompt` the text {NAME} stands for the field NAME that `score` is given.
+        """`prompt` is the text for the judge; {NAME} in it stands for `fields["NAME"]`.
 
-        With `answer` "number" the score is the one number on the last line of the judge's reply
-        that is not empty; "7/10" are two. With "json" it is the field `score` of the object from
-        the reply's first { to its last }. Raises ConfigError for arguments that cannot work.
+        With `answer` "number" the score is the only number on the last line of the judge's reply
+        that is not empty; "7/10" has two, which is an error. With "json" it is the field `score` of
+        the object from the reply's first { to its last }. Raises ConfigError for arguments that
+        cannot work.
         """
         check_choice("answer", answer, ("number", "json"))
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
@@ -136,7 +137,7 @@ class Judge:
         self._max_tokens = max_tokens
 
     async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
-        """Returns the judge's score. Raises JudgeError, which names why there is none.
+        """Returns the judge's score. Raises JudgeError with the reason if there is none.
 
         `fields` fill the prompt. With the `endpoint` of an agent's episode the judge is the model
         as it was at the start of the run.
@@ -178,7 +179,7 @@ class Judge:
 
 
 class JudgeServer:
-    """A client of a scoring server; raises failures as JudgeError with the server's name."""
+    """A client of a scoring server; it raises failures as JudgeError, with the server's name."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class JudgeServer:
         timeout_s: float = 60.0,
         max_retries: int = 5,
     ) -> None:
-        """Raises ConfigError for arguments that cannot work."""
+        """Takes address, key and limits of the server; raises ConfigError if they cannot work."""
         check_at_least("max_open", max_open, 1)
         check_at_least("max_retries", max_retries, 0)
         check_above_0("timeout_s", timeout_s)
@@ -213,7 +214,7 @@ class JudgeServer:
     ) -> Answer:
         """Posts `body` to `url`, and returns the answer as a `form`.
 
-        With an episode's `endpoint`, the judge behind it is asked in place of the server.
+        With an episode's `endpoint`, it asks that endpoint's judge instead of the server.
         """
         client = self._client
         if endpoint is not None:
@@ -251,7 +252,7 @@ class _Questions(Environment[Row]):
     """Asks the questions of a .jsonl or .parquet file."""
 
     def __init__(self, path: str, question: str, instruction: str) -> None:
-        """Takes the questions of the column `question`, each put into `instruction`."""
+        """Takes the questions in the column `question`, each inserted into `instruction`."""
         check_holds("instruction", instruction, "{question}")
         self._instruction, self._question = instruction, question
         self._rows = list(read_rows(Path(path)))
@@ -292,8 +293,8 @@ class Judged(_Questions):
     ) -> None:
         """`base_url` and `model` name the judge, whose key is in `api_key_file`.
 
-        `rubric` is what the judge reads: {reply} stands for the reply and {NAME} for the column
-        NAME. `options` are those of `Judge`. Raises ConfigError, which names what
+        `rubric` is the text for the judge: {reply} stands for the reply and {NAME} for the column
+        NAME. `options` are those of `Judge`. Raises ConfigError, which names the argument that
         cannot work.
         """
         check_holds("rubric", rubric, "{reply}")
@@ -338,8 +339,8 @@ class Rewarded(_Questions):
     ) -> None:
         """`base_url` and `model` name the reward model, whose key is in `api_key_file`.
 
-        The rest are the arguments of `RewardModel`. Raises ConfigError, which names what
-        cannot work.
+        The rest are the arguments of `RewardModel`. Raises ConfigError, which names the argument
+        that cannot work.
         """
         super().__init__(path, question, instruction)
         self._model = RewardModel(
@@ -352,7 +353,7 @@ class Rewarded(_Questions):
         )
 
     async def step(self, reply: str) -> StepResult:
-        """Asks the reward model about the question and the reply without its reasoning."""
+        """Returns as reward the model's score of the reply, without its reasoning."""
         said = reply.content if isinstance(reply, Reply) else reply
         asked = {"role": "user", "content": self._asked}
         return StepResult(await self._model.score([asked, {"role": "assistant", "content": said}]))
@@ -420,7 +421,7 @@ class RewardModel:
         api_key: str = "none",
         **limits: Unpack[CallLimits],
     ) -> None:
-        """The score is output `label` of the model's head, raw unless `as_probability`.
+        """The score is output number `label` of the model's head, raw unless `as_probability`.
 
         Raises ConfigError for arguments that cannot work.
         """
@@ -436,7 +437,7 @@ class RewardModel:
     async def score(self, messages: Sequence[Mapping[str, str]]) -> float:
         """Returns the model's score of a conversation.
 
-        Raises JudgeError, which names why there is none.
+        Raises JudgeError with the reason if there is none.
         """
         body = {
             "model": self._model,

@@ -27,7 +27,7 @@ Row: TypeAlias = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class HubData:
-    """A split of a data set on the hub; by default its newest revision and default config."""
+    """A split of a data set on the hub; None means its newest revision or its default config."""
 
     name: str
     config: str | None = None
@@ -70,7 +70,7 @@ def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
 
 
 def _configs(readme: Path) -> list[dict[str, Any]]:
-    """Returns `configs` from the front matter of a README, or [] without one."""
+    """Returns `configs` from the front matter of a README, or [] if it has none."""
     if not readme.is_file():
         return []
     from huggingface_hub import metadata_load
@@ -80,7 +80,7 @@ def _configs(readme: Path) -> list[dict[str, Any]]:
 
 
 def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
-    """Returns patterns of the split's files: those that `configs` name, or the usual names."""
+    """Returns glob patterns of the split's files: those named in `configs`, or the usual names."""
     names = [str(each.get("config_name", "default")) for each in configs]
     name = data.config
     if name is None and len(names) > 1:
@@ -101,7 +101,7 @@ def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
 
 
 def _named_files(data: HubData, data_files: object) -> list[str]:
-    """Returns the patterns of the split in `data_files`, in any form that the hub knows."""
+    """Returns the split's glob patterns in `data_files`, which has any form that the hub allows."""
     if isinstance(data_files, dict):
         by_split = dict(data_files)
     elif isinstance(data_files, list) and all(isinstance(each, dict) for each in data_files):
@@ -141,10 +141,10 @@ def read_questions(
 ) -> list[Question]:
     """Returns the questions of a file or of a data set on the hub in its order, each once.
 
-    `question` and `answer` name columns; a dot leads into a column of objects. A question is a
-    text, or a list of messages with role and content. If `answer` is None, answers are empty.
-    `duplicates` says whether a repeated question is an error or is dropped. Raises ConfigError,
-    which names the row, or the columns that exist, when the file cannot be used.
+    `question` and `answer` name columns; "a.b" is the field b of the objects in column a. A
+    question is a text, or a list of messages with role and content. If `answer` is None, answers
+    are "". `duplicates` says whether a repeated question is an error or is dropped. If the file
+    cannot be used, raises ConfigError, which names the row, or the columns that exist.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
     for number, row in enumerate(read_rows(path), start=1):
@@ -168,7 +168,7 @@ def read_questions(
 def read_rows(path: Path | HubData) -> Iterable[Row]:
     """Returns the rows of a .jsonl or .parquet file, or of a data set on the hub.
 
-    Raises ConfigError, which names what is wrong in it.
+    Raises ConfigError, which names the fault.
     """
     if isinstance(path, HubData):
         return read_hub_rows(path, read_rows)

@@ -40,13 +40,13 @@ class Questions(Environment[Question]):
     Each gets one reply. A subclass that judges by its own `step` finds the question, its answer and
     its row in `self.question`.
 
-    `judge`: "math_verify" compares as mathematics: 1/2 is 0.5, and the last or boxed expression of
-    the reply counts. "exact" compares as text; "contains" looks for the answer in the reply. The
-    reward of these is 1 or 0. "module:function" names a function, plain or async, that takes
-    `reply` and any of `question`, `answer` and `row` by these names; it returns the reward, or a
-    mapping of metrics with the reward under "reward".
+    `judge` "math_verify" compares as mathematics: 1/2 equals 0.5, and the last or boxed expression
+    of the reply counts. "exact" compares as text; "contains" looks for the answer in the reply.
+    These give reward 1 or 0. "module:function" names a function, plain or async, that takes `reply`
+    and any of `question`, `answer` and `row` by these names; it returns the reward, or a mapping of
+    metrics with the reward under "reward".
 
-    With `split` "train" and "heldout" one in `heldout_one_in` questions is held out, by a hash of
+    With `split` "train" or "heldout", one in `heldout_one_in` questions is held out, by a hash of
     its text: no seed and no other order brings it into training.
     """
 
@@ -72,12 +72,12 @@ class Questions(Environment[Question]):
     ) -> None:
         """`path` is a file, or "hf:OWNER/NAME" with the `hub_` arguments.
 
-        `question` and `answer` are columns; a dot leads into a column of objects. The column
-        `answer` is not read for a function that does not take the answer.
+        `question` and `answer` are columns; "a.b" is the field b of the objects in column a. The
+        column `answer` is not read for a function that does not take the answer.
 
         `instruction` is put around a question that is a text. Where the text `answer_after` occurs
-        in an answer or a reply, only what follows its last occurrence counts. `limit` takes the
-        first questions of the split, after shuffling. Raises ConfigError for wrong arguments.
+        in an answer or a reply, only what follows its last occurrence counts. `limit` keeps only
+        the first questions of the split, after shuffling. Raises ConfigError for wrong arguments.
         """
         self._function = JudgeFunction(judge) if ":" in judge else None
         if self._function is None:
@@ -124,7 +124,7 @@ class Questions(Environment[Question]):
         return [*system, *before, last]
 
     async def step(self, reply: str) -> StepResult:
-        """Judges the reply as `judge` says."""
+        """Judges the reply in the way that the argument `judge` names."""
         answer, given = self._tail(self.question.answer), self._tail(reply)
         if self._function is not None:
             return await self._function.judge(self.question, answer, given)
@@ -147,7 +147,7 @@ class JudgeFunction:
     """A function that judges replies, with the arguments that it takes."""
 
     def __init__(self, reference: str) -> None:
-        """`reference` is "module:function".
+        """Imports the function that `reference` names as "module:function".
 
         Raises ConfigError if there is no such function, or it needs arguments that no judge gets.
         """
@@ -161,7 +161,7 @@ class JudgeFunction:
         return "answer" in self._taken
 
     async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
-        """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
+        """Returns the function's reward and metrics. Raises EnvironmentFailed if it gives none."""
         known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):
@@ -178,7 +178,7 @@ class JudgeFunction:
 
 
 def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the names of those `ARGUMENTS` that `function` takes.
+    """Returns the names in `ARGUMENTS` that are parameters of `function`.
 
     Raises ConfigError if it requires others, or does not take `reply`.
     """
@@ -201,7 +201,7 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def is_heldout(question: Question, one_in: int) -> bool:
-    """Whether a question is held out, as one in `one_in` is; its text alone decides."""
+    """Whether a question is held out; a hash of its text holds out one in `one_in`."""
     text = "\0".join(f"{message.role}\0{message.content}" for message in question.messages)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0
@@ -220,10 +220,10 @@ def _plain(text: str) -> str:
 
 
 class MathJudge:
-    """Runs math-verify behind a pipe; the first comparison starts the process."""
+    """Compares answers with math-verify in a process, which the first comparison starts."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """`timeout_s` is the limit of one comparison."""
+        """Takes the time limit of one comparison."""
         self._timeout_s = timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
@@ -279,7 +279,8 @@ class MathJudge:
 class MathVerdict:
     """The result of a comparison.
 
-    `readable`: an expression was found in the reply. `timed_out`: the comparison was abandoned.
+    `readable` says that an expression was found in the reply, `timed_out` that the comparison was
+    abandoned.
     """
 
     right: bool
@@ -290,7 +291,7 @@ class MathVerdict:
 async def _ask(
     process: asyncio.subprocess.Process, request: dict[str, str]
 ) -> dict[str, bool] | None:
-    """Returns the process's answer; None when the process has ended."""
+    """Returns the process's answer, or None if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:

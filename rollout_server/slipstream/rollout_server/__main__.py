@@ -1,7 +1,8 @@
-"""`python -m slipstream.rollout_server`: one rollout server.
+"""`python -m slipstream.rollout_server`: runs one rollout server.
 
-Exit codes: 0 the server drained, 1 something broke (the cause is on stderr), 2 a ConfigError (wrong
-settings, or the controller refuses the server), 4 vLLM's engine did not start.
+Exit codes: 0 means that the server drained, 1 that something broke (the cause is on stderr), 2 a
+ConfigError (wrong settings, or the controller refuses the server), 4 that vLLM's engine did not
+start.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class _NotStarted(Exception):
-    """vLLM's engine did not start; its cause says why."""
+    """Raised if vLLM's engine did not start; `__cause__` is the reason."""
 
 
 # Output kept of each environment worker; older lines are removed.
@@ -58,7 +59,7 @@ WORKER_LOG_BYTES = 16 << 20
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one server until it is told to stop; returns the exit code."""
+    """Runs one server until it is asked to stop; returns the exit code."""
     options = _parse(arguments)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_settings(path: Path, max_episodes: int | None) -> Config:
-    """Returns the settings in `path`; `max_episodes` overrides the file's unless it is None.
+    """Returns the settings in `path`; `max_episodes`, unless None, replaces that in the file.
 
     Raises ConfigError if they are invalid.
     """

@@ -80,7 +80,7 @@ RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 
 class ParsedReply(NamedTuple):
-    """The parts of a reply that the run's parsers found; `content` is the text without the rest."""
+    """The parts of a reply that the run's parsers found; `content` is the remaining text."""
 
     content: str
     reasoning: str = ""
@@ -88,14 +88,14 @@ class ParsedReply(NamedTuple):
 
     @property
     def message(self) -> ChatMessage:
-        """The reply as a message of a history."""
+        """The reply as a message of the conversation."""
         return ChatMessage(
             "assistant", self.content, tool_calls=self.tool_calls, reasoning=self.reasoning
         )
 
 
 class TemplateInputs(NamedTuple):
-    """A chat template's inputs besides the messages, as JSON texts; "" for none.
+    """The inputs of a chat template besides the messages, as JSON texts; "" means no input.
 
     `tools` is a list of function schemas, `values` an object of values by name.
     """

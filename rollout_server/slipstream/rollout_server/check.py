@@ -1,4 +1,4 @@
-"""Checks that vLLM takes a run's settings: `python -m slipstream.rollout_server.check < FILE`.
+"""Checks that vLLM accepts a run's settings: `python -m slipstream.rollout_server.check < FILE`.
 
 Values are checked against the types of vLLM's arguments, parsers against its lists of parsers. With
 a parser of tool calls the chat template is tried too. No weights are read, no engine is started.
@@ -19,7 +19,7 @@ from slipstream.rollout_server import process
 
 
 def main() -> int:
-    """Returns 0, or 2 with the first fault as the last line of stderr."""
+    """Checks the settings; returns 0, or 2 with the first fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     server = config.rollout_server
     # vLLM reads these when it is imported.

@@ -17,7 +17,7 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 class EngineDied(SlipstreamError):
-    """The inference engine is gone: nothing can be generated until the server is started again."""
+    """The inference engine has ended; nothing can be generated until the server restarts."""
 
 
 class GenerationFailed(SlipstreamError):
@@ -43,12 +43,12 @@ class Sampling:
     """How replies are sampled, and the limits of an episode.
 
     `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
-    counts context and sampled tokens of each branch, `total_tokens` those of all branches,
-    `max_turns` the replies of all branches, where 0 is 256. With `ignore_eos` a
-    reply does not end at the end-of-text token. `max_prompt_tokens` limits the context before the
-    first reply; with 0 it need only leave room for one token of that reply. A reply also ends with
-    the first of `stop_token_ids`, and with the token that completes the first of the texts in
-    `stop`. `adapter` names the adapter that samples; "": the run's only one, or none.
+    counts context and sampled tokens of each branch, `total_tokens` those of all branches.
+    `max_turns` counts the replies of all branches; 0 means 256. With `ignore_eos` a reply does not
+    end at the end-of-text token. `max_prompt_tokens` limits the context before the first reply;
+    with 0, it need only leave room for one token of that reply. A reply also ends with the first of
+    `stop_token_ids`, and with the token that completes the first of the texts in `stop`. `adapter`
+    names the adapter that samples, or is "" if the run has at most one.
     """
 
     temperature: float
@@ -69,7 +69,7 @@ class Sampling:
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
-        """The settings of a message: each field is the message's field of the same name."""
+        """Returns the settings of a message; each field is the message's field of the same name."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             value = getattr(message, field.name)
@@ -79,7 +79,7 @@ class Sampling:
 
     @property
     def total_tokens(self) -> int:
-        """The largest number of tokens of an episode, all branches together."""
+        """The most tokens that an episode can have, all branches together."""
         return self.max_total_tokens or self.max_episode_tokens
 
     @property
@@ -94,8 +94,8 @@ class Generation:
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
     each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of
-    the prompt came from the prefix cache. `expert_ids` is [tokens, layers, experts per token];
-    None: the engine does not record experts. It holds the experts of each token from
+    the prompt came from the prefix cache. `expert_ids` is [tokens, layers, experts per token], or
+    None if the engine does not record experts. It holds the experts of each token from index
     `experts_from` on, as the token was first computed. The last sampled token was never computed
     and is left out.
     """
@@ -114,7 +114,7 @@ class Generation:
 
     @classmethod
     def unbegun(cls) -> Generation:
-        """Returns the empty reply to a request that was cancelled before the engine knew it."""
+        """Returns the empty reply to a request that was cancelled before it reached the engine."""
         nothing = np.empty(0, dtype=np.float32)
         return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)
 
@@ -127,10 +127,10 @@ PartSize: TypeAlias = Literal["chunks", "large", "tokens"]
 class TextOptions:
     """How the text of a reply is decoded, and the options of a single request.
 
-    `stop`: stop texts besides those of `Sampling`. `num_logprobs`: how many most probable tokens
-    are returned for each position, besides the sampled one; None: none. `is_streamed`: parts are
-    yielded while the reply is sampled, in the size `parts`. `by_start`: the initial model samples,
-    see `Engine.keeps_start`. `with_stop`: the text includes the stop text.
+    `stop` are stop texts besides those of `Sampling`. `num_logprobs` most probable tokens are
+    returned for each position, besides the sampled token; None means none. With `is_streamed`,
+    parts of the size `parts` are yielded while the reply is sampled. With `by_start` the initial
+    model samples, see `Engine.keeps_start`. With `with_stop` the text includes the stop text.
     """
 
     is_streamed: bool = False
@@ -148,7 +148,7 @@ class TextOptions:
 class TextPart:
     """A part of a reply: new tokens and their text; the last part has the whole `generation`.
 
-    `top_logprobs` are vLLM's, one mapping for each token, if `num_logprobs` was asked for.
+    `top_logprobs` are vLLM's, one mapping for each token, if the request has `num_logprobs`.
     `stop_reason` is the stop text or token that ended the reply.
     """
 
@@ -163,7 +163,7 @@ class TextPart:
 class EngineUse:
     """The counters of an engine since its start.
 
-    `generated_tokens` counts all tokens that the engine handed out, without those of probes;
+    `generated_tokens` counts all tokens that the engine returned, without those of probes;
     `returned_tokens` those of generations that ended, `judged_tokens` those of judges' replies.
     `drafted_tokens` were proposed by speculative decoding, `accepted_tokens` of them were kept.
     `steps` counts the steps that sampled tokens.
@@ -183,14 +183,14 @@ class EngineUse:
 class LoadedWeights:
     """How an engine loaded new weights, and how many seconds each stage took.
 
-    `by_plan`: a copy plan loaded the weights, not vLLM's loader. `pause_s`: until the engine had
-    paused; with a plan buckets arrive meanwhile. `receive_s`: a worker waited for buckets, idle;
-    `load_s`: the rest of its time. `wire_s`: from the first broadcast's start on the worker that
-    joined last to the end of the last broadcast; 0 if it cannot be timed. `already_resumed`: the
-    engine was idle and has the new version already, so `resume` takes no time. `takes_deltas`: the
-    next update may be a delta. `began_s`: the monotonic time at which the last step under way had
-    ended and the copies began; 0 if unknown. `staged`: all buckets had arrived before the copies
-    began.
+    `by_plan` says that a copy plan loaded the weights, not vLLM's loader. `pause_s` lasted until
+    the engine had paused; with a plan, buckets arrive meanwhile. In `receive_s` a worker waited for
+    buckets, idle; `load_s` is the rest of its time. `wire_s` lasted from the start of the first
+    broadcast on the worker that joined last to the end of the last broadcast; 0 if it cannot be
+    timed. `already_resumed` says that the engine was idle and has the new version already, so that
+    `resume` takes no time. `takes_deltas` says that the next update may be a delta. `began_s` is
+    the monotonic time at which the current step had ended and the copies began; 0 if unknown.
+    `staged` says that all buckets had arrived before the copies began.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -205,7 +205,7 @@ class LoadedWeights:
     staged: bool = False
 
     def stages(self, prepare_s: float, paused_at_s: float | None) -> fleet_pb2.PublishStages:
-        """Returns the stages of the publish; `paused_at_s`: when requests began to wait, if any."""
+        """Returns the stages of the publish; requests waited from `paused_at_s`, None if none."""
         return fleet_pb2.PublishStages(
             prepare_s=prepare_s,
             pause_s=self.pause_s,
@@ -235,11 +235,11 @@ class Engine(Protocol):
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the newest `resume`; None before the first."""
+        """The version of the newest `resume`, or None before the first."""
 
     @property
     def keeps_start(self) -> bool:
-        """Whether it can also sample from the initial model: the weights without an adapter."""
+        """Whether the engine can also sample from the initial model, without an adapter."""
 
     @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
@@ -250,7 +250,7 @@ class Engine(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """Number of experts in each mixture-of-experts layer; 0: the model has none."""
+        """The number of experts in each mixture-of-experts layer, or 0 if the model has none."""
 
     async def generate(
         self,
@@ -264,9 +264,9 @@ class Engine(Protocol):
     ) -> Generation:
         """Samples at most `max_tokens` tokens; waits while the engine is paused.
 
-        `images` are those of the prompt, which holds their tokens already.
-        An engine that records experts returns those of the tokens from `experts_from` on.
-        Raises GenerationFailed when this request cannot be served, EngineDied when no request can.
+        `images` are those of the prompt, in which their tokens are already inserted. An engine that
+        records experts returns those of the tokens from index `experts_from` on. Raises
+        GenerationFailed when this request cannot be served, EngineDied when no request can.
         """
 
     def stream(
@@ -280,13 +280,13 @@ class Engine(Protocol):
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
-        """Does what `generate` does, and returns the text too, in parts; read it to its end."""
+        """Samples like `generate`, and yields tokens and text in parts; read it to its end."""
 
     async def cancel(self, request_id: str) -> None:
-        """Ends an open generation, paused or not; `generate` returns the tokens handed out."""
+        """Ends an open generation, paused or not; `generate` returns the tokens so far."""
 
     async def pause(self) -> None:
-        """Pauses all requests between two tokens and forgets every cached prefix."""
+        """Pauses all requests between two tokens and discards all cached prefixes."""
 
     async def rest(self, *, give_back: bool) -> None:
         """Pauses all requests until `resume`; cached prefixes stay.
@@ -298,17 +298,17 @@ class Engine(Protocol):
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """Joins the communicator and prepares for a whole set of weights; need not be paused.
+        """Joins the communicator and prepares to receive a whole set of weights; may run unpaused.
 
-        An empty `layout` stands for that of the publish before. After a WeightSyncError the weights
-        are unchanged.
+        An empty `layout` means the layout of the previous publish. After a WeightSyncError the
+        weights are unchanged.
         """
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """Pauses and loads the weights of `prepare_weights`; samples nothing until `resume`.
 
-        Call `pause` instead of `resume` where these weights may not be used. After a
-        WeightSyncError the weights are unusable, but the next publish may try again.
+        If these weights may not be used, call `pause` instead of `resume`. After a WeightSyncError
+        the weights are unusable, but the next publish may try again.
         """
 
     async def resume(self, version: PolicyVersion) -> None:
@@ -317,13 +317,13 @@ class Engine(Protocol):
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        """Returns the log-probability of every token but each sequence's first, in one array.
+        """Returns the log-probability of every token but each sequence's first, in one flat array.
 
-        `adapters` names the adapter of each sequence; a name that is missing counts as "".
+        `adapters` names the adapter of each sequence; a missing name means "".
         """
 
     async def watch(self) -> None:
-        """Raises EngineDied when the engine is gone or hangs; never returns."""
+        """Raises EngineDied when the engine has ended or hangs; never returns."""
 
     async def aclose(self) -> None:
         """Stops the engine and all of its processes."""

@@ -33,10 +33,11 @@ Observation: TypeAlias = Any
 class Gymnasium(Environment[int]):
     """Plays one episode of `gymnasium.make(id, **kwargs)`; the reward is the sum of its rewards.
 
-    A reply is one action, a task the seed of `reset`: all members of a group begin alike. A reply
-    without a legal action takes no step and adds `illegal_reward`; the `max_illegal`-th ends the
-    episode. `text_of` and `ActionReader` say how observations and actions are written; with
-    `render_mode = "ansi"` in `kwargs` the model reads the environment's own drawing.
+    A reply is one action. A task is a seed for gymnasium's `reset`, so all members of a group begin
+    alike. A reply without a legal action takes no step and adds `illegal_reward`; the
+    `max_illegal`-th such reply ends the episode. `text_of` and `ActionReader` say how observations
+    and actions are written; with `render_mode = "ansi"` in `kwargs` the model reads the
+    environment's own drawing.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Gymnasium(Environment[int]):
         illegal_reward: float = -1.0,
         max_illegal: int = 3,
     ) -> None:
-        """`instruction` opens the first message; `action_names` are words for numbered actions.
+        """Takes the text before the first observation, and words for numbered actions.
 
         `observe` names a "module:function" that turns observation and info into a text. `act` names
-        one that turns reply and action space into an action, or raises ValueError with what the
-        model should write. Raises ConfigError for arguments that cannot work.
+        a "module:function" that turns reply and action space into an action, or raises ValueError,
+        whose text says to the model what to write. Raises ConfigError for arguments that cannot
+        work.
         """
         for name, value, least in (
             ("max_illegal", max_illegal, 1),
@@ -80,7 +82,7 @@ class Gymnasium(Environment[int]):
         self._reader = self._try_out(action_names, act)
 
     def tasks(self) -> list[int] | Iterator[int]:
-        """Returns seeds: `num_tasks` of them, or an iterator without end."""
+        """Returns `num_tasks` seeds, or an endless iterator of seeds."""
         drawn = (n for n in itertools.count(self._seed) if self._split.has(str(n)))
         return drawn if self._num_tasks is None else list(itertools.islice(drawn, self._num_tasks))
 
@@ -145,7 +147,7 @@ class Gymnasium(Environment[int]):
 
 
 class ActionReader:
-    """Reads the actions of one space; `rule` says to the model what it should write."""
+    """Reads the actions of one space; `rule` tells the model what to write."""
 
     def __init__(
         self, space: Space, names: Sequence[str], function: Callable[..., Any] | None
@@ -172,7 +174,7 @@ class ActionReader:
     def read(self, reply: str) -> Value:
         """Returns the action of a reply.
 
-        Raises ValueError when it has none that the space contains.
+        Raises ValueError when the reply has no action that the space contains.
         """
         if self._function is not None:
             return self._function(reply, self._space)
@@ -229,7 +231,7 @@ class ActionReader:
 
 
 def text_of(space: Space, value: Value) -> str:
-    """Returns an observation as text. Raises ConfigError when its space has none."""
+    """Returns an observation as text. Raises ConfigError when its space has no text form."""
     match _kind(space):
         case "Discrete":
             return str(int(value))
@@ -245,7 +247,7 @@ def text_of(space: Space, value: Value) -> str:
 
 
 def show_rendering(drawn: Value) -> str:
-    """Returns an ANSI rendering as plain text, with [ ] around its coloured parts."""
+    """Returns an ANSI rendering as plain text, with [ ] around the parts that have a color."""
     if not isinstance(drawn, str):
         raise ConfigError("render_mode = 'ansi' draws no text here; give observe")
     return CODE.sub("", COLOURED.sub(r"[\1]", drawn)).strip("\n")

@@ -92,17 +92,19 @@ class OpenEnv(Environment[Start]):
         invalid_reward: float = 0.0,
         full_timeout_s: float = 30.0,
     ) -> None:
-        """`base_url`: a running server; `command` starts one for each worker, at `{port}`.
+        """Takes the server: its `base_url`, or a `command` or `image` that each worker starts.
 
-        `image` is that of a container, which Docker runs for each worker with `image_options`.
+        `{port}` in `command` stands for the server's port. Docker runs the container of `image`
+        with `image_options`.
 
-        `action`: "json" (the reply is the action, a JSON object), a table of the action's fields,
-        in whose texts {reply} stands for the reply and {number} for its last number, or
-        "module:function" of the reply. `observation`: a text in which {FIELD} stands for a field of
-        the observation, or "module:function" of the observation; by default it is read as JSON.
-        `tasks`: a number of seeds from `first_seed` on, or the arguments of each reset. `metrics`:
-        numbers of the last observation or its metadata that are kept. A server without a free
-        session is asked again for `full_timeout_s`. Raises ConfigError for wrong arguments.
+        `action` is "json" (the reply is the action, a JSON object); a table of the action's fields,
+        in whose texts {reply} stands for the reply and {number} for its last number; or a
+        "module:function" that is called with the reply. `observation` is a text in which {FIELD}
+        stands for a field of the observation, or a "module:function" that is called with the
+        observation; by default the model reads JSON. `tasks` is a number of seeds from `first_seed`
+        on, or the arguments of each reset. `metrics` names the numbers to keep of the last
+        observation or its metadata. If a server has no free session, the episode asks again for
+        `full_timeout_s`. Raises ConfigError for wrong arguments.
         """
         needs("websockets", "websockets", "pip install websockets")
         if [base_url, command, image].count(None) != 2:
@@ -158,7 +160,7 @@ class OpenEnv(Environment[Start]):
             await socket.close()
 
     async def _open(self, task: Start) -> dict[str, Any]:
-        """Opens a session and resets it; retries for `full_timeout_s` while the server is full."""
+        """Opens a session and resets it; while the server is full, retries for `full_timeout_s`."""
         loop = asyncio.get_running_loop()
         full_at_s = loop.time() + self._full_timeout_s
         while True:
@@ -221,7 +223,7 @@ class OpenEnv(Environment[Start]):
     def _chosen(self, seen: Mapping[str, Any]) -> dict[str, float]:
         """Returns the values of the metrics that the argument `metrics` names.
 
-        Raises RuntimeError for one that is no number.
+        Raises RuntimeError for a value that is no number.
         """
         observation = seen["observation"]
         fields = {**(observation.get("metadata") or {}), **observation}
@@ -238,7 +240,7 @@ class OpenEnv(Environment[Start]):
 
 
 class _ServerFull(Exception):
-    """The server has as many sessions as it may have."""
+    """The server has no free session."""
 
 
 class _Seeds(Sequence[Start]):
@@ -278,7 +280,7 @@ def _said(error: BaseException) -> str:
 
 
 def action_maker(rule: str | Mapping[str, Any]) -> Callable[[str], Action]:
-    """Returns the function that turns a reply into an action by `rule`, or raises NoAction.
+    """Returns the function that turns a reply into an action by `rule`; it may raise NoAction.
 
     Raises ConfigError if `rule` is invalid.
     """
@@ -307,9 +309,9 @@ class NoAction(Exception):
 
 
 def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
-    """Returns the function that turns an observation into a text by `rule`; None: into JSON.
+    """Returns the function that turns an observation into a text by `rule`.
 
-    Raises ConfigError if `rule` is invalid.
+    If `rule` is None, the text is JSON. Raises ConfigError if `rule` is invalid.
     """
     if rule is None:
         return lambda observation: _as_text(
@@ -351,7 +353,7 @@ def _json_action(reply: str) -> Action:
 
 
 def _filled(rule: Cell, reply: str) -> Cell:
-    """Replaces {reply} and {number} in the texts of a rule; "{number}" alone gives a number."""
+    """Replaces {reply} and {number} in the texts of a rule; a text "{number}" becomes a number."""
     if isinstance(rule, Mapping):
         return {name: _filled(value, reply) for name, value in rule.items()}
     if isinstance(rule, list):
@@ -373,15 +375,15 @@ def _filled(rule: Cell, reply: str) -> Cell:
 
 
 class ServerProcess:
-    """One server process, which an episode starts if it is not running.
+    """The server process of one worker; an episode starts it if it is not running.
 
-    Its output goes where its worker's output goes.
+    Its stdout and stderr are those of the worker.
     """
 
     def __init__(self, command: Sequence[str], *, is_container: bool = False) -> None:
-        """Raises ConfigError if `command` is no list with `{port}` in an argument.
+        """Takes the command; raises ConfigError if it is no list with `{port}` in an argument.
 
-        A container's port accepts connections before its server does, so /health is polled.
+        The port of a container accepts connections before its server does, so /health is polled.
         """
         if isinstance(command, str) or not command or not any("{port}" in c for c in command):
             raise ConfigError(
@@ -397,7 +399,8 @@ class ServerProcess:
     async def base_url(self) -> str:
         """Starts the server unless it runs, and returns its address once it answers.
 
-        Raises RuntimeError if it ends while it starts. The episode's own limit bounds the wait.
+        Raises RuntimeError if the server ends while it starts. The time limit of the episode bounds
+        the wait.
         """
         async with self._starting:
             is_new = False
@@ -412,14 +415,14 @@ class ServerProcess:
         return f"http://{LOOPBACK}:{self._port}"
 
     def ended(self) -> str:
-        """Returns how the server ended; "" while it runs."""
+        """Returns how the server ended, or "" while it runs."""
         if self._process is None or self._process.poll() is None:
             return ""
         code = self._process.returncode
         return f"{self._command[0]} ended with code {code}; the worker's log has its output"
 
     async def close(self) -> None:
-        """Ends the server now rather than with the worker."""
+        """Ends the server now; otherwise it would run until the worker ends."""
         if self._process is not None:
             await asyncio.to_thread(_stop, self._process)
 

@@ -15,9 +15,9 @@ Foreign: TypeAlias = Any
 
 
 def import_package(module: str, *, install: str) -> ModuleType:
-    """Imports a framework.
+    """Imports and returns the package of a framework.
 
-    Raises ConfigError, which names what is missing and the command that installs it.
+    Raises ConfigError, which names the missing package and the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -57,7 +57,7 @@ def import_function(argument: str, reference: str) -> Callable[..., Any]:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Returns an error that begins with `what` and `name`, and suggests names of `known`."""
+    """Returns an error that begins with `what` and `name` and suggests names from `known`."""
     if near := near_names(name, known := sorted(known)):
         return ConfigError(f"{what} {name!r}; {did_you_mean(near)}")
     shown = ", ".join([*known[:MAX_SHOWN_NAMES], *["..."] * (len(known) > MAX_SHOWN_NAMES)])

@@ -42,9 +42,9 @@ class ReasoningGym(Environment[Entry]):
     """Asks the questions of one generator, or of several with weights; one reply each.
 
     The reward is the package's own `score_answer`. A hash of a question's text decides whether it
-    is held out, one in `heldout_one_in`: no seed brings it into training. `answer` says what of a
-    reply is judged: "tags", what stands between the last <answer> and </answer>; "whole", all of
-    it; "last_line"; "number", its last number. White space around it does not count.
+    is held out, one in `heldout_one_in`: no seed brings it into training. `answer` says which part
+    of a reply is judged: "tags", the text between the last <answer> and </answer>; "whole", all of
+    it; "last_line"; "number", its last number. White space around this part does not count.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class ReasoningGym(Environment[Entry]):
     ) -> None:
         """`dataset` is a name, with options in `config`, or a list of `{name, weight, config}`.
 
-        `num_tasks`: different questions, None for no end. `system` is a text, or the name of one
-        of the package's prompts: "default" where answers stand in tags, otherwise none.
-        `evaluate_replies` allows scorers that run a reply as Python. Raises ConfigError, which
-        names what cannot work.
+        `num_tasks` is the number of different questions, None for an endless iterator. `system` is
+        a text, or the name of one of the package's prompts; by default it is "default" if answers
+        are in tags, otherwise none. `evaluate_replies` allows scorers that run a reply as Python.
+        Raises ConfigError, which names the argument that cannot work.
         """
         self._split = Split(split, heldout_one_in)
         check_at_least("num_tasks", num_tasks, 1)
@@ -97,7 +97,7 @@ class ReasoningGym(Environment[Entry]):
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
 
     def tasks(self) -> list[Entry] | Iterator[Entry]:
-        """Returns `num_tasks` different questions, or an iterator without end."""
+        """Returns `num_tasks` different questions, or an endless iterator."""
         return self._draw() if self._tasks is None else self._tasks
 
     def reset(self, task: Entry) -> list[Message]:
@@ -108,7 +108,7 @@ class ReasoningGym(Environment[Entry]):
         return [*system, Message("user", asked)]
 
     def step(self, reply: str) -> StepResult:
-        """Scores what the reply gives as its answer."""
+        """Scores the part of the reply that is its answer."""
         answer = self._cut(reply)
         try:
             score = float(self._scorer.score_answer(answer, self._entry))
@@ -179,8 +179,8 @@ class ReasoningGym(Environment[Entry]):
 class Chance:
     """A random state of `random` and numpy that is used only within `with chance.in_use()`.
 
-    Each use continues where the last one stopped. Frameworks draw from the global generators of the
-    process, which all episodes share.
+    Each use continues where the last one stopped. It is needed because frameworks draw from the
+    process's global generators, which all episodes share.
     """
 
     def __init__(self, seed: int) -> None:
@@ -208,7 +208,7 @@ class Chance:
 def _read_specs(
     dataset: str | Sequence[Spec], config: Mapping[str, Any] | None, library: ModuleType
 ) -> list[dict[str, Any]]:
-    """Returns name, weight and config of each generator, all of them known to the package."""
+    """Returns name, weight and config of each generator; all names are known to the package."""
     if isinstance(dataset, str):
         given: list[Spec] = [{"name": dataset, "config": config or {}}]
     elif config is not None:
@@ -248,7 +248,7 @@ def _check_options(name: str, config: Mapping[str, Any], library: ModuleType) ->
 
 
 def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
-    """Returns the function that extracts the answer, or None, from a reply."""
+    """Returns the function that extracts the answer from a reply, or None if the reply has none."""
     cuts: dict[str, Callable[[str], str | None]] = {
         "tags": library.utils.extract_answer,
         "whole": str.strip,

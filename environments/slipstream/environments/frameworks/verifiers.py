@@ -36,11 +36,11 @@ CHAT = "slipstream-chat"
 class Verifiers(AgentEnvironment[Any]):
     """Plays the tasks of a taskset with the agents of its environment.
 
-    The reward is the mean over the traces of trained agents. Each reward and metric of a trace is a
-    metric. What an agent says is a branch with the agent's name; agents that the environment does
-    not train have the share 0.
+    The reward is the mean over the traces of trained agents. Each reward and metric of a trace
+    becomes a metric. The replies of an agent are a branch with the agent's name; agents that the
+    environment does not train have the share 0.
 
-    An episode that verifiers does not call ok fails with its error.
+    An episode fails with the error of verifiers if verifiers does not report it as ok.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Verifiers(AgentEnvironment[Any]):
 
         A `taskset` that is a text is its `id`: an installed package, or a module. An agent without
         `runtime` runs on this machine, and one without `harness` in this process, unless the
-        taskset brings a harness of its own. `metrics` names those that are kept, by default all.
+        taskset has a harness of its own. `metrics` names the metrics to keep, by default all.
         Raises ConfigError for arguments that cannot work.
         """
         needs("verifiers.v1", "verifiers", INSTALL)
@@ -80,7 +80,7 @@ class Verifiers(AgentEnvironment[Any]):
         self._numbers = itertools.count()
 
     def tasks(self) -> Iterable[Any]:
-        """Returns the chosen tasks; those of an endless taskset have no end."""
+        """Returns the chosen tasks: a sequence, or an iterator that may be endless."""
         return list(self._tasks) if self._tasks.bounded else self._tasks
 
     async def run(self, task: Foreign, endpoint: Endpoint) -> AgentOutcome:
@@ -113,7 +113,7 @@ class Verifiers(AgentEnvironment[Any]):
 
 
 class Serving:
-    """Keeps the environment's shared services running until the worker exits."""
+    """The services that all episodes of the environment share; they run until the worker exits."""
 
     def __init__(self, env: Foreign) -> None:
         self._env = env
@@ -168,7 +168,7 @@ def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:
 def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
     """Returns a copy of `env` whose agents call the model at branches of `endpoint`.
 
-    An agent with a `client` of its own calls that one, such as a judge elsewhere.
+    An agent with its own `client`, such as a judge elsewhere, keeps calling that client.
     """
     from verifiers.v1.configs.agent import agent_config_fields
 
@@ -192,7 +192,7 @@ def _client(endpoint: Endpoint, variable: str) -> Foreign:
 
 
 def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
-    """Returns the result of an episode from its traces; `keep` names its metrics, None: all.
+    """Returns the result of an episode from its traces; `keep` names its metrics, None means all.
 
     Raises RuntimeError when the environment trains none of its agents.
     """
@@ -227,7 +227,7 @@ def _numbers(trace: Foreign) -> dict[str, float]:
 
 
 def _failure(episode: Foreign) -> str:
-    """Returns the first error of an episode, or without any how its traces stopped."""
+    """Returns the first error of an episode, or, if it has none, how its traces stopped."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)

@@ -1,7 +1,7 @@
 """A harness of verifiers that chats in the worker's own process.
 
-verifiers' `null` harness does the same as a program, which `uv run` starts for each episode after
-it has downloaded packages. Tools of a taskset are called over MCP by verifiers' own client.
+verifiers' `null` harness does the same, but in a program that `uv run` starts for each episode
+after downloading packages. Tools of a taskset are called over MCP by verifiers' own client.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
     ) -> Foreign:
         """Requests replies and runs their tool calls, until a reply has none.
 
-        A full context ends the chat too, without an error. Other errors of the API are raised.
+        The chat also ends, without an error, when the context is full. Other errors of the API are
+        raised.
         """
         client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=REPLY_LIMIT_S)
         messages = self._opening(data)

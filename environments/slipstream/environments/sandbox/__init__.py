@@ -1,6 +1,6 @@
 """The names that users need to run untrusted programs in a sandbox.
 
-They are imported on first use: the launcher, which starts with each program, needs none of them.
+They are imported on first use: the launcher of each program needs none of them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Runs one program with limits, and ends everything that it has started when it ends.
+"""Runs one program with limits; when it ends, also ends everything that it has started.
 
 Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all of which leave no
 process behind.
@@ -26,9 +26,9 @@ _END_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of a program with all that it starts.
+    """Limits of a program and of all processes that it starts.
 
-    0 means no limit for `memory_bytes` and `processes` only.
+    For `memory_bytes` and `processes`, 0 means no limit.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class ProgramLimits:
     processes: int = 0
 
     def arguments(self) -> list[str]:
-        """Returns the keeper's arguments for the limits that it watches: memory and processes."""
+        """Returns the arguments of `machine.keeper` for the limits of memory and processes."""
         return [
             *("--memory-bytes", str(self.memory_bytes), "--memory-setting", "memory_gib"),
             *("--processes", str(self.processes), "--processes-setting", "max_processes"),
@@ -46,9 +46,9 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """How a program ended: its exit status, -N for signal N, and the end of its output.
+    """The end of a program: its exit status, -N for signal N, and the last part of its output.
 
-    `limit` says in words which limit ended it; "" if none did.
+    `limit` says in words which limit ended the program; it is "" if none did.
     """
 
     status: int
@@ -57,7 +57,7 @@ class ProgramEnd:
 
     @property
     def cause(self) -> str:
-        """The reason why the program ended, in words; "" for exit status 0 within its limits."""
+        """The reason why the program ended, in words, or "" for exit status 0 within its limits."""
         if self.limit or not self.status:
             return self.limit
         if self.status > 0:
@@ -67,7 +67,7 @@ class ProgramEnd:
 
     @property
     def last_line(self) -> str:
-        """The last line of the output that is not empty; "" if there is none."""
+        """The last line of the output that is not empty, or "" if there is none."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -82,7 +82,7 @@ async def run_program(
 ) -> ProgramEnd:
     """Runs `command` in `folder`, with `variables` as its environment, and returns how it ended.
 
-    `with_errors`: its stderr belongs to its output; else it goes to this process's stderr.
+    With `with_errors` its stderr is part of its output; else it goes to this process's stderr.
     """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),
@@ -116,7 +116,7 @@ async def run_program(
 
 
 def own_program(module: str) -> list[str]:
-    """Returns the prefix of a command that runs `main` of our `module`; its arguments follow."""
+    """Returns a command that runs `main` of our `module`; the caller appends its arguments."""
     begin = f"{_OWN_PATH}from {module} import main; main(sys.argv[1:])"
     path = json.dumps([os.path.abspath(each) for each in sys.path if each])
     return [sys.executable, "-I", "-c", begin, path]
@@ -131,7 +131,7 @@ class _Output:
         self.kept = bytearray()
 
     async def read(self) -> bool:
-        """Reads to the end and returns False, or True as soon as the limit is exceeded."""
+        """Reads until the output ends and returns False; returns True above the limit."""
         while self._left >= 0:
             chunk = await self._stream.read(_CHUNK_BYTES)
             if not chunk:
@@ -142,7 +142,7 @@ class _Output:
         return True
 
     async def drop(self) -> None:
-        """Reads and forgets the rest, so that a program that writes can end."""
+        """Reads and discards the rest, so that a program that is still writing can end."""
         while await self._stream.read(_CHUNK_BYTES):
             pass
 

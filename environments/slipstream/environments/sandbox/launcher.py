@@ -2,7 +2,7 @@
 
 PLAN is a JSON object with the fields of `Plan`. The launcher stays outside of the sandbox and ends
 as its program ends: same code, same signal. Waits for: the program. Unblocked by: its end, or a
-limit of time or of the folder, at which the launcher kills itself; the keeper then ends the rest.
+limit of time or of the folder, at which the launcher kills itself and the keeper its descendants.
 """
 
 import errno
@@ -118,7 +118,7 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
 
 def _set_own_limits(plan: Plan) -> None:
-    """Sets the limits of memory and open files, which sandlock sets by itself."""
+    """Sets the limits of memory and open files, which sandlock would set itself."""
     resource.setrlimit(resource.RLIMIT_DATA, (plan.limits.memory_bytes, plan.limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (plan.limits.open_files, plan.limits.open_files))
 
@@ -130,7 +130,10 @@ def _readable(plan: Plan) -> list[str]:
 
 
 def _watched(wait: Callable[[], int], plan: Plan) -> int:
-    """Returns the program's status; kills this launcher at a limit of time or of the folder."""
+    """Returns the program's status; kills this launcher if the program exceeds a limit.
+
+    The limits are those of time and of the folder.
+    """
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
     until_s = time.monotonic() + plan.limits.seconds
@@ -153,7 +156,7 @@ def _end_for(plan: Plan, limit: str) -> NoReturn:
 
 
 def _exceeded(folder: str, limits: Limits) -> str:
-    """Returns the name of the limit that the files below `folder` exceed; "" if they do not."""
+    """Returns the name of the limit that the files below `folder` exceed, or "" if none."""
     taken, entries = 0, 0
     folders = [folder]
     while folders:

@@ -13,12 +13,12 @@ Backend: TypeAlias = Literal["sandlock", "bubblewrap"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program with all that it starts.
+    """Limits of a program and of all processes that it starts.
 
-    `processor_s`, `open_files` and `file_bytes` hold for each of its processes. `folder_bytes` are
-    on the disk; a file that is removed but still open does not count there, so each process can
-    hold up to `file_bytes` in each of its `open_files` besides. `output_bytes` hold for stdout and
-    stderr each.
+    `processor_s`, `open_files` and `file_bytes` hold for each process. `folder_bytes` limits the
+    files on the disk. A file that is removed but still open does not count there, so each process
+    can hold up to `file_bytes` more in each of its `open_files`. `output_bytes` holds for stdout
+    and for stderr.
     """
 
     seconds: float = 10.0
@@ -32,7 +32,7 @@ class Limits:
     output_bytes: int = 1 << 20
 
     def wrong(self) -> str:
-        """Says which limit is not above 0; "" if all are."""
+        """Returns a line on the first limit that is not above 0, or "" if all are."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
@@ -44,8 +44,8 @@ class Limits:
 class Plan:
     """A launcher's instructions; it writes the limit that ended the program to `cause_fd`.
 
-    The program may write below `folder`, starts in `cwd` (empty: in `folder`), and may connect to
-    `port` of 127.0.0.1 (0: to none), which only sandlock can allow.
+    The program may write below `folder`. It starts in `cwd`, or in `folder` if that is "". It may
+    connect to `port` of 127.0.0.1, or to nothing if that is 0; only sandlock can allow a port.
     """
 
     backend: Backend

@@ -1,4 +1,4 @@
-"""Runs programs that nobody trusts, such as what a model has written, with limits.
+"""Runs untrusted programs, such as code that a model has written, with limits.
 
 Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all of which leave no
 process and no file behind.
@@ -44,10 +44,10 @@ _SIGNALS_OF_LIMITS = {-signal.SIGXCPU: "processor_s", -signal.SIGKILL: "kill"}
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended: its exit status, -N for signal N, and what it wrote.
+    """The end of a program: its exit status, -N for signal N, and its output.
 
-    `ended_by` is the name of the limit that ended it, or "" if none did. It is "kill" for SIGKILL
-    of an unknown sender: under sandlock that is how a program ends that asks for too much memory.
+    `ended_by` is the name of the limit that ended it, or "" if none did. It is "kill" after a
+    SIGKILL of unknown origin; under sandlock, a program that asks for too much memory ends so.
     """
 
     status: int
@@ -73,7 +73,7 @@ class Sandbox:
         readable: Sequence[str] = (),
         backend: Backend | None = None,
     ) -> None:
-        """Takes the first of `BACKENDS` that works here, unless `backend` is given.
+        """Uses `backend`, or the first of `BACKENDS` that works here.
 
         `readable` are further paths that programs may read. Raises ConfigError if a limit is not
         above 0, or the backend does not work.
@@ -93,7 +93,7 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         stdin: bytes = b"",
     ) -> Finished:
-        """Runs a command, or a text as a Python program, with `files` in its folder."""
+        """Runs `program`, a command or the text of a Python program, with `files` in its folder."""
         async with self.start(program, files=files) as started:
             feeding = asyncio.create_task(_feed(started.stdin, stdin))
             try:
@@ -106,7 +106,7 @@ class Sandbox:
     async def start(
         self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
     ) -> AsyncIterator[StartedProgram]:
-        """Starts a program and yields it; the end of the context ends it and removes its files."""
+        """Starts a program and yields it; when the context ends, ends it and removes its files."""
         owned = OwnedFolder("sandbox")
         folder = str(owned.path)
         try:
@@ -169,7 +169,7 @@ class StartedProgram:
     """A program in a sandbox: `stdin` and `stdout` are its pipes, `finish` waits for its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, cause_fd: int) -> None:
-        """`cause_fd`: a pipe that names the limit that ended the program; `end` closes it."""
+        """Takes the process, and the pipe from which `end` reads the limit that ended it."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -180,7 +180,7 @@ class StartedProgram:
         self._errors = _Output(process.stderr, limits.output_bytes)
 
     async def finish(self) -> Finished:
-        """Waits for the program's end; the result's `stdout` lacks what was already read."""
+        """Waits for the program's end; `stdout` of the result lacks what was read before."""
         output = _Output(self.stdout, self._limits.output_bytes)
         ended_by = ""
         reading = {output.reading, self._errors.reading}
@@ -203,7 +203,7 @@ class StartedProgram:
         return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
 
     async def end(self) -> None:
-        """Ends the program with all that it has started, if it has not ended."""
+        """Ends the program and all processes that it has started, if it has not ended."""
         if self._cause_fd < 0:
             return
         self._errors.reading.cancel()
@@ -225,7 +225,7 @@ class StartedProgram:
 
 
 class _Output:
-    """Reads one pipe of a program in a task of its own; `kept` has the first `most` bytes."""
+    """Reads one pipe of a program in its own task; `kept` has the first `most` bytes."""
 
     def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
         self._stream, self._most = stream, most
@@ -246,7 +246,7 @@ class _Output:
 def first_backend() -> Backend:
     """Returns the first of `BACKENDS` that works here.
 
-    Raises ConfigError, which says why none does.
+    Raises ConfigError, with the reason for each, if none works.
     """
     reasons = []
     for backend in BACKENDS:
@@ -309,9 +309,9 @@ def _variables(folder: str) -> dict[str, str]:
 
 
 def _limit_named_in(cause: str) -> str:
-    """Returns the limit in a message of launcher or keeper: "" if the message is empty.
+    """Returns the limit that a message of launcher or keeper names, or "" for an empty message.
 
-    It is "memory_bytes" if the message names no limit.
+    If the message names no limit, it is "memory_bytes".
     """
     if not cause.strip():
         return ""

@@ -96,7 +96,7 @@ def machine_is_known() -> bool:
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """Returns the filter for `machine` (None: for this one) in the kernel's binary form."""
+    """Returns the filter for `machine`, None for this machine, in the kernel's binary form."""
     kernels_name, numbers = _MACHINES[machine or platform.machine()]
     code = [_load(_MACHINE_AT), _jump(_EQUALS, kernels_name, if_not=0, if_so=1), _give(_KILL)]
     code += [_load(_NUMBER_AT)]
@@ -117,7 +117,7 @@ def filter_program(machine: str | None = None) -> bytes:
 
 
 def give_up_privileges() -> None:
-    """Drops all capabilities and sets no_new_privs, for this process and all that it starts."""
+    """Drops all capabilities and sets no_new_privs, for this process and all its children."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = 0
     while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
@@ -128,7 +128,7 @@ def give_up_privileges() -> None:
 
 
 def install(program: bytes) -> None:
-    """Applies a filter to this process and all that it starts; it cannot be removed."""
+    """Applies a filter to this process and all its children; the filter cannot be removed."""
     code = ctypes.create_string_buffer(program, len(program))
     size = struct.calcsize("HBBI")
     described = struct.pack("HxxxxxxQ", len(program) // size, ctypes.addressof(code))
@@ -137,7 +137,7 @@ def install(program: bytes) -> None:
 
 
 def _if_called(number: int, *, allowed: Sequence[int]) -> list[bytes]:
-    """Returns instructions that refuse call `number` unless its first argument is allowed."""
+    """Returns BPF instructions that refuse call `number` unless its first argument is allowed."""
     checks = [
         _jump(_EQUALS, value, if_so=len(allowed) - index, if_not=0)
         for index, value in enumerate(allowed)

@@ -59,11 +59,11 @@ class Answering:
         has_tools: bool,
         has_drafts: bool = False,
     ) -> None:
-        """`plain` answers requests without tools, `with_tools` those with tools.
+        """Takes the applications for requests without tools (`plain`) and with tools.
 
-        `current`: the context variable from which both take the recorder and state of their call.
-        `has_tools`: `with_tools` can parse tool calls. `has_drafts`: the engine decodes
-        speculatively.
+        `current` is the context variable from which both take the recorder and state of their call.
+        `has_tools` says that `with_tools` can parse tool calls, `has_drafts` that the engine
+        decodes speculatively.
         """
         self._plain, self._with_tools = plain, with_tools
         self._current, self._model = current, model
@@ -179,7 +179,7 @@ class _Exchange:
     def __init__(
         self, method: str, path: str, body: bytes, hung_up: asyncio.Event, extra: Headers = ()
     ) -> None:
-        """`extra`: headers to add to the answer; `hung_up` is set when the client is gone."""
+        """Takes the request, headers for the answer, and an event that is set on a hang-up."""
         self._scope = _scope(method, path)
         self._body: bytes | None = body
         self._hung_up = hung_up
@@ -195,7 +195,7 @@ class _Exchange:
     ) -> AsyncGenerator[HttpPart, None]:
         """Runs the application and yields its answer in parts.
 
-        A part has the bytes that the application has sent since the part before, up to a limit.
+        A part has the bytes that the application has sent since the previous part, up to a limit.
         """
         loop = asyncio.get_running_loop()
         call: Any = application(self._scope, self._receive, self._send)
@@ -284,7 +284,7 @@ def _refused(path: str, error: RefusedRequest) -> HttpPart:
 
 
 def _error(path: str, refusal: Refusal) -> HttpPart:
-    """Returns a refusal as an error answer in the format of the API at `path`."""
+    """Returns the refusal as an error answer in the format of the API at `path`."""
     kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
     if refusal.status >= _BROKEN:
         kind = "api_error"

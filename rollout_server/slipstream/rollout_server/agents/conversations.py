@@ -1,8 +1,8 @@
 """The conversations of one episode: a tree of messages, and a token sequence for each branch.
 
 A request that repeats a conversation with at least one more message continues it. The tokens of the
-conversation stay as they were sampled; only the new messages are tokenized. A client's messages are
-compared with those that it was sent by their `MessageKey`.
+conversation stay as they were sampled; only the new messages are tokenized. The client's messages
+are compared by `MessageKey` with those that the server sent.
 
 Life of a call: `find` -> `begin` -> the engine samples -> `finish`, then `remember` with the reply
 as the client saw it. A call that samples nothing leaves no trace.
@@ -48,7 +48,7 @@ class ConversationBranch:
 
     @property
     def num_routed(self) -> int:
-        """Number of tokens whose routed experts are recorded."""
+        """The number of tokens whose routed experts are recorded."""
         return sum(map(len, self.expert_ids))
 
 
@@ -76,7 +76,10 @@ class AgentCall:
 
 @dataclass(eq=False)
 class _Node:
-    """A node of the tree: the turns that end with the messages on the path from the root."""
+    """The place of one message in the tree.
+
+    Its turns are the replies to conversations that consist of the messages from the root to here.
+    """
 
     children: dict[MessageKey, _Node] = field(default_factory=dict)
     turns: list[AgentTurn] = field(default_factory=list)
@@ -106,7 +109,7 @@ class Conversations:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that the model sampled in all branches."""
+        """The number of tokens that the model sampled in all branches."""
         return sum(sum(branch.run_lengths[1::2]) for branch in self.branches)
 
     def find(
@@ -136,7 +139,7 @@ class Conversations:
         return found
 
     def why_branch(self, settings: str, messages: Sequence[MessageKey]) -> Beginning:
-        """Returns why a request begins a branch instead of continuing one; "new" for the first."""
+        """Returns why a request begins a branch: "new" for the first one, else another cause."""
         depth, node = self._walk(settings, messages)
         deepest = max((self._walk(each, messages)[0] for each in self._roots), default=0)
         if all(each.role in _SYSTEM for each in messages[:deepest]):
@@ -153,7 +156,7 @@ class Conversations:
         return "edited" if any(each.role == ASSISTANT for each in rest) else "again"
 
     def _walk(self, settings: str, messages: Sequence[MessageKey]) -> tuple[int, _Node]:
-        """Returns how many leading `messages` the tree of `settings` has, and the last node."""
+        """Returns how many leading `messages` the tree of `settings` has, and their last node."""
         node, depth = self._roots.get(settings, _Node()), 0
         while depth < len(messages) and messages[depth] in node.children:
             node, depth = node.children[messages[depth]], depth + 1
@@ -166,11 +169,11 @@ class Conversations:
         context: list[int],
         images: Sequence[PlacedImage] = (),
     ) -> AgentCall:
-        """Opens a call: its prompt is the conversation up to the end of `turn`, then `context`.
+        """Opens a call, whose prompt is the conversation up to the end of `turn`, then `context`.
 
         If `turn` is None, the prompt is `context` alone. The call extends the branch of `turn` if
-        that ends with `turn`, has no open call and is called `name`; else it begins a branch.
-        `images` have their places in `context`.
+        that branch ends with `turn`, has no open call and is called `name`; else it begins a
+        branch. The offsets of `images` count from the start of `context`.
         """
         start = 0 if turn is None else turn.end
         known = [] if turn is None else [i for i in turn.branch.images if i.offset < start]
@@ -217,7 +220,7 @@ class Conversations:
         messages: Sequence[MessageKey],
         reply: Sequence[Sequence[MessageKey]],
     ) -> None:
-        """Adds a finished turn to the tree of messages, behind `messages` and its own reply.
+        """Adds a finished turn to the tree, below `messages` and the messages of its own reply.
 
         `reply` has the possible keys of each message of the reply; any of them leads to the turn.
         """
@@ -230,7 +233,7 @@ class Conversations:
         self._replies.update(key for keys in reply for key in keys)
 
     def note_unread(self, settings: str, messages: Sequence[MessageKey]) -> None:
-        """Notes for `why_branch` that the reply to `messages` could not be read."""
+        """Records, for `why_branch`, that the reply to `messages` could not be read."""
         node = self._roots.setdefault(settings, _Node())
         for key in messages:
             node = node.children.setdefault(key, _Node())
@@ -246,8 +249,8 @@ class MessageKey(NamedTuple):
     """A message in normalised form, equal for all notations of the same message.
 
     Text in one part equals plain text, no text equals empty text, and the arguments of a tool call
-    are compared as JSON. In a reply a part that is white space alone equals no part: streams have
-    it before a call of a tool, and clients drop it. `reasoning` is None where a message has none.
+    are compared as JSON. A part of a reply that is only white space is ignored: streams have such a
+    part before a tool call, and clients drop it. `reasoning` is None if the message has none.
     """
 
     role: str

@@ -14,7 +14,7 @@ MAX_JUDGE_CALLS = 64
 
 
 def judge_sampling(sampling: Sampling) -> Sampling:
-    """Returns the settings of a judge's replies: those of `sampling`, but greedy and not cut short.
+    """Returns the settings of a judge's replies: `sampling`, but greedy, with other limits.
 
     `max_episode_tokens` bounds each of its conversations; MAX_JUDGE_CALLS bounds their number.
     """
@@ -32,7 +32,7 @@ def judge_sampling(sampling: Sampling) -> Sampling:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error with which a call is answered: HTTP status, code and message."""
+    """The error answer to a call: HTTP status, code and message."""
 
     status: int
     code: str
@@ -45,8 +45,8 @@ class Refusal:
 class ReplyRoom:
     """The token budget of a call.
 
-    `new_tokens`: the limit of its reply. `reserved_tokens`: new context and reply together, which
-    count against the episode's limit until the call ends.
+    `new_tokens` is the limit of its reply. `reserved_tokens` are its new context and its reply
+    together, which count against the episode's limit until the call ends.
     """
 
     new_tokens: int
@@ -72,9 +72,9 @@ def room(
 ) -> ReplyRoom | Refusal | None:
     """Returns a call's token budget, or a Refusal if the episode's limits rule the call out.
 
-    Returns WAIT while open calls reserve tokens that this call needs. `prompt`: tokens of the
-    call's whole prompt. `context`: those that the call adds, which `use` does not count yet.
-    `is_new`: the call begins a branch.
+    Returns WAIT while open calls reserve tokens that this call needs. `prompt` is the number of
+    tokens of the whole prompt. `context` is the number that the call adds, which `use` does not
+    count yet. `is_new` says that the call begins a branch.
     """
     if use.turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"
@@ -105,7 +105,7 @@ def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
 
 @dataclass(frozen=True)
 class HttpCall:
-    """A request of an agent: `number` rises within an episode, `branch` is the endpoint's name."""
+    """A request of an agent; `number` grows within an episode, `branch` names the endpoint."""
 
     number: int
     method: str
@@ -128,8 +128,8 @@ class HttpPart:
 class ServedCall:
     """The state of a call that asks for a reply.
 
-    begun: `call` and `room` are set -> sampled: `turn` is set -> answered. A call without a turn
-    has sampled nothing.
+    When the call begins, `call` and `room` are set; when its reply is sampled, `turn` is set; then
+    it is answered. If `turn` stays None, the call has sampled nothing.
     """
 
     http: HttpCall

@@ -4,8 +4,8 @@ Consumes: requests of the agent, replies of the engine. Produces: the branches o
 for: the engine; room within the limits of the episode. Unblocked by: the engine's answers, the end
 of another call, `hang_up`, `cancel`.
 
-Replies are read from the HTTP answers that the client was sent, in the form in which it sends them
-back: a chat message, content blocks of Anthropic's messages, or output items of responses.
+Replies are read from the HTTP answers that the client got, in the form in which the client sends
+them back: a chat message, content blocks of Anthropic's messages, or output items of responses.
 """
 
 import asyncio
@@ -59,11 +59,11 @@ RESPONSES_PATH = "/v1/responses"
 
 
 class LimitReached(Exception):
-    """Raised for a call beyond a limit of its episode, with a bad image, or that has been ended."""
+    """Raised for a call that exceeds a limit of its episode, has a bad image, or has been ended."""
 
 
 class Recorder:
-    """Records the calls of one episode, those of its agent or those of its judge.
+    """Records the calls of one episode: those of its agent, or those of its judge.
 
     A call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`. At the end of
     the episode `cancel` ends open calls, and `settled` waits until all their tokens are recorded.
@@ -80,10 +80,10 @@ class Recorder:
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
         is_judge: bool = False,
     ) -> None:
-        """`key` names the episode; `sampled` is told the number of tokens of each generation.
+        """`key` names the episode; `sampled` is called with each generation's number of tokens.
 
-        `template_values`: the environment's values for the chat template. `is_judge`: the calls are
-        a judge's, to which the initial model replies.
+        `template_values` are the environment's values for the chat template. `is_judge` says that
+        the calls are a judge's, to which the initial model replies.
         """
         self.conversations = Conversations()
         self._responses = StoredResponses()
@@ -118,7 +118,7 @@ class Recorder:
 
     @property
     def num_open(self) -> int:
-        """Number of calls that are not closed."""
+        """The number of calls that are not closed."""
         return len(self._open)
 
     def open(self, http: HttpCall, path: str, *, is_stream: bool) -> ServedCall:
@@ -137,7 +137,7 @@ class Recorder:
             self._hang_up(opened)
 
     def hang_up(self, number: int) -> None:
-        """Ends a call whose client is gone, if it is open; the sampled tokens are recorded."""
+        """Ends call `number`, whose client is gone, if it is open; records its sampled tokens."""
         opened = self._open.get(number)
         if opened is not None:
             self._hang_up(opened)
@@ -159,7 +159,7 @@ class Recorder:
         return self._responses.expand(body)
 
     def find(self, opened: ServedCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
-        """Returns the turn that a request continues, if any; see `Conversations.find`."""
+        """Returns the turn that a request continues, or None; see `Conversations.find`."""
         self._read_replies()
         opened.settings, opened.keys = settings, keys
         name, previous = opened.http.branch, opened.previous
@@ -175,9 +175,9 @@ class Recorder:
     ) -> list[int]:
         """Waits until the episode's limits leave room for a reply; returns the call's prompt.
 
-        The prompt is the conversation up to `turn`, if any, then `context`, in which `images` have
-        their places. Raises LimitReached if there will never be room, if an image is refused, or if
-        the call has been ended.
+        The prompt is the conversation up to `turn`, if any, then `context`; the offsets of `images`
+        count from the start of `context`. Raises LimitReached if there will never be room, if an
+        image is refused, or if the call has been ended.
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
@@ -268,7 +268,7 @@ class Recorder:
             self._release(opened)
 
     def _check_images(self, images: Sequence[PlacedImage]) -> None:
-        """Raises LimitReached for more, or larger, images than an episode may have."""
+        """Raises LimitReached if images are more, or larger, than an episode may have."""
         known = {image.data for branch in self.conversations.branches for image in branch.images}
         known |= {image.data for image in images}
         most, largest = self.sampling.max_images, self.sampling.max_image_bytes
@@ -311,7 +311,7 @@ class Recorder:
         )
 
     def _read_replies(self) -> None:
-        """Adds the replies that clients have received since its last run to `conversations`."""
+        """Adds the replies that clients have received since the last call to `conversations`."""
         waiting = []
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
@@ -333,7 +333,7 @@ class Recorder:
         self._unread = waiting
 
     def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
-        """Returns the reply to a call and the keys of its messages; None if it cannot be continued.
+        """Returns the reply to a call and its messages' keys, or None if it cannot be continued.
 
         A tool call that is malformed or cut off cannot be sent back as it was sampled: the request
         after it begins a branch.
@@ -382,7 +382,7 @@ def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa:
 
 
 def response_id_of(body: bytes, *, is_stream: bool) -> str:
-    """Returns the id of a whole answer of /v1/responses."""
+    """Returns the id of a complete answer of /v1/responses."""
     if not is_stream:
         return str(json.loads(body)["id"])
     ends = [event for event in _events(body) if event.get("type") == "response.completed"]

@@ -2,7 +2,7 @@
 
 Tokens that are trained must come from the distribution of the run. A request may only shorten its
 reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed`. `StoredResponses`
-keeps the responses that later requests of an episode name as `previous_response_id`.
+keeps the responses to which later requests of an episode refer by `previous_response_id`.
 """
 
 import json
@@ -45,7 +45,7 @@ _FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"
 class RefusedRequest(Exception):
     """A request that cannot be served; the message names the value and what to do.
 
-    `code` and `param` are what clients of OpenAI's API find in the error.
+    `code` and `param` are the fields of that name in an error of OpenAI's API.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class RefusedRequest(Exception):
 class Ruled:
     """A request `body` after the run's sampling rule, and the settings that the rule overrode.
 
-    `told`: the value of `SAMPLING_HEADER`, "" if nothing is overridden. `ignored`: the names of the
-    settings that were asked for and are not applied.
+    `told` is the value of the header `SAMPLING_HEADER`, or "" if nothing was overridden. `ignored`
+    names the requested settings that were not applied.
     """
 
     body: dict[str, Any]
@@ -71,11 +71,11 @@ class Ruled:
 def rule(
     body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
 ) -> Ruled:
-    """Returns the request to serve for a JSON `body`; raises RefusedRequest if none can be.
+    """Returns the request to serve for a JSON `body`; raises RefusedRequest if it is refused.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
-    engine `has_drafts`, the seed is ignored: drafts repeat earlier replies. With the random numbers
-    that these were sampled with, likely tokens would be accepted more often than their probability.
+    engine `has_drafts`, the seed is ignored: drafts repeat earlier replies. With the same random
+    numbers as those replies, likely tokens would be accepted more often than their probability.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -150,7 +150,7 @@ PREVIOUS = "previous_response_id"
 
 @dataclass(frozen=True)
 class _Stored:
-    """All items of a conversation up to a response, inclusive, and the response's turn."""
+    """All items of a conversation up to and including a response, and the turn of the response."""
 
     items: list[Any]
     turn: AgentTurn
@@ -159,21 +159,21 @@ class _Stored:
 class StoredResponses:
     """Stores responses by id for as long as the episode lasts, as OpenAI's API does.
 
-    A request that names a `previous_response_id` is expanded to what a client without a store would
-    send: all items up to the end of that response, then its own.
+    A request with a `previous_response_id` is expanded to the request of a client that uses no
+    store: all items up to the end of that response, then its own items.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, _Stored] = {}
 
     def keep(self, response_id: str, asked: list[Any], output: list[Any], turn: AgentTurn) -> None:
-        """Stores a response: the items `asked` by its request, those of its `output`, its turn."""
+        """Stores a response: the items `asked` in its request, its `output` items and its turn."""
         self._known[response_id] = _Stored([*asked, *output], turn)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
         """Expands `body` in place to its whole input; returns the turn that it continues, or None.
 
-        Raises RefusedRequest if it names a response that is not stored.
+        Raises RefusedRequest if `body` names a response that is not stored.
         """
         if not isinstance(previous := body.get(PREVIOUS), str):
             return None

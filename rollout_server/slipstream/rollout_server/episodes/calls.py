@@ -32,8 +32,8 @@ Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentF
 class Judgement:
     """An environment's answer to a reply; `messages` follow unless the episode is `done`.
 
-    `tools` are offered from now on (`TemplateInputs`); None: as before. `given_reply`: the next
-    reply, given by the environment; "": the model replies.
+    `tools`, a text as in `TemplateInputs`, are offered from now on; None leaves them unchanged.
+    `given_reply` is the next reply, given by the environment; if it is "", the model replies.
     """
 
     reward: float
@@ -46,9 +46,9 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Opening:
-    """The first messages of an episode; `max_reply_tokens` 0 stands for the run's own limit.
+    """The first messages of an episode; `max_reply_tokens` 0 means the run's own limit.
 
-    An agent has no messages: it makes calls. `tools`: see `TemplateInputs`. `given_reply`: see
+    An agent has no messages: it makes calls. `tools` is as in `TemplateInputs`, `given_reply` as in
     `Judgement`.
     """
 
@@ -61,7 +61,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The result of an agent; `shares`, factors on the advantage, and `rewards` are by branch."""
+    """The result of an agent; `shares` (factors on the advantage) and `rewards` are by branch."""
 
     reward: float
     metrics: dict[str, float]
@@ -84,9 +84,10 @@ class StreamSession:
         on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]],
         on_close: Callable[[bool], None],
     ) -> None:
-        """`on_timeout` gets the error of a call without an answer, and returns the one to raise.
+        """`on_timeout` takes the error of a call without an answer, and returns that to raise.
 
-        `on_close` gets whether the environment answered a step or, for an agent, gave a result.
+        `on_close` is called with True if the environment answered a step or, for an agent, gave a
+        result.
         """
         self._table = table
         self._key = episode_key
@@ -113,9 +114,9 @@ class StreamSession:
     async def step(
         self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
     ) -> Judgement:
-        """Returns the verdict on a reply; `truncated`: the reply ended at a length limit.
+        """Returns the verdict on a reply; `truncated` says that the reply ended at a length limit.
 
-        `parsed` is None if no parser has read it.
+        `parsed` is None if no parser has read the reply.
         """
         command = environment_pb2.StepCommand(
             episode_key=self._key,
@@ -137,7 +138,7 @@ class StreamSession:
         )
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
-        """Returns the next call of an agent or its result, whenever it comes."""
+        """Waits without a limit for the next call of an agent or its result, and returns it."""
         if self._answers is None:
             command = environment_pb2.WorkerCommand(follow_agent={"episode_key": self._key})
             self._answers = self._table.follow(command)
@@ -156,7 +157,7 @@ class StreamSession:
     async def reply_part(self, call: int, part: HttpPart) -> None:
         """Sends the agent a part of the answer to its call.
 
-        Returns when the agent has taken it, or at once if it is the last part.
+        Returns when the agent has taken the part, or at once if it is the last part.
         """
         command = environment_pb2.ReplyPart(
             episode_key=self._key,
@@ -175,11 +176,11 @@ class StreamSession:
             await self._table.call(message, timeout_s=self._timeout_s)
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Turns the timeout error `late` of an agent into one that says where the agent hangs."""
+        """Returns an error that says where the agent of the timeout error `late` hangs."""
         return await self._on_timeout(late)
 
     def close(self) -> None:
-        """Lets the environment forget the episode, whether it is over or not; waits for nothing."""
+        """Tells the environment to drop the episode, whether it is over or not; does not wait."""
         command = environment_pb2.CloseCommand(episode_key=self._key)
         self._on_close(self._was_judged)
         try:
@@ -215,7 +216,7 @@ def _expected(
 def _check_numbers(reward: float, named: Mapping[str, Mapping[str, float]]) -> None:
     """Raises EnvironmentFailed for a number that is not finite.
 
-    An environment that a client serves need not be written with our package.
+    Client-served environments may use other code than ours, so numbers are checked here too.
     """
     numbers = {"the reward": reward} | {
         f"the {kind} {name!r}": value
@@ -265,7 +266,7 @@ class CallTable:
         send: Callable[[environment_pb2.WorkerCommand], None],
         numbers: Iterator[int] | None = None,
     ) -> None:
-        """`send` puts a command on the stream without waiting; `numbers` are the ids of calls.
+        """`send` puts a command on the stream without waiting; `numbers` yields the ids of calls.
 
         Several tables that use one stream share `numbers`.
         """
@@ -306,14 +307,14 @@ class CallTable:
         """Sends the command to follow an agent; returns the queue of its calls and its result.
 
         The queue has 1024 places. A call that would take the last place is replaced by a failure,
-        and later ones are dropped.
+        and later calls are dropped.
         """
         answers: Answers = asyncio.Queue(_MAX_WAITING_CALLS)
         self._followed[self.notify(command)] = answers
         return answers
 
     def notify(self, command: environment_pb2.WorkerCommand) -> int:
-        """Sends `command` without waiting for its answer; returns the number of the call."""
+        """Sends `command` without waiting for its answer; returns the id of the call."""
         if self._end is not None:
             raise EnvironmentFailed(self._end.kind, str(self._end))
         command.call_id = next(self._numbers)
@@ -333,7 +334,7 @@ class CallTable:
             answer.set_result(message)
 
     def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
-        """Fails every open and every later call: the stream is over."""
+        """Fails every open and every later call, because the stream has ended."""
         if self._end is not None:
             return
         self._end = EnvironmentFailed(kind, message)
@@ -360,7 +361,7 @@ def misused(cause: str) -> EnvironmentFailed:
 
 
 def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFailed) -> None:
-    """Appends an answer to a queue; in the last place as a failure, not at all if it is full."""
+    """Queues an answer: as a failure in the last place, not at all if the queue is full."""
     if answers.full():
         return
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):
@@ -369,7 +370,7 @@ def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFa
 
 
 def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
-    """Returns the kind of `failure`; ENVIRONMENT where the message has none or an unknown one."""
+    """Returns the kind of `failure`, or ENVIRONMENT if the message has none or an unknown one."""
     if failure.kind and failure.kind in trajectory_pb2.FailureKind.values():
         return failure.kind
     return trajectory_pb2.FAILURE_KIND_ENVIRONMENT

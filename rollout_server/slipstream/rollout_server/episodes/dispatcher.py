@@ -1,8 +1,8 @@
-"""Runs leases: the members of a group at once, failed attempts again; delivers every attempt.
+"""Runs leases: all members of a group at once; failed attempts are repeated, each is delivered.
 
-Consumes: leases. Produces: trajectories in the queue, one report when a lease is over.
-Waits for: a free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an
-episode's end, `WeightOrders`, an acknowledgement from the controller.
+Consumes: leases. Produces: trajectories in the queue, one report when a lease is over. Waits for: a
+free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an episode's end,
+`WeightOrders`, an acknowledgement from the controller.
 """
 
 import asyncio
@@ -41,9 +41,10 @@ class _Group:
 class Dispatcher:
     """Runs the leases of one server epoch.
 
-    A lease: `start` -> its episodes run, wait in the queue -> `closed(report)`; `cancel` ends them.
-    New weights: `hold` -> trajectories wait -> `settle(passed=...)`.
-    The end: `drain` -> `wait_idle`, or `cancel_all` and, if the queue stays full, `abandon`.
+    A lease begins with `start`; its episodes run, and their trajectories wait in the queue; then
+    `closed(report)` is called. `cancel` ends it earlier. For new weights, `hold` makes trajectories
+    wait until `settle(passed=...)`. At the end call `drain`, then `wait_idle`, or `cancel_all` and,
+    if the queue stays full, `abandon`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Dispatcher:
         self._verdict: asyncio.Future[bool] | None = None
 
     def start(self, lease: Lease) -> None:
-        """Starts a lease; a group that is leased already continues unchanged."""
+        """Starts a lease; if its group is leased here already, that lease continues unchanged."""
         if lease.group_id in self._groups:
             log.warning("group %s is leased twice", lease.group_id)
             return
@@ -91,7 +92,7 @@ class Dispatcher:
             await episode.cancel()
 
     def drain(self) -> None:
-        """Starts no more attempts; running episodes may end, others go back to the controller."""
+        """Starts no more attempts; running episodes may end, others return to the controller."""
         self._draining = True
 
     async def cancel_all(self) -> None:
@@ -112,16 +113,16 @@ class Dispatcher:
             log.warning("trajectories of %d groups found no room and are lost", len(self._running))
 
     async def wait_idle(self) -> None:
-        """Waits until no lease is open: then all trajectories are in the queue."""
+        """Waits until no lease is open; all trajectories are then in the queue."""
         await self._idle.wait()
 
     def hold(self) -> None:
-        """Holds trajectories back until `settle` says whether the new weights passed the probe."""
+        """Makes trajectories wait until `settle` says whether the new weights passed the probe."""
         if self._verdict is None:
             self._verdict = asyncio.get_running_loop().create_future()
 
     def settle(self, *, passed: bool) -> None:
-        """Delivers the trajectories that waited, as cancelled unless the weights `passed`."""
+        """Delivers the trajectories that waited: as cancelled, unless the weights `passed`."""
         if self._verdict is not None:
             self._verdict.set_result(passed)
             self._verdict = None
@@ -174,7 +175,7 @@ class Dispatcher:
                 return
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
-        """Runs one attempt; returns None when a cancel or a drain came before it began."""
+        """Runs one attempt; returns None if a cancel or a drain came before it began."""
         ledger = self._services.ledger
         ledger.waiting_episodes += 1
         try:

@@ -48,11 +48,11 @@ class Give(Protocol):
     """Records the tokens of a reply that the environment gives."""
 
     def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
-        """Returns the tokens as a `Generation`; `is_cut`: the reply was cut at a limit."""
+        """Returns the tokens as a `Generation`; `is_cut` says that a limit cut the reply off."""
 
 
 class EnvironmentTalk:
-    """Alternates between one environment and the model; `run` it once."""
+    """Alternates between one environment and the model; `run` may be called once."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class EnvironmentTalk:
         generate: Callable[[int], Awaitable[Generation]],
         give: Give,
     ) -> None:
-        """`generate` samples a reply of at most the given number of tokens and records it."""
+        """`generate` samples a reply of at most its argument's number of tokens, and records it."""
         self._session, self._recording, self._sampling = session, recording, sampling
         self._renderer, self._agents, self._ask = renderer, agents, ask
         self._generate, self._give = generate, give
@@ -74,7 +74,7 @@ class EnvironmentTalk:
         self._reader: ReplyReader | None = None
 
     async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
-        """Plays the turns behind `opening`; returns how the episode ended.
+        """Plays the turns after `opening`; returns how the episode ended.
 
         Raises PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
         """
@@ -140,7 +140,7 @@ class EnvironmentTalk:
         return History(renderer, opening.messages, inputs)
 
     async def _offer(self, inputs: TemplateInputs) -> None:
-        """Gets the parser of the replies to prompts that are rendered with `inputs`.
+        """Sets the parser of replies to prompts that are rendered with `inputs`.
 
         Raises EnvironmentFailed for tools that this run cannot offer.
         """
@@ -150,7 +150,7 @@ class EnvironmentTalk:
             self._reader.check(inputs)
 
     def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
-        """Returns the last reply as parsed by the run's parsers; None if no parser is needed."""
+        """Returns the last reply as parsed by the run's parsers, or None if no parser is needed."""
         if self._reader is None:
             return None
         tokens, reply = self._recording.conversation, self._recording.last_reply
@@ -239,7 +239,7 @@ class History:
         self._messages += messages
 
     def prompt(self) -> list[int]:
-        """Returns the tokens of the whole conversation as one prompt, replies rendered too."""
+        """Returns the tokens of the whole conversation, replies included, as one prompt."""
         messages = self._whole(self._messages)
         return self._with_images(self._renderer.prompt(messages, self.inputs), messages)
 

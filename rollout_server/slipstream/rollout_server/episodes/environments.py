@@ -31,7 +31,7 @@ Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
 @dataclass(order=True)
 class LoneTurn:
-    """One episode that waits for a worker of its own; higher attempts go first.
+    """The turn of one episode that waits for a worker of its own; higher attempts go first.
 
     In this order the fewest workers end before the task at fault has used up its attempts.
     """
@@ -42,7 +42,7 @@ class LoneTurn:
     has_passed: bool = field(default=False, compare=False)
 
     def end(self, has_passed: bool) -> None:
-        """Ends the turn; `has_passed`: the worker can be used for another episode."""
+        """Ends the turn; `has_passed` says that the worker can run another episode."""
         self.has_passed = has_passed
         self.over.set()
 
@@ -76,7 +76,7 @@ class HostedEnvironment:
                 group.create_task(self._keep(index))
 
     def report_again(self) -> None:
-        """Reports again how loading went, to a controller that does not know it yet."""
+        """Repeats the report on loading, for a controller that does not know it yet."""
         if self._outcome is not None:
             self._report(self._outcome)
 
@@ -161,7 +161,7 @@ class ClientEnvironments:
         self._wanted = asyncio.Event()
 
     def open(self, environment: str, episode_key: str, timeout_s: float) -> StreamSession:
-        """Opens a session with the client that serves `environment`."""
+        """Opens a session of an episode with the client that serves `environment`."""
         table = self._tables.get(environment)
         if table is None:
             table = self._tables[environment] = CallTable(self._sender(environment), self._numbers)
@@ -171,7 +171,7 @@ class ClientEnvironments:
         )
 
     async def run(self) -> None:
-        """Opens the stream when a session needs it; when the stream breaks, its calls fail."""
+        """Opens the stream whenever a session needs it; the calls of a broken stream fail."""
         while True:
             await self._wanted.wait()
             stream = self._stub.CallEnvironments(self._outgoing(), metadata=self._metadata)
@@ -228,15 +228,15 @@ class Environments:
         self._calling = group.create_task(clients.run())
 
     def close(self) -> None:
-        """Ends all workers and streams; their tasks end in the group."""
+        """Ends all workers and streams; their tasks then end in the task group."""
         self._calling.cancel()
         for _, task in self._hosted.values():
             task.cancel()
 
     def order(self, order: fleet_pb2.EnvironmentOrder) -> None:
-        """Loads or unloads an environment; does nothing for one that a client serves.
+        """Loads or unloads an environment; does nothing if a client serves it.
 
-        If it is loaded already, with the same spec, reports again how loading went.
+        If it is already loaded with the same spec, only the report on loading is repeated.
         """
         spec = order.spec
         known = self._hosted.get(spec.name)
@@ -255,7 +255,7 @@ class Environments:
     async def open(
         self, environment: str, episode_key: str, task_index: int, attempt: int, timeout_s: float
     ) -> StreamSession:
-        """Opens a session for one episode. Raises EnvironmentFailed when there is none."""
+        """Opens a session for one episode. Raises EnvironmentFailed if none can be opened."""
         hosted = self._hosted.get(environment)
         if hosted is None:
             return self._clients.open(environment, episode_key, timeout_s)
@@ -270,7 +270,10 @@ class LoneWorkers:
     """Gives each episode a worker of its own; no worker runs while no episode waits."""
 
     def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
-        """Runs at most `count` workers at one time, with the indices `count` .. 2 * `count` - 1."""
+        """Takes the maker of workers, of which at most `count` run at one time.
+
+        Their indices are `count` .. 2 * `count` - 1.
+        """
         self._make = make
         self._indices = range(count, 2 * count)
         self._turns: asyncio.PriorityQueue[LoneTurn] = asyncio.PriorityQueue()
@@ -283,10 +286,10 @@ class LoneWorkers:
                 group.create_task(self._keep(index))
 
     async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
-        """Waits for a worker of its own; returns it, and the turn that the caller must end.
+        """Waits for a worker of its own; returns the worker, and the turn that the caller must end.
 
-        Turns with a higher `attempt` go first. Raises EnvironmentFailed when the worker cannot
-        load.
+        Turns with a higher `attempt` go first. Raises EnvironmentFailed when the worker cannot load
+        the environment.
         """
         worker = asyncio.get_running_loop().create_future()
         turn = LoneTurn((-attempt, next(self._numbers)), worker)
@@ -320,7 +323,7 @@ class LoneWorkers:
     async def _serve(
         self, worker: EnvironmentWorker, loaded: asyncio.Event, first: LoneTurn
     ) -> None:
-        """Gives the worker to one episode after another, until one fails or none waits."""
+        """Gives the worker to one episode after another, until one fails or no episode waits."""
         await loaded.wait()
         turn = first
         while True:

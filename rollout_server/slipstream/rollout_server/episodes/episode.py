@@ -54,7 +54,7 @@ RETRY_S = 10.0
 
 
 class AgentTalk:
-    """Serves one agent: `run` it once; when it returns, no call of the agent is open any more."""
+    """Serves one agent; `run` may be called once, and leaves no call of the agent open."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class AgentTalk:
         judge: Recorder | None,
         timeout_s: float,
     ) -> None:
-        """`judge`: recorder of judge calls; None if the engine does not keep the initial model.
+        """`judge` records the judge's calls; None if the engine does not keep the initial model.
 
-        `timeout_s`: how long the agent may take with no call open.
+        `timeout_s` is how long the agent may take while it has no open call.
         """
         self._session, self._answering = session, answering
         self._recorder, self._judge = recorder, judge
@@ -138,8 +138,8 @@ class AgentTalk:
     def _recorder_of(self, path: str) -> Recorder:
         """Returns the recorder of a call to `path`: the episode's own or that of its judge.
 
-        Raises EnvironmentFailed if there is no judge, or if it was called too often. Trying the
-        call again would not help, so the episode ends with the cause.
+        Raises EnvironmentFailed if there is no judge, or if it was called too often. The same call
+        would fail again, so the episode ends with the cause.
         """
         if not path.startswith(JUDGE_PATH):
             return self._recorder
@@ -154,7 +154,7 @@ class AgentTalk:
         return self._judge
 
     def _forget_answered(self) -> None:
-        """Forgets calls that are over; raises the error of one that failed."""
+        """Drops calls that have ended; raises the error of a call that failed."""
         for number, task in list(self._calls.items()):
             if task.done():
                 del self._calls[number]
@@ -198,7 +198,7 @@ class _Cancelled(Exception):
 
 
 class Episode:
-    """One attempt: `run` it once; `cancel` ends it early, from another task."""
+    """One attempt; `run` may be called once, and `cancel` from another task ends it early."""
 
     def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
         self._task, self._lease = task, task.lease
@@ -213,7 +213,7 @@ class Episode:
     async def run(self) -> Trajectory:
         """Runs to the end and returns the trajectory, which also says how the episode failed.
 
-        Only EngineDied is raised: it ends the server.
+        Raises EngineDied alone, which ends the server.
         """
         ledger = self._services.ledger
         ledger.opened()
@@ -287,7 +287,7 @@ class Episode:
         return await talk.run(opening, TemplateInputs(opening.tools, lease.template_values))
 
     async def _serve_agent(self, session: StreamSession, max_reply_tokens: int) -> Status:
-        """Answers the agent's calls until it returns; its conversations are recorded at the end."""
+        """Answers the agent's calls until it returns; then records its conversations."""
         task, lease, recording = self._task, self._lease, self._recording
         api = await self._ask(self._services.agents.api())
         engine, values = self._services.engine, read_values(lease.template_values)
@@ -374,7 +374,7 @@ class Episode:
         """Records a reply that the environment gave in place of the model.
 
         Its log-probabilities are 0, since the environment would give the same reply again. Its
-        version is that which the engine serves now.
+        version is the one that the engine serves now.
         """
         version = self._services.engine.version
         if version is None:
@@ -390,7 +390,7 @@ class Episode:
         return generation
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:
-        """Awaits the environment; `cancel` interrupts it."""
+        """Awaits the environment's answer; `cancel` interrupts it."""
         self._waiting = waiting = asyncio.ensure_future(call)
         if self._cancelled:
             waiting.cancel()

@@ -12,12 +12,13 @@ from slipstream.v1 import fleet_pb2
 class EpochCounters:
     """The counters of one server epoch.
 
-    While no token is on its way, two sums are equal: the tokens that the engine sampled plus those
-    of replies that environments gave, and the tokens of ended episodes, open episodes and judges.
+    While no token is on its way, two sums are equal. One is the tokens that the engine sampled plus
+    those of replies that environments gave; the other is the tokens of ended episodes, open
+    episodes and judges.
     """
 
     def __init__(self, use: EngineUse) -> None:
-        """`use`: the engine's counters at the start of the epoch, with no request open."""
+        """Takes the engine's counters at the start of the epoch, when no request is open."""
         self._start = use
         self._started_s = time.monotonic()
         # Tokens of replies that environments gave: no engine has counted them.
@@ -34,32 +35,32 @@ class EpochCounters:
         self._memory = ProcessMemory()
 
     def opened(self) -> None:
-        """Notes that an episode began."""
+        """Counts an episode that began."""
         self.open_episodes += 1
 
     def sampled(self, num_tokens: int) -> None:
-        """Notes that a generation of an open episode returned `num_tokens`."""
+        """Counts `num_tokens` that a generation of an open episode returned."""
         self.recorded_tokens += num_tokens
 
     def given(self, num_tokens: int) -> None:
-        """Notes that an open episode took a reply of `num_tokens` from its environment."""
+        """Counts `num_tokens` of a reply that an environment gave in an open episode."""
         self._given_tokens += num_tokens
         self.sampled(num_tokens)
 
     def ended(self, num_tokens: int) -> None:
-        """Notes that an episode with `num_tokens` sampled tokens ended, normally or not."""
+        """Counts an episode with `num_tokens` sampled tokens that ended, normally or not."""
         self.open_episodes -= 1
         self.recorded_tokens -= num_tokens
         self.all_ended = self.all_ended.plus(num_tokens)
 
     def broke_off(self) -> None:
-        """Notes that an episode ended without a trajectory: its tokens still count as open."""
+        """Records that an episode ended without a trajectory; its tokens still count as open."""
         self._is_broken_off = True
 
     def report(
         self, use: EngineUse, *, sent: Amount, queued_bytes: int, paused_s: float
     ) -> fleet_pb2.ServerReport:
-        """Returns the counters as a message; `sent` and `paused_s` are those of this epoch."""
+        """Returns the counters as a message; `sent` and `paused_s` are totals of this epoch."""
         # Tokens inside the engine belong to open requests. Without open requests a difference of
         # the counters is an error, which must show.
         inside = use.generated_tokens - use.returned_tokens

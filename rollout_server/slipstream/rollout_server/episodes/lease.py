@@ -29,7 +29,7 @@ _PURPOSES = frozenset(purpose.value for purpose in Purpose)
 
 @dataclass(frozen=True)
 class Identity:
-    """The sender of deliveries: one epoch of one server of one run."""
+    """The origin of deliveries: one epoch of one server of one run."""
 
     run_id: str
     server_id: ServerId
@@ -58,9 +58,9 @@ class Lease:
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
-        """The lease of a message; `defaults` apply if the message has no sampling settings.
+        """Returns the lease in a message; `defaults` apply if the message has no sampling settings.
 
-        Raises ProtocolError for an unknown purpose, or values that no chat template takes.
+        Raises ProtocolError for an unknown purpose, or for invalid values for the chat template.
         """
         if message.purpose not in _PURPOSES:
             raise ProtocolError(

@@ -69,31 +69,31 @@ class Recording:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens in all replies."""
+        """The number of tokens in all replies."""
         return sum(self.run_lengths[1::2])
 
     @property
     def num_routed(self) -> int:
-        """Number of tokens of the current conversation whose experts are recorded."""
+        """The number of tokens of the current conversation whose experts are recorded."""
         return sum(map(len, self.expert_ids)) - self.start
 
     @property
     def conversation(self) -> list[int]:
-        """The tokens of the current conversation."""
+        """The token ids of the current conversation."""
         return self.token_ids[self.start :] if self.start else self.token_ids
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """All conversations in the order of their tokens; () if there is only one."""
+        """All conversations in the order of their tokens, or () if there is only one."""
         runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
         last = (Branch(runs),) if self.ended_branches and runs else ()
         return self.ended_branches + last
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:
-        """The values of all sampled tokens, by the fields of `SAMPLED_ARRAYS`.
+        """The values of all sampled tokens, by field name of `SAMPLED_ARRAYS`.
 
-        A field that some reply lacks is left out, unless every trajectory has it.
+        An optional field is left out if any reply lacks it.
         """
         empty = np.zeros(0, dtype=np.float32)
         return {
@@ -104,12 +104,12 @@ class Recording:
 
     @property
     def short_metrics(self) -> dict[str, float]:
-        """The metrics, limited to the number and the length of names that a trajectory allows."""
+        """The metrics, cut to the number and the length of names that a trajectory allows."""
         named = [*self.metrics.items()][:_MAX_METRICS] + [*self.counts.items()][:_MAX_METRICS]
         return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
 
     def clip(self, text: str) -> str:
-        """Returns `text`, cut to the bytes that a trajectory of these tokens may carry."""
+        """Returns `text`, cut to the most bytes of text for this record's number of tokens."""
         data = text.encode()
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
@@ -122,8 +122,8 @@ class Recording:
     ) -> None:
         """Takes the tokens of all conversations of an agent, one branch after the other.
 
-        `shares`: factor on the advantage by branch name, 1 if missing; `rewards`: reward by branch
-        name; a missing one is the episode's.
+        `shares` has the factor on the advantage by branch name, 1 if missing. `rewards` has the
+        reward by branch name; a branch that is missing has the reward of the episode.
         """
         for branch in conversations.branches:
             self._place(branch.images)
@@ -146,11 +146,11 @@ class Recording:
         )
 
     def judged(self, num_tokens: int) -> None:
-        """Notes a reply of the episode's judge; its tokens are no part of the trajectory."""
+        """Counts the tokens of a reply of the episode's judge, for the metrics alone."""
         self.counts[JUDGE_TOKENS] += num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
-        """Returns how many more tokens this conversation may have; `is_new`: a new one instead."""
+        """Returns how many more tokens the current (with `is_new`: a new) conversation may have."""
         if is_new and max(len(self.branches), 1) >= sampling.max_branches:
             return 0
         used = 0 if is_new else len(self.token_ids) - self.start
@@ -168,7 +168,7 @@ class Recording:
         self.start = len(self.token_ids)
 
     def sequences(self) -> list[ScoredSequence]:
-        """Returns the tokens of each branch, or of the only conversation; call it after `close`."""
+        """Returns the tokens of each branch, or of the only conversation; call `close` before."""
         found, run, token = [], 0, 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
@@ -200,7 +200,10 @@ class Recording:
         self.run_lengths.append(len(token_ids))
 
     def _place(self, images: Sequence[PlacedImage]) -> None:
-        """Notes images in the tokens that are appended next; offsets count from their start."""
+        """Records the places of images in the tokens that are appended next.
+
+        The offsets of `images` count from the start of these tokens.
+        """
         for image in images:
             index = self.images.setdefault(image.data, len(self.images))
             self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))

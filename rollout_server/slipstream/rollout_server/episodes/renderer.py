@@ -63,10 +63,10 @@ class Renderer:
         values: Mapping[str, JsonValue] = MappingProxyType({}),
         images: ImageTokens | None = None,
     ) -> None:
-        """Loads the tokenizer. Raises ConfigError when it has no chat template that works.
+        """Loads the tokenizer. Raises ConfigError if its chat template is missing or does not work.
 
-        `template` is a file in place of the tokenizer's own; `values` are passed to it by name.
-        `images` is None if the model sees none.
+        `template` is a file that replaces the tokenizer's own template; `values` are passed to it
+        by name. `images` is None if the model sees none.
         """
         from transformers import AutoTokenizer
 
@@ -102,7 +102,7 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens before the first reply.
 
-        Raises RenderingFailed if the template refuses.
+        Raises RenderingFailed if the template raises an error.
         """
         return list(self._prompt(tuple(messages), inputs))
 
@@ -115,9 +115,9 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens between a sampled reply and the next one.
 
-        `history` ends with the sampled reply (`REPLY`), `messages` follow it. The token with which
-        the template ends a reply is left out where the model sampled it last, and put in where the
-        reply was cut off.
+        `history` ends with the sampled reply (`REPLY`); `messages` follow it. The token with which
+        the template ends a reply is left out if it is `last_token`, and included if the reply was
+        cut off.
         """
         tail = self._tail((*history, *messages), inputs)
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
@@ -127,11 +127,11 @@ class Renderer:
     def reply(
         self, text: str, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
     ) -> list[int]:
-        """Returns the tokens that a model would sample to reply `text` behind `messages`.
+        """Returns the tokens that a model would sample to reply `text` after `messages`.
 
         They are the tokens between the template's generation prompt and the end of the reply, with
         the token that ends a reply: the template's, or else the tokenizer's EOS. Raises
-        RenderingFailed if the template does not write the reply behind its generation prompt.
+        RenderingFailed if the template does not write the reply after its generation prompt.
         """
         prompt = self._text(tuple(messages), inputs)
         whole = self._text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
@@ -149,9 +149,9 @@ class Renderer:
     def _end_of_reply(self, inputs: TemplateInputs) -> tuple[str, str]:
         """Returns the text that the template writes after the last reply, and the end of a reply.
 
-        The end is white space and the special token that follows it: at the start of that text or,
-        if none is there, at the start of the text before a next user message. It is "" if none is
-        there either.
+        This end is white space and the special token that follows it. It is searched at the start
+        of that text, then at the start of the text before a next user message; it is "" if neither
+        has it.
         """
         asked = ChatMessage("user", "a")
         closing = self._tail((asked, REPLY), inputs, is_closed=True)
@@ -165,7 +165,7 @@ class Renderer:
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Returns `tokens` of `messages` with the image tokens inserted, and the placed images.
+        """Returns `tokens` of `messages` with image tokens inserted, and images with offsets.
 
         Raises RenderingFailed for a model without vision, or for bytes that are no image.
         """
@@ -201,7 +201,7 @@ class Renderer:
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Whether `messages` have more characters than `num_tokens` tokens can stand for.
 
-        The check costs next to nothing; tokenising so long a text would delay all other episodes.
+        The check is cheap; tokenising such a long text would delay all other episodes.
         """
         characters = sum(message.num_characters for message in messages)
         return characters > num_tokens * self._longest_token
@@ -211,7 +211,7 @@ class Renderer:
         return self._decode(token_ids, skip_special_tokens=True)
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """Returns the text as `decode_all` does, cached: many episodes begin with these tokens."""
+        """Returns text like `decode_all`, cached since many episodes begin with these tokens."""
         return self._prompt_text(tuple(token_ids))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
@@ -235,7 +235,7 @@ class Renderer:
     def _text(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
-        """Returns the rendered text; `is_closed`: without a generation prompt at its end."""
+        """Returns the rendered text, which ends with a generation prompt unless `is_closed`."""
         from jinja2.exceptions import TemplateError
 
         values = self._values

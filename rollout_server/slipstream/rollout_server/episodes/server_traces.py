@@ -1,4 +1,4 @@
-"""A rollout server's spans: episodes, their calls of the model, deliveries, loads of weights.
+"""A rollout server's spans: episodes, their model calls, deliveries, loads of weights.
 
 They belong to the traces of groups and publishes, whose other spans the controller sends.
 """
@@ -20,11 +20,11 @@ class ServerTraces:
     """Sends the spans of training episodes and of publishes; sends nothing without `traces`."""
 
     def __init__(self, traces: Traces | None = None, server: str = "") -> None:
-        """`server`: the name of this rollout server."""
+        """Takes the exporter of spans, None for none, and the name of this rollout server."""
         self._traces, self._server = traces, server
 
     def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:
-        """Sends the span of the episode's call `number` of the model, which ends now."""
+        """Sends the span of model call `number` of the episode, which ends now."""
         if self._traces is None or task.lease.purpose is not Purpose.TRAINING:
             return
         attempt = f"{task.member}.{task.attempt}"
@@ -75,7 +75,7 @@ class ServerTraces:
         )
 
     def publish(self, report: fleet_pb2.PublishReport) -> None:
-        """Sends the spans of a publish if `report` says that it serves or failed on this server."""
+        """Sends the spans of a publish if `report` says that this server serves it or failed."""
         phases = (fleet_pb2.PUBLISH_PHASE_SERVING, fleet_pb2.PUBLISH_PHASE_FAILED)
         if self._traces is None or report.phase not in phases:
             return

@@ -1,7 +1,7 @@
-"""The local service to which environment workers attach, and the log files of what they print.
+"""The local service to which environment workers connect, and the log files of their output.
 
-Consumes: the streams of workers. Produces: call tables of workers that have attached. Waits for:
-hellos and answers. Unblocked by: a worker's message, or the end of its stream.
+Consumes: the streams of workers. Produces: call tables of connected workers. Waits for: hellos and
+answers. Unblocked by: a worker's message, or the end of its stream.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ _CLOSE_LIMIT_S = 10.0
 class BoundedLog:
     """A log in two files of at most `max_bytes` / 2 each: `path`, and `PATH.1` with older lines.
 
-    The last `max_bytes` / 2 of the output are thus always kept. A file begins with a whole line,
-    unless one line alone is longer than a file. Files that exist already are continued.
+    At least the last `max_bytes` / 2 of the output are thus kept. A file begins with a whole line,
+    unless one line alone is longer than a file. Existing files are continued.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -89,13 +89,13 @@ class WorkerLogs:
     """Writes the logs of all workers of a server until `close`.
 
     It copies their pipes in its own thread, so that a worker that prints never waits for the
-    server's loop. A pipe has the output of one worker and of all that it has started.
+    server's loop. A pipe has the output of one worker and of all processes that it has started.
     """
 
     def __init__(
         self, folder: Path, max_bytes: int, *, close_limit_s: float = _CLOSE_LIMIT_S
     ) -> None:
-        """Each worker's log has at most `max_bytes`."""
+        """Starts the thread; each worker's log in `folder` has at most `max_bytes`."""
         self._folder, self._max_bytes, self._close_limit_s = folder, max_bytes, close_limit_s
         self._logs: dict[str, BoundedLog] = {}
         self._new: queue.SimpleQueue[tuple[int, BoundedLog]] = queue.SimpleQueue()
@@ -106,7 +106,10 @@ class WorkerLogs:
 
     @contextlib.contextmanager
     def output(self, name: str) -> Iterator[int]:
-        """Yields a pipe's writing end for a process that the block starts; its log is `name`."""
+        """Yields the writing end of a pipe for a process that the block starts.
+
+        The pipe's content is appended to the log called `name`.
+        """
         if name not in self._logs:
             self._logs[name] = BoundedLog(self._folder / name, self._max_bytes)
         read, write = os.pipe()
@@ -127,7 +130,7 @@ class WorkerLogs:
     def close(self) -> None:
         """Writes all output printed so far and ends the thread; call it after the workers' end.
 
-        Gives up after `close_limit_s` if the disk does not answer.
+        Returns after `close_limit_s` at the latest, even if the disk does not answer.
         """
         os.close(self._wake_write)
         self._thread.join(self._close_limit_s)
@@ -163,7 +166,7 @@ class WorkerLogs:
                 self._close_pipe(key.fd, key.data)
 
     def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
-        """Copies what a pipe holds now and closes it: a process left behind may print for ever."""
+        """Copies the present content of a pipe and closes it: an orphan may print for ever."""
         left = _MAX_PIPE_BYTES if own is not None else 0
         with contextlib.suppress(BlockingIOError):
             while left > 0 and own is not None and (copied := self._copy(pipe, own)):
@@ -171,7 +174,7 @@ class WorkerLogs:
         os.close(pipe)
 
     def _copy(self, pipe: int, own: BoundedLog) -> int:
-        """Copies a piece of output; returns the bytes that were read, 0 at the end of the pipe."""
+        """Copies a piece of output; returns the number of bytes read, 0 at the end of the pipe."""
         output = os.read(pipe, _READ_BYTES)
         try:
             own.write(output)
@@ -184,7 +187,7 @@ class WorkerLogs:
 
 
 class WorkerStream:
-    """The stream of one worker process, from the server's expecting it to its end."""
+    """The stream of one worker process, from the moment the server expects it until its end."""
 
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(32)
@@ -194,7 +197,7 @@ class WorkerStream:
 
 
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
-    """The service to which workers attach: a unix socket in a folder of mode 0700, with tokens."""
+    """The service to which workers connect: a unix socket in a folder of mode 0700, with tokens."""
 
     def __init__(
         self,
@@ -206,10 +209,10 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         limits: WorkerLimits = NO_LIMITS,
         takes_tools: bool = True,
     ) -> None:
-        """`server`: id of this server. `program` returns the command of a worker.
+        """`server` is the id of this server; `program` returns the command of a worker.
 
-        `log_bytes`: limit of the output kept of one worker. `limits` hold for each worker.
-        `takes_tools`: environments may offer tools to the model.
+        `log_bytes` limits the log of one worker, `limits` hold for each worker. `takes_tools` says
+        that environments may offer tools to the model.
         """
         self.limits, self.takes_tools = limits, takes_tools
         self.log_dir, self.server = log_dir, server
@@ -221,7 +224,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
     @property
     def address(self) -> str:
-        """The address to which workers attach."""
+        """The address to which workers connect."""
         return f"unix:{self._folder.path / 'workers.sock'}"
 
     async def __aenter__(self) -> Self:
@@ -241,11 +244,11 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self._folder.close()
 
     def expect(self, stream: WorkerStream) -> None:
-        """Lets one worker attach with the token of `stream`."""
+        """Lets one worker connect with the token of `stream`."""
         self._expected[stream.token] = stream
 
     def forget(self, stream: WorkerStream) -> None:
-        """Revokes the token of a worker that is gone."""
+        """Revokes the token of a worker that has ended."""
         self._expected.pop(stream.token, None)
 
     async def Attach(  # noqa: N802 - the name of the service's method
