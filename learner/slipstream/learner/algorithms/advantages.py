@@ -47,7 +47,7 @@ def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def reinforce_pp(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
-    """Returns the undiscounted return from each token on, whitened over the batch.
+    """Returns for each token its undiscounted return (return-to-go), whitened over the batch.
 
     Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of within
     groups.

@@ -1,6 +1,7 @@
 """Checks a user's own functions: `python -m slipstream.learner.algorithms.check < FILE`.
 
-Each is imported, with its arguments, and losses and weights are called with three tokens.
+FILE has the resolved settings of a run, in TOML. The check imports each function and binds its
+arguments; it calls losses and weights with three tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from slipstream.learner.algorithms.functions import load_functions
 
 
 def main() -> int:
-    """Returns 0, or 2 with the fault as the last line of stderr."""
+    """Checks the functions; returns 0, or 2 with the fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         # A controller's host may have no torch.

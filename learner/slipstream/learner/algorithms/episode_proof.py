@@ -1,4 +1,4 @@
-"""Property tests of an advantage, a reward or a filter on a few episodes; see also `proof`."""
+"""Property tests of advantages, rewards and filters on a few episodes; see also `proof.py`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Groups: TypeAlias = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ProvedEpisodes:
-    """The function under test: that of `kind` (advantage, reward or filter) of `algorithm`.
+    """The function under test: the advantage, reward or filter (by `kind`) of `algorithm`.
 
-    With `has_values` its episodes have values of a critic.
+    `has_values`: whether the test episodes have the estimates of a critic.
     """
 
     algorithm: AlgorithmSection
@@ -194,9 +194,10 @@ def _check_finite(proved: ProvedEpisodes) -> None:
 def _scenes(
     proved: ProvedEpisodes, plain: Sequence[Groups] = PLAIN, wide: Sequence[Groups] = WIDE
 ) -> Iterator[Groups]:
-    """Yields the scenes that the function accepts; for a reward or a filter each is one group.
+    """Yields the scenes that the function accepts, each a few test groups.
 
-    The function may refuse scenes of `wide` with a ValueError, but none of `plain`.
+    A reward or filter gets each group as a scene of its own. The function may refuse scenes of
+    `wide` with a ValueError, but none of `plain`.
     """
     for groups in (*plain, *wide):
         for scene in [groups] if proved.kind == "advantage" else [(group,) for group in groups]:

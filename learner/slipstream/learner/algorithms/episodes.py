@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ScoredEpisode:
-    """One episode of a batch, or one side of it; arrays are [sampled tokens].
+    """One episode of a batch, or the part of it that one side played; arrays are [sampled tokens].
 
     An advantage function returns one number or one array per episode. With a critic it returns one
     `TokenAdvantages` per episode, with the critic's targets.
@@ -63,7 +63,7 @@ class TokenAdvantages:
 
 @dataclass(frozen=True)
 class ShapedReward:
-    """The reward of one episode, with `reports` as in `TokenAdvantages`."""
+    """The changed reward of one episode; `reports` become metrics, as in `TokenAdvantages`."""
 
     reward: float
     reports: Mapping[str, float] = field(default_factory=dict)
@@ -71,10 +71,11 @@ class ShapedReward:
 
 @dataclass(frozen=True)
 class RewardedEpisode:
-    """One episode of a group, or one side of it, before its tokens are trained.
+    """One episode of a group, or the part of it that one side played, before it is trained.
 
-    In a game whose sides have their own rewards, `reward` gets each side of a group apart, as if it
-    were a group. A filter gets all sides of a group, with the rewards after `reward`.
+    In a game whose sides have their own rewards, `reward` is called once for each side of a group,
+    as if it were a group. A filter gets all sides of a group, with the rewards that `reward`
+    returned.
     """
 
     reward: float

@@ -1,7 +1,7 @@
 """The functions of an algorithm by name: built in, or `module:function` of the user's own.
 
-Both are called alike. A fault of a function is reported in one line, with its kind, its name and
-the place of the fault.
+Built-in and own functions are called alike. An error in a function is reported in one line, with
+the function's kind and name and the place of the error.
 """
 
 import functools
@@ -57,7 +57,7 @@ _MODULES: dict[FunctionKind, str] = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of an algorithm; `call` has the configured arguments bound to it."""
+    """A function of an algorithm; its configured arguments are already bound to `call`."""
 
     kind: FunctionKind
     name: str
@@ -77,7 +77,7 @@ class Function:
 
     @contextmanager
     def named(self, where: str) -> Iterator[None]:
-        """Turns an exception raised in the block into a RunFailed that names it and `where`."""
+        """Turns an exception in the block into a RunFailed with the function's name and `where`."""
         try:
             yield
         except RunFailed:
@@ -94,7 +94,7 @@ class Function:
                 raise self.fault(f"the report {name} has the name of another metric", where)
 
     def check_numbers(self, reports: Mapping[str, float], where: str) -> None:
-        """Raises RunFailed for a report of an episode that is no finite number."""
+        """Raises RunFailed if one of an episode's `reports` is not a finite number."""
         self.check_reports(reports, where)
         for name, value in reports.items():
             if not is_number(value):
@@ -102,12 +102,12 @@ class Function:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number."""
+    """Whether `value` is a finite number."""
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
-    """Returns the algorithm's function of this `kind`. Raises ConfigError if it does not exist."""
+    """Returns the algorithm's function of this `kind`; raises ConfigError if it does not exist."""
     arguments = getattr(algorithm, f"{kind}_args")
     return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
 
@@ -127,7 +127,7 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
 
 
 def used_functions(config: Config) -> dict[str, str]:
-    """Returns the digest of each of the user's own functions, by kind, name and arguments."""
+    """Returns the digest of each of the user's own functions; a key is kind, name and arguments."""
     return {
         f"{kind} {name} {json.dumps(getattr(each, f'{kind}_args'), sort_keys=True)}": digest
         for each in config.algorithms.distinct
@@ -235,9 +235,9 @@ def token_advantages(
 ) -> list[TokenAdvantages]:
     """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
 
-    `episodes` lacks those that are left out of all statistics. Raises RunFailed if the function is
-    faulty. A value that is not finite is a fault only of a user's own function: built-in ones get
-    such values from the rewards.
+    The caller leaves episodes out of `episodes` that count in no statistics. Raises RunFailed if
+    the function is faulty. A value that is not finite is a fault only of a user's own function:
+    built-in ones get such values from the rewards.
     """
     function = function_of(algorithm, "advantage")
     for episode in episodes:
@@ -275,7 +275,7 @@ def _of_tokens(
 
 
 def _describe(error: BaseException) -> str:
-    """Returns type, message and place of an error, in one line."""
+    """Returns type, message and place of an error as one line of text."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     text = " ".join(str(error).split())

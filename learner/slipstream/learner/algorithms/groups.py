@@ -1,4 +1,4 @@
-"""Groups of trajectories as the functions of an algorithm see them: pure functions."""
+"""Converts groups of trajectories to the inputs of an algorithm's functions: pure functions."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from slipstream.learner.algorithms.functions import filtered, rewarded
 
 
 def side_of(branch: Branch) -> str:
-    """Returns the side of an episode, such as a player of a game, that a branch is on.
+    """Returns the side of an episode, such as a player of a game, to which a branch belongs.
 
     Branches with a reward of their own form one side per name; all others are on side "".
     """
@@ -19,9 +19,10 @@ def side_of(branch: Branch) -> str:
 
 
 def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
-    """Whether the episode stays in the loss and in its group's statistics.
+    """Whether the episode counts in the loss and in its group's statistics.
 
-    Source: overlong filtering of DAPO (arXiv:2503.14476, section 3.4).
+    A truncated episode does not with `leave_out_truncated`. Source: overlong filtering of DAPO
+    (arXiv:2503.14476, section 3.4).
     """
     return not (algorithm.leave_out_truncated and trajectory.status is Status.TRUNCATED)
 
@@ -29,10 +30,10 @@ def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
 def shaped_rewards(
     trajectories: Sequence[Trajectory], config: Config
 ) -> list[list[RewardedEpisode]]:
-    """Returns the sides of each episode, with the rewards after `algorithm.reward`.
+    """Returns a list of sides for each episode, with the rewards that `algorithm.reward` gives.
 
-    The sides are in the order of their first branches; an episode without branches is one side, and
-    one that does not count has none.
+    The sides are in the order of their first branches. An episode without branches has one side; an
+    episode that does not count (`is_counted`) has none.
     """
     limit, found = config.sampling.max_reply_tokens, []
     groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)

@@ -26,19 +26,22 @@ class SequenceSums:
     def __init__(
         self, ids: Tensor, mask: Tensor, number: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """`ids`: the sequence of each token, below `number`; `mask`: the trained tokens."""
+        """Takes the index of each token's sequence, and the mask of the trained tokens.
+
+        `ids` is [tokens], below `number`, the number of sequences; `mask` is bool [tokens].
+        """
         self._ids = ids
         self._mask = mask
         self._number = number
         self._group = group if group is not None and group.size() > 1 else None
 
     def sums(self, values: Tensor) -> Tensor:
-        """Returns for each token the sum over its sequence, [tokens]; 0 without a trained token."""
+        """Returns for each token the sum over its sequence's trained tokens, [tokens]; else 0."""
         sums = self._sums(values)
         return sums[self._ids].to(values.dtype)
 
     def means(self, values: Tensor) -> Tensor:
-        """Returns for each token its sequence's mean, [tokens]; 0 without a trained token."""
+        """Returns for each token the mean over its sequence's trained tokens, [tokens]; else 0."""
         means = self._sums(values) / self._sums(self._mask).clamp(min=1)
         return means[self._ids].to(values.dtype)
 
@@ -99,7 +102,7 @@ class TokenTerms:
 class TokenWeights:
     """The factors of the tokens in the loss, without a gradient; `reports` as in `TokenTerms`.
 
-    The means of reports leave out tokens that no policy sampled.
+    The means of reports leave out tokens of the context, which no policy sampled.
     """
 
     weights: Tensor

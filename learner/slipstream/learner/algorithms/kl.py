@@ -10,7 +10,7 @@ MIN_REST = 1e-6
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns exp(`log_ratio`), with `log_ratio` clamped to -20 .. 20: products stay finite."""
+    """Returns exp(`log_ratio`), `log_ratio` clamped to -20 .. 20 so that products stay finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -48,9 +48,9 @@ def top_k_divergence(
 ) -> Tensor:
     """Returns the divergence at each position over the reference's most likely tokens, [tokens].
 
-    Both are [tokens, top k], log-probabilities of the same tokens in the whole vocabulary. All
-    other tokens count as one, so the value is at most the divergence over the vocabulary, and 0
-    where both agree. With p the policy and q the reference:
+    Both arguments are [tokens, top k]: log-probabilities of the same tokens in the whole
+    vocabulary. All other tokens count as one token, so the value is at most the divergence over the
+    vocabulary. It is 0 where both agree. With p the policy and q the reference:
     - forward_top_k = KL(q || p), the sum of q * (log q - log p);
     - reverse_top_k = KL(p || q), the sum of p * (log p - log q).
     Log ratios are limited to -20 .. 20. The rest of a distribution is at least `MIN_REST`.

@@ -1,7 +1,7 @@
 """The built-in losses of single tokens, before aggregation: pure functions.
 
-The ratio is the probability by the policy over that by its anchor: the policy before the step, or
-the behavior policy. Log ratios are clamped to -20 .. 20 before exp.
+The ratio is the probability of the token by the trained policy over that by the anchor: the policy
+before the step, or the behavior policy. Log ratios are clamped to -20 .. 20 before exp.
 """
 
 import torch
@@ -50,8 +50,8 @@ def cispo(
 ) -> TokenTerms:
     """Returns -clip(ratio, 1 - clip_low, 1 + clip_high) * A * log policy.
 
-    The ratio carries no gradient. No token loses its gradient: only its weight is cut. `clip_low` 1
-    means no lower bound, the paper's setting. Source: CISPO, MiniMax-M1 (arXiv:2506.13585, eq. 4
+    The clipped ratio is a weight without a gradient, so every token keeps its gradient. `clip_low`
+    1 means no lower bound, the paper's setting. Source: CISPO, MiniMax-M1 (arXiv:2506.13585, eq. 4
     and 5).
     """
     ratios = safe_ratio(tokens.logprobs - _anchor(tokens, ratio)).detach()

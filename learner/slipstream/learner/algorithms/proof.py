@@ -118,7 +118,7 @@ def faults(
     """Returns one line for each of `properties` that `subject` lacks.
 
     If one of the first two fails, the others are not checked. The random generators are restored
-    afterwards. A function whose module's globals changed during the calls also has a fault.
+    afterwards. It is also a fault if the function changes globals of its module.
     """
     found, name, before = [], str(function), _kept_by(function)
     state, numpy_state = random.getstate(), np.random.get_state()
@@ -401,7 +401,7 @@ _SUMS = SequenceSums.sums.__code__.co_filename
 
 
 def _line_of_function() -> str | None:
-    """Returns the current line of the proved function; None inside a custom autograd Function."""
+    """Returns "file:line" where the tested function is; None inside a custom autograd Function."""
     frame, line = sys._getframe(2), ""
     while frame.f_code.co_filename != __file__ and frame.f_back is not None:
         if frame.f_code is _APPLY:
@@ -414,7 +414,7 @@ def _line_of_function() -> str | None:
 
 
 def held_constant(proved: Proved) -> list[str]:
-    """Returns the lines of code at which a loss detaches a number from the gradient."""
+    """Returns the lines of code ("file:line") where a loss detaches a number from the gradient."""
     found: dict[str, None] = {}
     for scene in _scenes(proved):
         with _HeldConstant() as held:
@@ -481,9 +481,10 @@ def _check_entropy(proved: Proved) -> None:
 def _moved(
     proved: Proved, scene: Scene, place: int, step: float, recorded: Sequence[object] | None
 ) -> float:
-    """Returns the sum of the results after `step` is added to the log-probability at `place`.
+    """Returns the sum of the results after `step` is added to the log-probability at index `place`.
 
-    `recorded`: detached values to replay, so that they stay constant; None computes them anew.
+    `recorded` has detached values to use again, so that they stay constant; with None the function
+    computes them anew.
     """
     logprobs = scene.fields["logprobs"].clone()
     logprobs[place] += step
@@ -496,7 +497,7 @@ def _moved(
 
 
 def cost_ns(proved: Proved) -> float:
-    """Returns nanoseconds for each token, forward and backward, on one thread of this processor."""
+    """Returns the nanoseconds per token of a forward and backward pass, on one CPU thread."""
     sequences = ("x" * 64,) * (COST_TOKENS // 64)
     scene = Scene(sequences, proved.has_reference, dtype=torch.float32)
     threads, times = torch.get_num_threads(), []

@@ -1,7 +1,7 @@
-"""The scenes on which losses and weights are proved: a few tokens in several layouts.
+"""The scenes on which losses and weights are tested: a few tokens in several layouts.
 
 A layout reorders the tokens of a scene, splits them into micro batches, pads them, or shares them
-between context parallel ranks, which compute one after another here.
+between simulated context parallel ranks, which compute one after another.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ class _SharedSums(SequenceSums):
 
     @functools.cached_property
     def parts(self) -> list[Tensor]:
-        """This rank's part of each sum that the function has asked for so far."""
+        """This rank's part of each sum that the function has requested so far."""
         return []
 
 
 def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tensor]:
-    """Returns what `compute` gives for all tokens, by name, in the scene's order of tokens.
+    """Returns the results of `compute` for all tokens, by name, in the scene's order of tokens.
 
-    It computes the micro batches of `layout` in turn.
+    The micro batches of `layout` are computed one after another.
     """
     found: dict[str, Tensor] = {}
     for shares in layout:
@@ -181,7 +181,7 @@ def _of_ranks(
 
 
 def at(values: Tensor, places: Sequence[int]) -> Tensor:
-    """Returns the values at `places`, 0 where a place is `FILLER`."""
+    """Returns the values at the indices `places`, with 0 where an index is `FILLER`."""
     chosen = torch.tensor(places, dtype=torch.int64)
     return torch.where(chosen == FILLER, torch.zeros((), dtype=values.dtype), values[chosen])
 
@@ -199,7 +199,7 @@ def inputs_of(
     *,
     sums: SequenceSums | None = None,
 ) -> Inputs:
-    """Returns the inputs for the tokens at `places`, by default all tokens.
+    """Returns the inputs for the tokens at the indices `places`, by default all tokens.
 
     `changed` has fields, by name, that replace those of the scene; `sums` replaces its sums.
     """

@@ -1,4 +1,4 @@
-"""The built-in changes of the rewards of a group: pure functions."""
+"""The built-in functions that change the rewards of a group: pure functions."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,18 @@ from slipstream.learner.algorithms.episodes import RewardedEpisode
 
 
 def none(group: Sequence[RewardedEpisode]) -> list[float]:
-    """Returns the environment's rewards."""
+    """Returns the environment's rewards unchanged."""
     return [episode.reward for episode in group]
 
 
 def overlong(
     group: Sequence[RewardedEpisode], *, penalty: float = 1.0, cache_tokens: int
 ) -> list[float]:
-    """Returns the rewards less `penalty` times a share, by the longest reply of each episode.
+    """Returns each reward less `penalty` times a share that grows with the episode's longest reply.
 
-    The share is 0 up to the limit of a reply less `cache_tokens`, then rises linearly to 1 at the
-    limit and beyond. Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+    With limit the most tokens of a reply, the share is 0 up to limit - cache_tokens, then rises
+    linearly to 1 at the limit. Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq.
+    13).
     """
     return [
         episode.reward - penalty * overlong_share(episode, cache_tokens=cache_tokens)
@@ -25,7 +26,7 @@ def overlong(
 
 
 def overlong_share(episode: RewardedEpisode, *, cache_tokens: int) -> float:
-    """Returns the share of the penalty that an episode pays."""
+    """Returns the share of the penalty that an episode pays, 0 to 1; see `overlong`."""
     limit = episode.max_reply_tokens
     rising = min(cache_tokens, limit)
     over = max(episode.reply_tokens, default=0) - (limit - rising)

@@ -1,10 +1,10 @@
-"""The built-in weights of tokens that another policy sampled: factors and masks, no gradient.
+"""The built-in importance weights of tokens: factors and masks without a gradient.
 
-Weight and ratio of the loss together lead from the behavior policy to the trained policy: decoupled
+A weight times the ratio of the loss leads from the behavior policy to the trained policy: decoupled
 PPO (arXiv:2110.00641), as in AReaL (arXiv:2505.24298). A loss without a ratio of its own needs
-weights that lead to the present policy. Log ratios, and their sum over a sequence, are limited to
-20 before exp. All three leave out tokens by
-- `token_band`: 0 outside the band, IcePop (arXiv:2510.18855);
+weights that lead to the present policy (`to`). Log ratios, and their sum over a sequence, are
+limited to 20 before exp. All three functions can mask tokens:
+- `token_band`: weight 0 for a token whose ratio is outside the band, IcePop (arXiv:2510.18855);
 - `sequence_band`: 0 for a sequence whose geometric mean of the ratios is outside the band.
 """
 
@@ -39,7 +39,7 @@ def token(
     sequence_band: Band | None = None,
     to: Target = "proximal",
 ) -> TokenWeights:
-    """Returns min(ratio, cap), truncated importance sampling (IMPALA, arXiv:1802.01561)."""
+    """Returns min(ratio, cap): truncated importance sampling (IMPALA, arXiv:1802.01561)."""
     log_ratios = _log_ratios(tokens, to)
     capped = _capped(safe_ratio(log_ratios), cap)
     return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
@@ -53,7 +53,7 @@ def sequence(
     sequence_band: Band | None = None,
     to: Target = "proximal",
 ) -> TokenWeights:
-    """Returns min(product of the sequence's ratios, cap), unbiased except for the cap."""
+    """Returns min(product of the sequence's ratios, cap) for each token; only the cap adds bias."""
     log_ratios = _log_ratios(tokens, to)
     capped = _capped(safe_ratio(tokens.sequences.sums(log_ratios)), cap)
     return _masked(tokens, log_ratios, *capped, token_band, sequence_band)

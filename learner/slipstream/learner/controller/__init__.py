@@ -1,4 +1,4 @@
-"""The controller: decides which groups start, which trajectories are trained, which servers serve.
+"""The controller: leases groups to servers, forms batches for the trainer and orders publishes.
 
 It never imports torch, vllm or megatron.
 """

@@ -18,7 +18,10 @@ FORM = "%(asctime)s %(levelname)s %(message)s"
 
 
 class DescriptorLog(logging.Handler):
-    """Writes each line to a file descriptor at once; a line that a full disk refuses is lost."""
+    """A log handler that writes each line to a file descriptor unbuffered.
+
+    If the disk is full the line is lost, without an error.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class DescriptorLog(logging.Handler):
 
 
 def write_line(descriptor: int, text: str) -> None:
-    """Writes a line unbuffered: a buffer could fail to flush at exit and change the exit code."""
+    """Writes a line unbuffered: a buffer that cannot be flushed at exit changes the exit code."""
     data = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
         while data:

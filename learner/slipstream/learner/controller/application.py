@@ -80,10 +80,10 @@ T = TypeVar("T")
 
 
 class RunTasks(asyncio.TaskGroup):
-    """The task group of a controller: a task that raises fails the run and cancels no others."""
+    """The task group of a controller: if a task raises, the run fails; other tasks go on."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
-        """`fail` gets the name of a task and the error with which it ended."""
+        """Takes `fail`, which is called with a text: the name of the task and its error."""
         super().__init__()
         self._fail = fail
 
@@ -94,7 +94,7 @@ class RunTasks(asyncio.TaskGroup):
         name: str | None = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
-        """Creates a task; if it fails, the run fails, and those that await it get CancelledError.
+        """Creates a task; if it fails, the run fails and `await task` raises CancelledError.
 
         Raises RuntimeError once the group has ended.
         """
@@ -146,10 +146,10 @@ class Controller:
         publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
         former: Callable[..., BatchFormer] = BatchFormer,
     ) -> None:
-        """`publisher` and `former` construct these parts; a caller may replace them.
+        """Takes the settings; a caller may replace the classes `publisher` and `former`.
 
         At the end of the run the controller waits for the trainer's goodbye. The run fails if the
-        trainer makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds meanwhile.
+        trainer then makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds.
         """
         self._make_publisher, self._make_former = publisher, former
         self._config = config
@@ -275,9 +275,10 @@ class Controller:
         self._progress.stop(reason)
 
     def _has_evaluated(self) -> bool:
-        """Whether nothing is left to evaluate, also for a controller that resumes this run.
+        """Whether no evaluation is left and each result is on the disk.
 
-        It would end the run without a result that it does not find: the trainer has left by then.
+        A controller that resumes this run could not measure a missing result: the trainer has left
+        by then.
         """
         return self._evaluator.is_done() and self._results.has_all_evaluations
 
@@ -413,7 +414,7 @@ class Controller:
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
-        """Waits for the trainer's goodbye, then drains the servers, for a limited time."""
+        """Waits for the trainer's goodbye, then drains the servers; each wait is limited."""
         clock, fleet = self._run.clock, self._fleet
         if self._progress.has_trainer and not self._progress.has_failed:
             await await_goodbye(self._run, self._trainer, silence_s=self._silence_s)

@@ -1,8 +1,8 @@
 """Measures held-out environments at one version during training.
 
-Consumes: evaluation groups that came back. Produces: evaluation leases and their results.
-Waits for: a server that serves the wanted version. Unblocked by: the run's signal. That server
-keeps its version until the round is over.
+Consumes: trajectories of evaluation episodes. Produces: evaluation leases and results. Waits for: a
+server that serves the wanted version. Unblocked by: the run's signal. That server keeps its version
+until the round is over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slipstream.learner.controller.trajectories.intake import Intake
 
 @dataclass(frozen=True)
 class EvaluatedEpisode:
-    """The facts that an evaluation keeps of one episode with a reward."""
+    """The facts of one episode with a reward that its evaluation keeps."""
 
     task_index: int
     reward: float
@@ -69,11 +69,11 @@ def evaluation_statistics(
     pass_at: Sequence[int],
     pass_reward: float,
 ) -> dict[str, float]:
-    """The numbers of one evaluation in one round, by name; docs/metrics.md says what they mean.
+    """Returns the statistics of one evaluation in one round, by the names in docs/metrics.md.
 
-    Returns only the counts when there is no episode. For each k of `pass_at`, `pass_at_k` is the
-    mean over the tasks with at least k episodes that did not fail; it is left out without such a
-    task. An episode passes with a reward of at least `pass_reward`.
+    Without an episode it returns only the counts. For each k of `pass_at`, `pass_at_k` is the mean
+    over the tasks with at least k episodes that did not fail; without such a task it is left out.
+    An episode passes with a reward of at least `pass_reward`.
     """
     counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
     if not episodes:
@@ -125,7 +125,7 @@ class Round:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The result of one round; `reward_mean` is over all its episodes, NaN without an episode."""
+    """The result of one round; `reward_mean` is over all its episodes, NaN if there are none."""
 
     step: int
     reward_mean: float
@@ -136,16 +136,16 @@ class EvaluationResult:
     wall_s: float
 
     def lines(self) -> list[str]:
-        """One line of text for each evaluation."""
+        """Returns one line of text for each evaluation."""
         return [_line(self.step, name, values) for name, values in self.evaluations.items()]
 
 
 class Evaluator:
-    """Runs evaluation rounds: before the first step, after every n-th, after the last.
+    """Runs evaluation rounds: before the first step, after every n-th step and after the last step.
 
-    Life of a round: `step_done` requests a version; `run_forever` pins a server that serves it,
-    leases the episodes to it as it has room, collects them, and calls `on_result`. If the server is
-    lost or serves another version, the round starts again on another server.
+    Life of a round: `step_done` requests a version; `run_forever` pins a server that serves this
+    version, leases the episodes to the server as it has room, collects them, and calls `on_result`.
+    If the server is lost or serves another version, the round starts again on another server.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Evaluator:
         *,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
-        """`on_result` is called with the result of every round that is over."""
+        """Stores the parts; `on_result` is called with the result of every finished round."""
         self._run, self._progress = run, run.progress
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments
@@ -174,7 +174,7 @@ class Evaluator:
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the journaled results; requests the newest due evaluation if it is missing."""
+        """Restores the journaled results; requests the newest due evaluation without a result."""
         for record in history.evaluations:
             mean = record["reward_mean"]
             self._keep(
@@ -216,7 +216,7 @@ class Evaluator:
         return self._round is None and self._wanted_step is None
 
     def _want_the_last(self) -> None:
-        """Schedules the final evaluation of a solved run, whose end was not known in advance."""
+        """Requests the final evaluation of a run that ends early, as all its tasks are solved."""
         progress = self._progress
         if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
             self.step_done(progress.version.step)
@@ -266,10 +266,10 @@ class Evaluator:
             self._scheduler.reserved[session.key] = len(self._round.waiting)
 
     def _chosen(self) -> ServerSession | None:
-        """Returns a server with the environments loaded, else a pinned one, else any suitable one.
+        """Returns the server for the next round; None if none is suitable or no evaluation is due.
 
-        Unpins all other servers, because nothing else would unpin them. Returns None if no
-        evaluation is due, or if no server is pinned or serves a suitable version.
+        Prefers a server with the environments loaded, then a pinned one, then any other that serves
+        a suitable version. Unpins all other servers, because nothing else would unpin them.
         """
         if self._wanted_step is None:
             return None
@@ -285,7 +285,7 @@ class Evaluator:
         return all(entry.runs_on(session.key) for entry in self._environments.evaluations())
 
     def _suits(self, version: PolicyVersion) -> bool:
-        """Whether `version` may be measured: the wanted version or a newer one.
+        """Whether the round may measure `version`: the wanted version or a newer one.
 
         After the last step only the final version qualifies.
         """

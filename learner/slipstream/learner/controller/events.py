@@ -32,7 +32,7 @@ class Severity(Enum):
 
 
 class Signal:
-    """Wakes all tasks that wait for the state to change.
+    """A signal that wakes all tasks that wait for the state to change.
 
     Waits for: nothing. Unblocked by: `notify`. A waiter checks its condition again after each
     wake-up.
@@ -52,10 +52,10 @@ class Signal:
                 _wake(waiters)
 
     async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
-        """Returns `gather_s` after the next `notify`, or after `timeout_s`.
+        """Waits for `notify` and then `gather_s` more seconds; gives up after `timeout_s`.
 
-        More changes within `gather_s` cause no return of their own: every trajectory is a change,
-        and waking a task for each costs more than the task's check.
+        The wait gathers further changes: every trajectory is a change, and waking a task for each
+        costs more than the task's check.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
@@ -70,7 +70,7 @@ class Signal:
             waiters.pop(waiter, None)
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns after the next `notify`, or after `timeout_s`."""
+        """Waits for the next `notify`, at most `timeout_s`."""
         await self.changes(timeout_s, gather_s=0.0)
 
 

@@ -1,4 +1,4 @@
-"""The times of the controller: a clock without stalls of its event loop, and a stopwatch."""
+"""The clocks of the controller: one that leaves out stalls of the event loop, and a stopwatch."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """Adds up the seconds in which it runs."""
+    """A stopwatch: the total of the seconds in which it ran."""
 
     def __init__(self) -> None:
         self._running_since_s: float | None = None
@@ -28,7 +28,7 @@ class Stopwatch:
             self._running_since_s = now_s
 
     def total_s(self, now_s: float) -> float:
-        """Seconds until `now_s` in which the stopwatch ran."""
+        """Seconds in which the stopwatch has run until `now_s`."""
         since_s = self._running_since_s
         return self._total_s + (0.0 if since_s is None else now_s - since_s)
 
@@ -52,7 +52,7 @@ class LoopClock:
         self._missed_s = 0.0
 
     def at(self, now_s: float) -> float:
-        """The clock's time when `time.monotonic` says `now_s`."""
+        """Returns the time of this clock when `time.monotonic` is `now_s`."""
         return min(now_s, self._due_s) - self._missed_s
 
     def look(self, now_s: float, next_s: float) -> None:
@@ -65,7 +65,7 @@ class LoopClock:
         return self.at(time.monotonic())
 
     async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """Returns the result of `coming`. Raises TimeoutError after `limit_s` by this clock."""
+        """Returns the result of `coming`; raises TimeoutError after `limit_s` by this clock."""
         future = asyncio.ensure_future(coming)
         try:
             await self.wait([future], limit_s)

@@ -1,4 +1,4 @@
-"""The accounts that several parts of the controller read and change."""
+"""The state that several parts of the controller read and change."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook
 
 @dataclass(frozen=True)
 class Books:
-    """Leases, environments, servers, journal, tokens and queue of a run.
+    """The leases, environments, servers, journal, tokens and queue of a run.
 
-    A run has one object of each, which several parts of the controller read and change.
+    A run has one object of each, which several parts of the controller share.
     """
 
     leases: LeaseBook

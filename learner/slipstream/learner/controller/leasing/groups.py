@@ -1,4 +1,4 @@
-"""Leased groups and the servers that run them."""
+"""The state of groups that are leased to servers."""
 
 import math
 from collections import Counter
@@ -72,21 +72,21 @@ class Group:
 
     @property
     def running(self) -> list[int]:
-        """The members that the holder still runs or will run."""
+        """The members that the holder runs or will run."""
         return [member for member in self.missing if member not in self.ended]
 
     def may_end(self, epoch: int, attempt: int) -> bool:
         """Whether an attempt belongs to the present lease; true if the group has no lease.
 
-        If it does not, a later lease runs the member again, so that the attempt does not end the
-        member. `epoch`: that of the server which made the attempt.
+        The end of an attempt of an earlier lease does not end the member, which the present holder
+        runs again. `epoch` is that of the server which made the attempt.
         """
         if self.holder is None:
             return True
         return self.holder.epoch == epoch and attempt >= self.first_attempt
 
     def excess(self, epoch: int, attempt: int) -> str:
-        """The reason why no lease of this group allows the attempt. Empty if a lease allows it."""
+        """Returns why no lease of this group allows the attempt, or "" if a lease allows it."""
         allowed = self.allowed.get(epoch)
         if allowed is None:
             return f"{self.group_id} was never leased to the server of epoch {epoch:x}"
@@ -100,8 +100,8 @@ class Group:
     def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
         """Raises ProtocolError if the holder's report on its closed lease contradicts the lease.
 
-        `unfinished`: the members that it did not end. `next_attempt`: above the numbers of all
-        attempts that it made.
+        `unfinished`: the members that the holder did not end. `next_attempt`: a number above those
+        of all attempts that the holder made, or 0.
         """
         assert self.holder is not None
         fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
@@ -115,7 +115,7 @@ class Group:
         self.attempts[member] = max(self.attempts.get(member, -1), attempt)
 
     def allow(self, epoch: int, first: int, count: int) -> None:
-        """Allows the server of `epoch` the attempts from `first` to `first + count - 1`."""
+        """Allows the server of `epoch` to make the attempts `first` to `first + count - 1`."""
         before = self.allowed.get(epoch)
         start = first if before is None else min(first, before.start)
         self.allowed[epoch] = range(start, first + count)
@@ -131,7 +131,7 @@ class Group:
 
 
 class GroupIds:
-    """Makes the ids of new groups; evaluation ids contain the number of controller starts.
+    """Makes the ids of new groups; ids of evaluations contain how often the controller has started.
 
     Evaluations are not restored after a restart, which numbers them from 0 again.
     """
@@ -150,16 +150,16 @@ class GroupIds:
 
 
 def fewest_members(size: int, share: float) -> int:
-    """Returns the least number of members that must finish: `share` of `size`, at least 2.
+    """Returns how many members must finish: `share` of `size`, at least 2 (1 in a group of 1).
 
-    An advantage that compares the members of a group needs two of them. A group of 1 needs 1.
+    An advantage that compares the members of a group needs two of them.
     """
     # Rounded, since 0.1 * 30 is a little more than 3.
     return max(math.ceil(round(share * size, 9)), min(2, size))
 
 
 def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
-    """Returns the group that an earlier start journaled as `record`; it waits for a server."""
+    """Returns a group that waits for a server again, from the journal's `record` of it."""
     allowed = range(record.num_leases * attempts_per_lease)
     return Group(
         group_id=record.group_id,

@@ -1,7 +1,7 @@
 """One pass over servers and groups that grants leases: pure, except that it changes the book.
 
-A pass counts rooms and episodes once and updates these counts with each grant. The result is the
-same as that of a scan of all servers and all groups before every single lease.
+A pass counts free slots and episodes once and updates these counts with each grant. The result is
+the same as that of a scan of all servers and all groups before every single lease.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 
 
 class LeaseWait(IntEnum):
-    """The reason why the next lease waits; of several reasons, the largest value counts."""
+    """The reason why the next lease waits; if several apply, the one with the largest value."""
 
     NOTHING = 0
     SERVER = 1
@@ -39,7 +39,7 @@ WORDS = {
 
 
 def batch_wait(book: LeaseBook) -> str:
-    """Returns a text for users: what the next batch waits for."""
+    """Returns the groups for which the next batch waits, as a text for users."""
     due = book.due()
     if due:
         members = sum(len(group.missing) for group in due)
@@ -71,14 +71,14 @@ class Grant:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """A serving server and the number of episodes that it may still be given."""
+    """A serving server and the number of episodes for which it has free slots."""
 
     session: ServerSession
     episodes: int
 
     @property
     def served_step(self) -> int:
-        """The step of the version that the server serves."""
+        """The training step of the version that the server serves."""
         assert self.session.version is not None
         return self.session.version.step
 
@@ -101,7 +101,7 @@ def rooms(
 def place_orphans(
     book: LeaseBook, environments: EnvironmentBook, by_room: Sequence[ServerRoom], limit: int
 ) -> list[Grant]:
-    """Leases at most `limit` orphans, groups without a holder, to servers that may finish them."""
+    """Leases at most `limit` orphans (groups without a holder) to servers that may finish them."""
     # Orphans of one kind suit the same servers; each keeps its place in the order of the leases.
     kinds: dict[tuple[str, int, int], deque[tuple[int, Group]]] = {}
     for place, group in enumerate(book.orphans()):
@@ -137,9 +137,9 @@ def abandon_stranded(
     limit: int,
     abandon: Callable[[Group], None],
 ) -> int:
-    """Abandons at most `limit` orphans that must start afresh; returns how many it abandoned.
+    """Abandons at most `limit` orphans, whose tasks then start afresh; returns the number.
 
-    These are orphans that the next batch needs and that no present server may finish.
+    These are the orphans that the next batch needs and that no present server may finish.
     """
     able: dict[str, set[int]] = {}
     num_abandoned, due = 0, None
@@ -181,10 +181,11 @@ class NewLeases:
         *,
         num_episodes: int,
     ) -> None:
-        """Grants leases of `num_episodes` episodes at most: the queue has room for that many.
+        """Stores the inputs of the pass.
 
-        `again` holds abandoned groups: their tasks are leased before any new task, and then leave
-        the list.
+        At most `num_episodes` episodes are leased, for which the queue has room. `again` holds
+        abandoned groups: their tasks are leased before any new task, and are then removed from the
+        list.
         """
         self._book, self._environments = book, environments
         self._again, self._num_episodes = again, num_episodes

@@ -1,6 +1,6 @@
 """The book of leased groups: their holders, their finished members and the choice of a batch.
 
-Pure state: no clock, no I/O. The staleness rules themselves are in `slipstream.core.staleness`.
+Pure state: no clock, no I/O. The rules of staleness are in `slipstream.core.staleness`.
 """
 
 import math
@@ -24,7 +24,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 
 @dataclass(eq=False)
 class ClosingLease:
-    """The `members` of a group that `holder` still runs although the group waits for them no more.
+    """The `members` that `holder` still runs although their group no longer waits for them.
 
     They still count against the episode slots of the server and the bytes of the queue.
     """
@@ -35,17 +35,17 @@ class ClosingLease:
 
 
 class ClosingLeases:
-    """Leases whose members still run on servers although no group waits for them, by group.
+    """The closing leases by group: servers still run members for which no group waits.
 
     A lease is removed when `end_member` was called for its last member, when the server has closed
-    it (`close`), or with its server (`server_lost`).
+    it (`close`), or when its server is lost (`server_lost`).
     """
 
     def __init__(self) -> None:
         self.leases: dict[GroupId, ClosingLease] = {}
 
     def keep(self, group: Group, members: set[int]) -> None:
-        """Keeps the slots of `members` until the group's holder has ended them."""
+        """Keeps the slots of `members` occupied until the group's holder has ended them."""
         if group.holder is not None:
             lease = ClosingLease(group.environment, group.holder)
             self.leases.setdefault(group.group_id, lease).members |= members
@@ -59,22 +59,22 @@ class ClosingLeases:
                 del self.leases[group_id]
 
     def close(self, group_id: GroupId, holder: ServerKey) -> None:
-        """Notes that `holder` runs no member of a lease any more."""
+        """Notes that `holder` no longer runs any member of the group."""
         lease = self.leases.get(group_id)
         if lease is not None and lease.holder == holder:
             del self.leases[group_id]
 
     def server_lost(self, holder: ServerKey) -> None:
-        """Drops the leases of a server that is gone."""
+        """Drops the leases of a lost server."""
         self.leases = {g: lease for g, lease in self.leases.items() if lease.holder != holder}
 
 
 class Awaited:
-    """Episodes that an earlier controller leased and that may still come, finished or not.
+    """Episodes that an earlier controller leased and that may still arrive, finished or not.
 
-    A server is awaited until it has joined again. The trajectories that it then holds, and those
-    in the queue at the start, are awaited until they arrive. Until then no other server gets their
-    groups: they would be sampled twice.
+    A server is awaited until it has joined again. Its undelivered trajectories, and those in the
+    queue at the start, are awaited until they arrive. Until then no other server gets their groups,
+    which would then be sampled twice.
     """
 
     def __init__(self) -> None:
@@ -88,21 +88,21 @@ class Awaited:
         self._since_s: float | None = None
 
     def expect(self, servers: Iterable[str]) -> None:
-        """Adds names of `servers` that may join again."""
+        """Adds the names of servers that may join again."""
         self._servers.update(servers)
 
     def has(self, group: Group) -> bool:
-        """Whether members of a group may still come."""
+        """Whether trajectories of the group's members may still arrive."""
         return group.awaits in self._servers or group.group_id in self._groups
 
     def joined(self, server: str, undelivered: Iterable[str]) -> None:
-        """Notes that a server has joined again, and which trajectories it holds."""
+        """Notes that a server has joined again, and the ids of the trajectories that it holds."""
         if server in self._servers:
             self._servers.discard(server)
             self.hold(undelivered)
 
     def hold(self, trajectory_ids: Iterable[str]) -> None:
-        """Adds finished trajectories that have not been delivered yet."""
+        """Adds the ids of finished trajectories that have not been delivered yet."""
         self._since_s = None
         held = set(trajectory_ids) - self._arrived - self._held
         self._held |= held
@@ -121,10 +121,10 @@ class Awaited:
             self._arrived.add(trajectory_id)
 
     def look(self, now_s: float, limit_s: float) -> None:
-        """Stops awaiting servers `limit_s` after the first call, and trajectories that stop coming.
+        """Stops awaiting servers after `limit_s`, and trajectories once they stop arriving.
 
-        Trajectories are awaited until none has come for `limit_s` seconds. So a long queue is
-        awaited for longer than the servers.
+        The first call starts the limit for servers. Trajectories are awaited until none has arrived
+        for `limit_s` seconds, so the wait for a long queue is longer than the wait for servers.
         """
         self._began_s = now_s if self._began_s is None else self._began_s
         self._since_s = now_s if self._since_s is None else self._since_s
@@ -141,7 +141,8 @@ class LeaseBook:
 
     Life of a training group: `lease` gives it to a server, `add` stores its members' trajectories,
     `take_batch` takes it out. `closed` (lease ended) or `orphan` (server lost) leaves an unfinished
-    group without a holder; `reassign` gives it to another server. `remove` takes a group out early.
+    group without a holder; `reassign` gives it to another server. `remove` takes a group out at any
+    time.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class LeaseBook:
         self._ids = GroupIds()
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the book from the journal's `history`; open groups wait for a server."""
+        """Restores the book from the journal's `history`; its open groups wait for a server."""
         self.step = history.next_step
         self._ids = GroupIds(history.next_group, history.starts)
         for open_group in history.open_groups.values():
@@ -178,11 +179,11 @@ class LeaseBook:
         self.awaited.expect(connected.intersection(g.server for g in history.open_groups.values()))
 
     def training_groups(self) -> list[Group]:
-        """The groups that count for the staleness invariant."""
+        """The groups that the staleness invariant counts: all but those of evaluations."""
         return [group for group in self.groups.values() if group.purpose is Purpose.TRAINING]
 
     def held(self) -> list[Trajectory]:
-        """The trajectories of all groups."""
+        """The received trajectories of all groups."""
         return [t for group in self.groups.values() for t in group.finished.values()]
 
     def held_by(self, holder: ServerKey) -> list[Group]:
@@ -190,7 +191,7 @@ class LeaseBook:
         return [group for group in self.groups.values() if group.holder == holder]
 
     def orphans(self) -> list[Group]:
-        """Groups to train on that lost their server before all members were back."""
+        """Training groups that lost their server before all members had finished."""
         return [
             group
             for group in self.training_groups()
@@ -198,7 +199,7 @@ class LeaseBook:
         ]
 
     def episodes_by_holder(self) -> Counter[ServerKey]:
-        """Number of members that each server still runs or will run, closing leases included."""
+        """Number of members that each server runs or will run, closing leases included."""
         episodes: Counter[ServerKey] = Counter()
         for group in self.groups.values():
             if group.holder is not None:
@@ -222,7 +223,7 @@ class LeaseBook:
 
     @property
     def promised_episodes(self) -> int:
-        """Number of episodes that servers may still send to the queue."""
+        """Number of episodes that servers may still deliver to the queue."""
         return self.episodes_by_environment().total()
 
     def may_lease(self, served_step: int) -> bool:
@@ -235,7 +236,7 @@ class LeaseBook:
     def lease(
         self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
     ) -> Group:
-        """Leases a new group; the caller has asked `may_lease`."""
+        """Leases a new group; `may_lease` must allow it."""
         assert self.may_lease(served_step)
         deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
         return self._add(environment, task_index, seed, Purpose.TRAINING, holder, deadline)
@@ -243,17 +244,17 @@ class LeaseBook:
     def lease_evaluation(
         self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
     ) -> Group:
-        """Leases one episode that is measured and never trained."""
+        """Leases one episode of an evaluation, which is never trained."""
         return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
 
     def may_reassign(self, group: Group, served_step: int) -> bool:
-        """Whether a server of version `served_step` may finish an orphan under its deadline."""
+        """Whether a server of version `served_step` may finish an orphan by its deadline step."""
         return staleness.may_finish(
             group.deadline_step, served_step, self.max_staleness, self.num_steps
         )
 
     def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether servers on `served_steps` exist, but none may finish the orphaned `group`."""
+        """Whether there are servers, with versions `served_steps`, but none may finish `group`."""
         return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
@@ -267,7 +268,7 @@ class LeaseBook:
     def orphan(self, holder: ServerKey) -> list[Group]:
         """Takes all leases from a lost server; returns its unfinished groups.
 
-        They keep their finished members and wait for another server.
+        The groups keep their finished members and wait for another server.
         """
         self.closing.server_lost(holder)
         lost = [group for group in self.held_by(holder) if not group.is_complete]
@@ -277,7 +278,7 @@ class LeaseBook:
         return lost
 
     def add(self, trajectory: Trajectory) -> Fate:
-        """Adds a trajectory to its group, if it is still needed, and returns its fate."""
+        """Adds a trajectory if its group needs it; returns whether to keep, retry or drop it."""
         if not trajectory.will_retry:
             self.closing.end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
@@ -306,10 +307,11 @@ class LeaseBook:
         return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
 
     def give_up(self, group: Group, members: Collection[int]) -> bool:
-        """Marks `members` as failed; returns False and changes nothing if the group must end now.
+        """Marks `members` as failed; returns False, unchanged, if the whole group must end instead.
 
-        It must end if too few members would be left, or if no member has finished and at least two
-        and a quarter of them failed: such a task may crash one worker after another.
+        It must end if too few members would be left. It must also end if none has finished and at
+        least two members and a quarter of all have failed: such a task may crash one worker after
+        another.
         """
         num_failed = len(group.failed.union(members))
         is_hopeless = not group.finished and num_failed >= max(2, group.size / 4)
@@ -333,9 +335,9 @@ class LeaseBook:
         )
 
     def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
-        """Notes a quarantined trajectory; returns its group if the member must run again.
+        """Notes a quarantined trajectory; returns its group if the member must run again, or None.
 
-        `will_retry`: its server tries the member again without a new lease.
+        `will_retry`: whether its server tries the member again without a new lease.
         """
         if not will_retry:
             self.closing.end_member(name.group_id, name.member, name.epoch)
@@ -353,7 +355,7 @@ class LeaseBook:
         return group
 
     def remove(self, group_id: GroupId) -> Group | None:
-        """Takes a group out of the book, whatever its state. None if the book lacks it."""
+        """Takes a group out of the book in any state and returns it; None if the book lacks it."""
         if group_id not in self.groups:
             return None
         group = self._take(group_id)
@@ -369,11 +371,11 @@ class LeaseBook:
         *,
         next_attempt: int = 0,
     ) -> None:
-        """Notes that `holder` runs no member of this lease any more, and did not end `unfinished`.
+        """Notes that `holder` has closed its lease of the group, and left `unfinished` members.
 
-        As soon as all other members are back the group waits for another server. Trajectories of
-        attempts before `next_attempt` may still arrive, so their numbers are not used again.
-        Raises ProtocolError for members or attempts that are not in the lease.
+        Once the trajectories of all other members have arrived, the group waits for another server.
+        Trajectories of attempts before `next_attempt` may still arrive, so their numbers are not
+        used again. Raises ProtocolError for members or attempts that are not in the lease.
         """
         self.closing.close(group_id, holder)
         group = self.groups.get(group_id)
@@ -385,7 +387,7 @@ class LeaseBook:
             self._hand_back(group)
 
     def _hand_back(self, group: Group) -> None:
-        """Removes the holder of an incomplete group whose lease is closed and runs no member."""
+        """Removes the holder of an incomplete group if its lease is closed and no member runs."""
         if group.closed and not group.running and not group.is_complete:
             group.holder = None
 
@@ -396,7 +398,7 @@ class LeaseBook:
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Returns the batch of the present step and moves to the next step. None if not ready."""
+        """Returns the batch of the present step and moves to the next; None if it is not ready."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None
@@ -404,9 +406,9 @@ class LeaseBook:
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """Puts `groups` of the last batch back, so that `step` can be formed again.
+        """Puts `groups` of the last batch back into the book, so that `step` can be formed again.
 
-        The staleness invariant holds: `step` is open again, and it had room for all of them.
+        The staleness invariant still holds, since `step` had room for all of them.
         """
         assert step == self.step - 1
         self.step = step

@@ -1,8 +1,8 @@
-"""Decides which server starts which group now.
+"""Decides which server starts which group, and when.
 
-Consumes: the state of the lease book, the fleet and the environments. Produces: leases.
-Waits for: the run's signal, the journal. Unblocked by: a server that serves, a trajectory that came
-back, a new version; the disk.
+Consumes: the state of the lease book, the fleet and the environments. Produces: leases. Waits for:
+the run's signal, the journal. Unblocked by: a server that becomes ready, an arrived trajectory, a
+new version; a completed write of the journal.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ MAX_GRANTS_IN_A_PASS = 64
 
 
 class Scheduler:
-    """Leases groups to every serving server, as far as staleness and queue allow."""
+    """Leases groups to all serving servers, as far as staleness and the queue allow."""
 
     def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
         """Stores the parts; `abandon` removes a group from the book for good."""
@@ -54,9 +54,9 @@ class Scheduler:
         self.reserved: dict[ServerKey, int] = {}
 
     async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
-        """Grants all leases that are allowed, after each change, until the task is cancelled.
+        """Grants all allowed leases after each change of the state, until the task is cancelled.
 
-        Looks again after `recheck_s` without a change.
+        It also looks after `recheck_s` seconds without a change.
         """
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
@@ -71,8 +71,8 @@ class Scheduler:
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
         """Grants at most `limit` leases; they are sent once their records are durable.
 
-        Abandoned groups count to `limit`. Returns a future that is done when the records are
-        durable. Returns None if no lease was granted and no group abandoned.
+        Abandoned groups also count towards `limit`. Returns a future that is done when the records
+        are durable, or None if no lease was granted and no group abandoned.
         """
         granted, num_abandoned = self._lease_orphans(limit)
         if len(granted) + num_abandoned < limit:
@@ -129,7 +129,7 @@ class Scheduler:
         )
 
     def _lease_new(self, limit: int) -> list[Grant]:
-        """Leases at most `limit` new groups; notes what the next lease waits for."""
+        """Leases at most `limit` new groups and notes why no further lease is granted."""
         versions = self._fleet.versions
         if versions and not self._book.may_lease(max(version.step for version in versions)):
             # Most changes are of this kind: no server is looked at.
@@ -153,7 +153,7 @@ class Scheduler:
         return granted
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
-        """The message that leases the missing members of `group` to its holder."""
+        """Returns the message that leases the missing members of `group` to its holder."""
         entry = self._environments.entries[group.environment]
         return fleet_pb2.Lease(
             group_id=group.group_id,
@@ -205,21 +205,21 @@ class Scheduler:
         return settings
 
     def room(self, session: ServerSession) -> int:
-        """Number of episodes that a server can take on now."""
+        """Number of further episodes that a server can take now."""
         return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
 
     def may_send(self, episodes: int) -> bool:
-        """Whether the queue has room for `episodes` more, besides all promised episodes."""
+        """Whether the queue has room for `episodes` more, in addition to all promised episodes."""
         return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the queue that are used or that leased episodes may still need."""
+        """Bytes of the queue that are occupied, or reserved for leased episodes."""
         return self._config.queue.max_bytes - self._free_bytes()
 
     @property
     def lease_wait(self) -> str:
-        """The reason why the next lease waits, in words. Empty if no lease is wanted."""
+        """The reason why the next lease waits, as text; "" if no lease is wanted."""
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:
@@ -227,7 +227,7 @@ class Scheduler:
         return {"reserved_bytes": float(self.reserved_bytes)}
 
     def waited_s(self) -> dict[str, float]:
-        """Seconds since the start in which the next lease waited, by the reason."""
+        """Seconds since the start in which the next lease waited, by reason."""
         now_s = time.monotonic()
         return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 

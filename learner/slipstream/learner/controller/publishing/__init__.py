@@ -1,1 +1,1 @@
-"""The delivery of new weights from the trainer to the rollout servers, and its costs."""
+"""The delivery of new weights from the trainer to the rollout servers, and its cost."""

@@ -57,29 +57,29 @@ class FailureCounts:
 
     @property
     def needs_own_publish(self) -> bool:
-        """Whether the server gets a publish of its own, after the healthy servers."""
+        """Whether the server gets a publish for itself alone, after the healthy servers."""
         return self.of_server >= MAX_JOINT_FAILURES
 
 
 @dataclass(frozen=True)
 class RetryAfter:
-    """The server is sent the weights again after `wait_s` seconds."""
+    """The consequence that the server is sent the weights again after `wait_s` seconds."""
 
     wait_s: float
 
 
 @dataclass(frozen=True)
 class SendAway:
-    """The server's stream ends; it may join again."""
+    """The consequence that the controller ends the server's stream; the server may join again."""
 
 
 @dataclass(frozen=True)
 class FailRun:
-    """The run ends: no server could be given its weights."""
+    """The consequence that the run fails, because no server could be sent its weights."""
 
 
 def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
-    """Returns what follows from a failed publish, which `counts` already includes.
+    """Returns the consequence of a failed publish, which `counts` already includes.
 
     The run fails only if no server serves (`is_any_serving`).
     """
@@ -91,7 +91,7 @@ def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | 
 
 
 class Membership:
-    """The members of the newest communicator; a change of members or a fault needs a new one."""
+    """The members of the newest communicator, which a change of members or a fault replaces."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -101,7 +101,7 @@ class Membership:
         self._epoch, self._name = 0, ""
 
     def forget(self, communicator_id: str | None = None) -> None:
-        """Drops the communicator; with an id, only if it is the newest communicator."""
+        """Drops the newest communicator; with an id, only if the newest one has this id."""
         if communicator_id in (None, self._name):
             self._members = ()
 
@@ -113,10 +113,11 @@ class Membership:
     def order_for(
         self, targets: Sequence[ServerSession], transport: str, *, trainer_has: str
     ) -> weights_pb2.PublishOrder:
-        """Returns an order for `targets` with their ranks, with a new communicator if needed.
+        """Returns an order to publish to `targets`, with the rank of each in the communicator.
 
-        The newest communicator is used again if its members are the same and its id is
-        `trainer_has`, the id of the communicator that the trainer still has.
+        The newest communicator is used again if its members are the same and the trainer still has
+        it: `trainer_has` is the trainer's communicator id. Otherwise the order names a new
+        communicator.
         """
         members = tuple(session.key for session in targets)
         new = members != self._members or trainer_has != self._name
@@ -167,7 +168,7 @@ class Publish:
 
     @property
     def communicator_id(self) -> str:
-        """Id of the publish's communicator; the next publish may use another communicator."""
+        """Id of this publish's communicator; the next publish may use another one."""
         return self.order.communicator.communicator_id
 
 
@@ -179,10 +180,10 @@ def can_take(delta: weights_pb2.Delta, receivers: Sequence[ServerSession]) -> bo
 class Deliveries:
     """Follows every receiver of every publish to its end.
 
-    Phases of a receiver: `announce` tells it to receive; `commit` lets it resume and waits for its
-    report that it serves; then the probe, if any, is checked, and the server gets its version.
-    Any failure makes the server stale (`make_stale`). The rule `consequence` then decides: another
-    publish, the end of the server's stream, or the end of the run.
+    Phases of a receiver: `announce` tells it to receive; `commit` tells it to resume and waits for
+    its report that it serves. Then the probe, if any, is checked, and the server's version is
+    noted. Any failure makes the server stale (`make_stale`). The rule `consequence` then decides:
+    another publish, the end of the server's stream, or the end of the run.
     """
 
     def __init__(
@@ -203,16 +204,16 @@ class Deliveries:
     def together(self, due: Sequence[ServerSession]) -> list[ServerSession]:
         """Returns the servers of `due` that share the next publish.
 
-        Servers whose last two publishes failed are left out. Once only such servers are due, each
-        gets a publish of its own: a member that fails makes all others stale.
+        Servers whose last two publishes failed are left out, since a member that fails makes all
+        others stale. Once only such servers are due, each gets a publish of its own.
         """
         sound = [s for s in due if not self._counts(s).needs_own_publish]
         return sound or sorted(due, key=lambda s: self._failed[s.key.server_id])[:1]
 
     def announce(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        """Tells all receivers to receive, and commits them if the digests are known already.
+        """Tells all receivers to receive; commits them too if the digests are already known.
 
-        With `layout` None the earlier layout holds.
+        With `layout` None the previous weight layout still applies.
         """
         ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
         # A server needs to know only its own rank.
@@ -236,7 +237,7 @@ class Deliveries:
     ) -> None:
         """Tells the receivers to resume once they have loaded the buckets with these digests.
 
-        With `publish.verify` they score `probe`, too. Tasks follow each receiver to its end.
+        With `publish.verify` they also score `probe`. A task follows each receiver to its end.
         """
         commit = fleet_pb2.CommitPublish(
             publish_id=publish.publish_id,
@@ -274,7 +275,7 @@ class Deliveries:
         digests: Sequence[bytes],
         report: fleet_pb2.PublishReport,
     ) -> None:
-        """Checks a report of LOADED or FAILED: a failure or other digests fail the receiver."""
+        """Handles a LOADED or FAILED report; wrong digests count as a failure of the receiver."""
         if report.phase == FAILED:
             self.fail(publish, session, report.message or "it failed")
         elif list(report.bucket_digests) != list(digests):
@@ -335,7 +336,7 @@ class Deliveries:
         self._run.signal.notify()
 
     def fail(self, publish: Publish, session: ServerSession, cause: str) -> None:
-        """Notes the failure of a receiver; later calls for the same receiver change nothing."""
+        """Notes the failure of a receiver; only the first call for a receiver has an effect."""
         if session.key in publish.failed:
             return
         publish.failed.add(session.key)
@@ -348,8 +349,8 @@ class Deliveries:
     def _allow_more_time(self, publish: Publish) -> None:
         """Doubles the deadline of later publishes, since this machine or network may be slow.
 
-        It does so once for each failed publish, up to `MOST_TIME` times the setting. Callers leave
-        out failures of lost servers.
+        This happens once for each failed publish, up to `MOST_TIME` times the setting. Callers do
+        not call it for lost servers.
         """
         deadline_s = publish.order.bucket_deadline_s
         largest_s = MOST_TIME * self._settings.bucket_deadline_s
@@ -361,7 +362,7 @@ class Deliveries:
             )
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
-        """Takes a server out of service until it has a whole version; aborts `publish_id` there."""
+        """Takes a server out of service until it has a whole version; aborts its `publish_id`."""
         if publish_id:
             session.send(
                 fleet_pb2.ControllerMessage(
@@ -398,7 +399,7 @@ class Deliveries:
                 self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
 
     def send_away(self, session: ServerSession, cause: str) -> None:
-        """Ends the stream of a server that no publish reaches; its leases move to other servers.
+        """Ends the stream of a server whose publishes all fail; others get its leases.
 
         The server may join again.
         """

@@ -24,7 +24,7 @@ REACHED = {READY: (READY,), LOADED: (LOADED,), SERVING: (LOADED, SERVING)}
 
 
 class PhaseReports:
-    """The reports that the controller expects, by server, publish and phase."""
+    """The reports for which the controller waits, by server, publish and phase."""
 
     def __init__(self, clock: LoopClock) -> None:
         """Measures limits by `clock`."""
@@ -32,12 +32,12 @@ class PhaseReports:
         self._open: dict[ServerKey, Expectations] = {}
 
     def expect(self, publish_id: str, server: ServerKey, phase: int) -> Wait:
-        """Returns a future for a report; it also keeps a report that comes before `wait`."""
+        """Expects a report, which may come before `wait` is called; returns its future."""
         future: Wait = asyncio.get_running_loop().create_future()
         return self._open.setdefault(server, {}).setdefault((publish_id, phase), future)
 
     def forget(self, publish_id: str, server: ServerKey, phase: int) -> None:
-        """Drops the expectation of a report."""
+        """Stops expecting a report."""
         expected = self._open.get(server, {})
         expected.pop((publish_id, phase), None)
         if not expected:
@@ -46,14 +46,14 @@ class PhaseReports:
     def reported(
         self, publish_id: str, server: ServerKey, phase: int
     ) -> fleet_pb2.PublishReport | None:
-        """The expected report. None if it has not come, or is not expected."""
+        """Returns the expected report; None if it has not arrived or is not expected."""
         future = self._open.get(server, {}).get((publish_id, phase))
         return future.result() if future is not None and future.done() else None
 
     async def wait(
         self, publish_id: str, server: ServerKey, phase: int, limit_s: float
     ) -> fleet_pb2.PublishReport:
-        """Returns the report, or a report of phase FAILED when none comes within `limit_s`."""
+        """Returns the report, or a report of phase FAILED if none arrives within `limit_s`."""
         future = self.expect(publish_id, server, phase)
         try:
             await self._clock.wait([future], limit_s)
@@ -65,7 +65,7 @@ class PhaseReports:
         return fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
 
     def receive(self, server: ServerKey, report: fleet_pb2.PublishReport) -> None:
-        """Completes the waits for a report; a failure ends every wait of its publish."""
+        """Completes the waits for a report; a failure ends all waits of that server's publish."""
         failed, reached = report.phase == FAILED, REACHED.get(report.phase, ())
         for (publish_id, phase), future in self._open.get(server, {}).items():
             is_its_publish = publish_id == report.publish_id
@@ -73,7 +73,7 @@ class PhaseReports:
                 future.set_result(report)
 
     def abandon(self, publish_id: str, server: ServerKey, message: str) -> None:
-        """Ends every wait of a publish for a server as failed, and drops the expectations."""
+        """Ends all waits of a publish for a server as failed, and stops expecting their reports."""
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
         self.receive(server, report)
         for name, phase in list(self._open.get(server, {})):
@@ -81,7 +81,7 @@ class PhaseReports:
                 self.forget(publish_id, server, phase)
 
     def fail_all(self, server: ServerKey, message: str) -> None:
-        """Ends every wait for a server as failed."""
+        """Ends all waits for a server as failed."""
         for publish_id in {name for name, _ in self._open.get(server, {})}:
             report = fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
             self.receive(server, report)

@@ -3,7 +3,8 @@
 Consumes: publish reports of servers, start and result of the trainer. Produces: publish orders.
 Waits for: each phase of each receiver, with a deadline; the trainer waits at most
 `bucket_deadline_s`. Unblocked by: the receiver's report, its loss, or the deadline. A receiver that
-misses its deadline is stale: it serves nothing and is sent the weights again between later steps.
+misses its deadline is stale: it serves nothing until it is sent the weights again after a later
+step.
 """
 
 import asyncio
@@ -39,9 +40,9 @@ class _Question:
 
 
 class Readiness:
-    """Asks servers whether they are ready for a publish; each has one open question at most.
+    """Asks servers whether they are ready for a publish; each has at most one open question.
 
-    `ask` sends the question. `answers` collects the answer for the next publish and forgets it. If
+    `ask` sends the question. `answers` returns the answer for the next publish and forgets it. If
     the server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late`
     is true until it answers; then the next publish may include it. Without an answer within
     `join_deadline_s` the controller ends the server's stream.
@@ -79,7 +80,7 @@ class Readiness:
     async def answers(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> dict[ServerKey, str]:
-        """Maps each server that answered to its reason for staying out; "" means ready.
+        """Returns for each server that answered its reason to stay out, or "" if it is ready.
 
         Servers that were not asked before are asked now. Waits until `bucket_deadline_s` after the
         newest open question; servers that have not answered by then are left out of this publish.
@@ -104,7 +105,7 @@ class Readiness:
         return problems
 
     def server_lost(self, session: ServerSession) -> None:
-        """Forgets the question to a server that is gone."""
+        """Forgets the question to a lost server."""
         self._forget(session)
 
     def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
@@ -120,7 +121,7 @@ class Readiness:
         self._tasks.create_task(self._follow(question))
 
     async def _follow(self, question: _Question) -> None:
-        """Waits for a late answer, then wakes the run; sends the server away if none comes."""
+        """Waits for a late answer, then wakes the run; ends the server's stream if none comes."""
         limit_s = self._settings.join_deadline_s
         clock = self._run.clock
         await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
@@ -144,8 +145,9 @@ class Readiness:
 class Publisher:
     """Decides which servers are sent the newest version and follows each publish to its end.
 
-    Phases: `prepare` asks the due servers and returns the trainer's order; `start` tells them to
-    receive, unless `prepare` did so already; `finish` commits and waits until they have loaded.
+    Phases: `prepare` asks the due servers and returns the trainer's order; `start` tells the
+    servers to receive, unless `prepare` did so already; `finish` commits and waits until they have
+    loaded.
     """
 
     def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
@@ -167,7 +169,7 @@ class Publisher:
         self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """Returns the servers that should be sent `version` now, or if None the newest version."""
+        """Returns the servers that should be sent `version` now; None means the newest version."""
         newest = version or self._progress.version
         if self._fleet.versions[newest] == len(self._fleet.sessions):
             return []
@@ -182,35 +184,35 @@ class Publisher:
         return session.is_serving and not is_pinned and session.version != version
 
     def trainer_joined(self, num_senders: int) -> None:
-        """Abandons the earlier trainer's publish; `num_senders` ranks of the new trainer send."""
+        """Abandons the previous trainer's publish; `num_senders` ranks of the new trainer send."""
         self.trainer_lost()
         self._membership.num_senders = num_senders
 
     def trainer_lost(self) -> None:
-        """Abandons the publish under way: its trainer sends no more."""
+        """Abandons the current publish, since its trainer is lost."""
         if self._current is not None:
             self._abandon(self._current, "the trainer was lost")
         self._membership.forget()
         self._holders = set()
 
     def pin(self, session: ServerSession) -> bool:
-        """Makes a server keep its version; returns False if a publish to it is under way."""
+        """Keeps a server at its version; returns False if a publish to it is already under way."""
         if self._current is not None and session in self._current.receivers:
             return False
         self.pinned.add(session.key)
         return True
 
     def ask_ahead(self, version: PolicyVersion) -> None:
-        """Asks servers, before the trainer has made `version`, if they are ready to receive it."""
+        """Asks servers if they are ready to receive `version`, before the trainer has made it."""
         self._readiness.ask(self.due(version), self._new_id(), version)
 
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
-        """Asks the due servers if they are ready; returns the trainer's order, if any is ready.
+        """Asks the due servers if they are ready; returns the trainer's order, or None if none is.
 
-        If `trainer` names the digests of its buckets, the publish may begin at once: the servers
-        get their orders, with the digests, before the trainer sends.
+        If `trainer` has the digests of its buckets, the publish may begin at once: the servers get
+        their orders, with the digests, before the trainer sends.
         """
         if self._current is not None:
             # The trainer asks for an order, so it never got the last one.
@@ -250,9 +252,9 @@ class Publisher:
         return [s for s in self._drop(ready, misfits) if not s.is_leaving], transport
 
     def _begin_if_known(self, publish: Publish, trainer: trainer_pb2.NextRequest) -> None:
-        """Begins a publish without `start` if layout and digests are known, and no probe follows.
+        """Begins a publish without `start` if layout and digests are known and no probe follows.
 
-        With a probe the engines would pause while the trainer scores it.
+        With a probe, the engines would pause while the trainer computes it.
         """
         order = publish.order
         if can_take(trainer.delta, publish.receivers):
@@ -264,15 +266,16 @@ class Publisher:
             self._tell_receivers(publish, None)
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
-        """Sets the limit by which the trainer must end this publish, or the run fails."""
+        """Sets the deadline of this publish; the run fails if the trainer misses it."""
         order, stall_s = publish.order, self._run.config.controller.stall_timeout_s
         limit_s = 2 * order.join_deadline_s + num_buckets * order.bucket_deadline_s
         self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
-        """Tells all receivers to receive and returns them; returns none if a receiver was lost.
+        """Tells all receivers to receive and returns them; returns none if one of them was lost.
 
-        With `is_question` nothing starts: returns the receivers still alive.
+        With `start.is_question` nothing is started: it only returns the receivers that are still
+        connected.
         """
         publish = self._current
         if publish is None or publish.publish_id != start.publish_id:
@@ -303,7 +306,7 @@ class Publisher:
         return report is not None and report.phase == FAILED
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
-        """Takes the trainer's result: commits servers whose digests agree, aborts on the others.
+        """Handles the trainer's result: commits servers with the right digests, aborts the others.
 
         Returns when all receivers have loaded, or after `bucket_deadline_s`. Slower receivers are
         followed to their end while the trainer trains.
@@ -349,10 +352,10 @@ class Publisher:
     async def _settle(
         self, publish: Publish, digests: Sequence[bytes]
     ) -> trainer_pb2.PublishReceipt:
-        """Waits until all receivers have loaded, or for `bucket_deadline_s`; returns the receipt.
+        """Waits until all receivers have loaded, at most `bucket_deadline_s`; returns the receipt.
 
-        A receiver that reports other digests is treated as failed. The report of a late receiver is
-        awaited in the background.
+        A receiver that reports other digests has failed. A task awaits the report of a late
+        receiver.
         """
         loads = {
             session.key: self._reports.expect(publish.publish_id, session.key, LOADED)
@@ -379,7 +382,7 @@ class Publisher:
         self.deliveries.loaded(publish, session, digests, report)
 
     def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
-        """Returns the receipt; `is_settled` says for each receiver if it has loaded or failed."""
+        """Returns the receipt; `is_settled` says whether each receiver has loaded or failed."""
         settled: list[ServerSession] = []
         late: list[ServerSession] = []
         for session, is_done in zip(publish.receivers, is_settled, strict=True):
@@ -402,7 +405,7 @@ class Publisher:
         )
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Hands a server's report to the part that waits for it."""
+        """Passes a server's report to the part that waits for it."""
         self._reports.receive(session.key, report)
         is_served = session.is_serving and report.publish_id == session.publish_id
         if is_served and report.phase == FAILED:
@@ -434,7 +437,7 @@ class Publisher:
     ) -> list[ServerSession]:
         """Makes servers with a problem stale; returns the others that are connected and not pinned.
 
-        `problems` has a text for each session, empty if it has no problem.
+        `problems` has a text for each session; "" means no problem.
         """
         kept = []
         for session, problem in zip(sessions, problems, strict=True):
@@ -463,7 +466,7 @@ class Publisher:
                 self.deliveries.fail(publish, session, cause)
 
     def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        """Tells all receivers to receive; with `layout` None the earlier layout holds."""
+        """Tells all receivers to receive; with `layout` None the previous layout still applies."""
         self._last_was_adapters = publish.order.adapters_alone
         if not self._last_was_adapters:
             self._holders -= {session.key for session in publish.receivers}

@@ -1,4 +1,4 @@
-"""The totals of all publishes, and the check of a server's log-probabilities by a probe."""
+"""The totals of all publishes, and the check of a server's log-probabilities on a probe."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s",
 
 
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
-    """Returns the logit error, in nats, that would explain `got` differing from `expected`.
+    """Returns the typical error of the logits, in nats, that explains why `got` is not `expected`.
 
     A logit that is off by x moves the log-probability of its token by (1 - p) x. Divided by 1 - p,
     sure and unsure tokens show the same rounding. The result is the power mean with exponent 1/2,
-    so that a few large errors do not dominate. NaN when a value is not finite.
+    so that a few large errors do not dominate. It is NaN if a value is not finite.
     """
     wanted, given = expected.astype(np.float64), got.astype(np.float64)
     doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)
@@ -35,7 +35,7 @@ def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
 def check_probe(
     probe: weights_pb2.Probe, report: fleet_pb2.PublishReport, totals: PublishTotals
 ) -> str:
-    """The reason why the probe fails, or an empty string; adds the gap to `totals`.
+    """Returns why the probe fails, or "" if it passes; adds its logit gap to `totals`.
 
     A failed probe means that the server does not compute with the weights that it was sent.
     """
@@ -104,10 +104,11 @@ class PublishTotals:
         self.last_sent = result
 
     def served(self, report: fleet_pb2.PublishReport, *, told_s: float, unserved_s: float) -> None:
-        """Notes that a server serves new weights; its times are bounded by the controller's.
+        """Notes that a server serves new weights, and adds the times in its report.
 
-        `told_s`: seconds since the server was told to receive. `unserved_s`: seconds since it
-        served last, or joined; a pause may be older than its publish.
+        No reported time may exceed what the controller measured. `told_s`: seconds since the server
+        was told to receive. `unserved_s`: seconds since it served last, or joined; a pause may
+        begin before its publish.
         """
         self.last_paused_s = min(report.paused_s, unserved_s)
         self.paused_s += self.last_paused_s
@@ -143,7 +144,7 @@ class PublishTotals:
         }
 
     def summary(self) -> dict[str, float]:
-        """The totals, by their names in the summary."""
+        """The totals, by their names in the run's summary."""
         return {
             "publishes": self.publishes,
             "publishes_verified": self.verified,

@@ -1,10 +1,10 @@
-"""Publishes through storage: the trainer writes a version there, and servers fetch it.
+"""Publishes through storage: the trainer writes a version to it, from which servers fetch.
 
 Consumes: reports of the trainer on versions in storage, and of servers that have fetched one.
 Produces: store orders for the trainer; questions and publish orders for servers. Waits for: each
 fetch, for `weights.storage_deadline_s`. Unblocked by: the server's answer, its loss, or the limit.
 
-No other server and no training step waits for any of this: each server has publishes of its own.
+Each server has publishes of its own, so other servers and training steps do not wait for it.
 """
 
 import asyncio
@@ -65,11 +65,11 @@ class StoredPublisher:
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
 
     def trainer_joined(self) -> None:
-        """Lets a new trainer write the newest version again; servers may fetch the old one."""
+        """Lets a new trainer write the newest version again; servers may fetch the old copy."""
         self._is_earlier = True
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
-        """Returns the order to write the trainer's version, if a server wants it from storage."""
+        """Returns the order to write the trainer's version; None if no server needs it now."""
         version = version_from_pb(trainer.version)
         if trainer.can_store:
             # The trainer has ended the last order, or another trainer has taken over.
@@ -83,7 +83,7 @@ class StoredPublisher:
         return trainer_pb2.StoreOrder(version=trainer.version, folder=self._ordered)
 
     def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
-        """Notes the result of a store order; returns the keys of manifests still needed."""
+        """Notes the result of a store order; returns the keys of manifests that must be kept."""
         if report.folder and report.folder == self._ordered:
             self._ordered = ""
             if report.error:
@@ -108,7 +108,7 @@ class StoredPublisher:
             await self._run.signal.changes(_LOOK_S)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Forgets a server that is gone."""
+        """Forgets a lost server."""
         self._loads.pop(session.key, None)
         self._too_old.pop(session.key, None)
 
@@ -118,7 +118,7 @@ class StoredPublisher:
         return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:
-        """Whether `version` is the run's newest, and this trainer has not written it yet."""
+        """Whether `version` is the run's newest and the present trainer has not written it yet."""
         progress = self._run.progress
         if version != progress.version:
             return False
@@ -168,7 +168,7 @@ class StoredPublisher:
     def _load(
         self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
     ) -> None:
-        """Tells a server to load the fetched version; its requests wait from here on."""
+        """Tells a server to load the fetched version; from then on its requests wait."""
         version = version_from_pb(report.version)
         # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
         is_verified = self._loads[session.key] % self._settings.verify_every == 0

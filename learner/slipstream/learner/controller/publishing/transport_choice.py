@@ -1,4 +1,4 @@
-"""Chooses the transport of weights, and the servers that can use it with the trainer."""
+"""Chooses the transport of weights, and which servers can use it to receive from the trainer."""
 
 import contextlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def place_from_pb(message: weights_pb2.Place) -> Place:
 def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:
     """Returns the transport for these servers, and for each server the reason why it is left out.
 
-    A server with an empty reason takes part. The transport is empty when no server takes part.
+    A server with the reason "" takes part. The transport is "" if no server takes part.
     """
     places = {name: place_from_pb(message) for name, message in servers.items()}
     # Usually all fit; adding servers one by one takes time square in their number.
@@ -48,9 +48,9 @@ def _choose(run: Run, places: Mapping[str, Place]) -> str:
 
 
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
-    """The reason why a server can never be sent weights.
+    """Returns why a server can never be sent weights, or "" if it can.
 
-    Empty if it can, or if it takes weights from a trainer and none has registered yet.
+    Also returns "" if the server takes weights from a trainer and none has registered yet.
     """
     if hello.from_storage:
         has_storage = run.config.weights.storage_url is not None

@@ -1,9 +1,9 @@
-"""Lets engines rest while the learner trains on their device.
+"""Lets engines rest (sleep) while the learner trains on their device.
 
 Consumes: the moments at which the trainer begins and ends a step, the answers of servers. Produces:
-orders to rest and to wake. Waits for: the engines' rest, before the trainer gets its batch.
+orders to rest and to wake. Waits for: the rest of all engines, before the trainer gets its batch.
 Unblocked by: the answer, the loss of the server, or `weights.join_deadline_s`, after which the
-server's stream is ended.
+controller ends the server's stream.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from slipstream.v1 import fleet_pb2
 class EngineTurns:
     """Orders engines on devices of the learner to rest while it trains, and to wake.
 
-    await turns.begin()                       # before the trainer gets a batch
-    turns.end(keep=["server-0"])              # when it asks again; those kept get weights now
-    await turns.stop()                        # before it is told to save and leave
+    await turns.begin()           # before the trainer gets a batch
+    turns.end(keep=["server-0"])  # after the step: all but server-0, which receives weights, wake
+    await turns.stop()            # before the trainer is told to save and leave
     turns.trainer_lost()
     """
 
@@ -46,7 +46,7 @@ class EngineTurns:
     async def begin(self) -> None:
         """Orders the engines on the learner's devices to rest; returns when all of them do.
 
-        Removes servers that do not answer within `weights.join_deadline_s`.
+        Ends the streams of servers that do not answer within `weights.join_deadline_s`.
         """
         if self._are_off:
             return
@@ -67,7 +67,7 @@ class EngineTurns:
                 self._fleet.remove(session, f"its engine did not rest {late}")
 
     def end(self, keep: Collection[str] = ()) -> None:
-        """Wakes all sleeping engines except on servers in `keep`, which are receiving weights."""
+        """Wakes all resting engines, except on servers in `keep`, which are receiving weights."""
         self._is_learners_turn = False
         for key in [key for key in self._resting if key.server_id not in keep]:
             self._resting.remove(key)
@@ -77,16 +77,16 @@ class EngineTurns:
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
 
     async def stop(self) -> None:
-        """Wakes all engines, or makes them free their memory if the trainer needs it to save."""
+        """Wakes all engines, or lets them rest if the trainer needs their memory to save."""
         if self._gives_back:
             await self.begin()
         else:
             self.end()
 
     def trainer_lost(self) -> None:
-        """Wakes engines that rest; where a new trainer needs their memory, lets all of them rest.
+        """Wakes resting engines, or lets all rest if a new trainer needs their memory.
 
-        The new trainer wakes them when it asks for its first order.
+        The new trainer's first request for an order wakes them.
         """
         if not self._gives_back:
             self.end()
@@ -94,12 +94,12 @@ class EngineTurns:
             self._order(self._sharing())
 
     def joined(self, session: ServerSession) -> None:
-        """Puts the engine of a new server to sleep if it is the learner's turn on its device."""
+        """Lets the engine of a new server rest if the learner is training on its device."""
         if self._is_learners_turn and session in self._sharing():
             self._rest(session)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Ends the wait for a server that is gone."""
+        """Ends the wait for a lost server."""
         self._resting.discard(session.key)
         self._answered(session.key)
 
@@ -131,7 +131,7 @@ class EngineTurns:
     def _sharing(self) -> list[ServerSession]:
         """Returns the servers whose engines sample, or are about to, on a device of the learner.
 
-        Where engines give their memory back, engines in all other states are included.
+        If resting engines free their memory, servers in all other states are included.
         """
         return [
             session
