@@ -1,8 +1,9 @@
-"""Receipts: an ended run packed into one file, from which anybody can train it again.
+"""Receipts: an ended run packed into one file, from which anybody can train the run again.
 
-A receipt is a .tar.gz. Its first file, `receipt.json`, lists size and digest of each other file. It
-holds what `CONTENTS` matches: settings, journal, trained batches, metrics and summary. It holds no
-model: the folders that are needed are named with the digests of their files. It holds no secret.
+A receipt is a .tar.gz. Its first file, `receipt.json`, lists size and digest of each other file.
+The archive holds the files that `CONTENTS` matches: settings, journal, trained batches, metrics and
+summary. It holds no model: the model folders are named with the digests of their files. It holds no
+secret.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Record(BaseModel):
 
 
 class ModelFolder(_Record):
-    """The name and the file digests of a model's folder, which a receipt does not hold."""
+    """The name of a model's folder and the digests of its files, which a receipt does not hold."""
 
     # The setting that names it.
     setting: str
@@ -144,7 +145,7 @@ def unpack(path: Path, folder: Path) -> Receipt:
 
 
 def describe_model(setting: str, path: Path) -> ModelFolder:
-    """Returns the name of a model's folder and its files' digests; no files if it is missing."""
+    """Returns the name of a model's folder and its files' digests; none if it does not exist."""
     found = _SNAPSHOT.search(str(path))
     name = f"{found[1]}/{found[2]}@{found[3]}" if found else str(path)
     files = {file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()}
@@ -153,9 +154,10 @@ def describe_model(setting: str, path: Path) -> ModelFolder:
 
 
 def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
-    """Maps the name of each file in the receipt to its path; writes some files to `changed`.
+    """Maps the name of each file in the receipt to its path.
 
-    The journal and the settings are written there without the run's key and passwords.
+    Copies of the journal and the settings without the run's key and passwords are written to
+    `changed`.
     """
     records = list(read_records(run / JOURNAL))
     history = read_history(records)
@@ -184,7 +186,10 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
 
 
 def _without_password(config: Config) -> Config:
-    """Returns the settings without the login in the URL of Redis; ConfigError for other secrets."""
+    """Returns the settings without the login in the Redis URL.
+
+    Raises ConfigError if they contain another secret.
+    """
     if config.queue.redis_url is not None:
         url = re.sub(r"//[^/?#]*@", "//", config.queue.redis_url.partition("?")[0])
         queue = config.queue.model_copy(update={"redis_url": url})
@@ -206,7 +211,7 @@ def _models(config: Config) -> Iterator[ModelFolder]:
 
 
 def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
-    """Raises ConfigError for a setting whose name says that its value is a secret."""
+    """Raises ConfigError for a setting with a secret: its name or a password in a URL shows it."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_settings(inner, (*keys, key))
@@ -223,7 +228,7 @@ def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
 
 
 def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
-    """Yields name and value of each secret in the settings' files and URLs, and in variables."""
+    """Yields (name, value) of each secret in settings' files, the Redis URL and the environment."""
     security, queue = config.security, config.queue
     files = {
         "security.token_file": security.token_file,

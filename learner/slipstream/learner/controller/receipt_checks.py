@@ -1,9 +1,9 @@
 """Packs a run into a receipt, or checks one; a program that `slipstream receipt` starts.
 
-What a check shows without a model: the files are those that were packed, the journal is whole, each
-version follows from the one before by a batch that keeps the staleness bound, the ledger closes,
-and the rewards of the metrics are those of the trained trajectories. That a digest is that of the
-weights only a replay shows.
+A check without a model shows that the files are those that were packed, the journal is whole, and
+each version follows from the one before by a batch that keeps the staleness bound. It also shows
+that the ledger closes and that the rewards in the metrics are those of the trained trajectories.
+Only a replay shows that the digests are those of the weights.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _journal(story: Story) -> Iterator[str]:
 
 
 def _versions(story: Story) -> Iterator[str]:
-    """Checks that the journal has each version, with the batch from which it was made."""
+    """Checks that the journal has each version and the batch from which the version was made."""
     history, newest = story.history, story.summary.get("weight_digest")
     incarnation = 0
     recorded = {record["step"]: record for record in story.records if record["kind"] == "step"}
@@ -223,9 +223,9 @@ def _table(name: str, text: str) -> dict[str, Any]:
 
 
 def _here(story: Story, kind: str, now: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-    """Compares the `kind` facts recorded by the run's newest start with those of this machine.
+    """Compares recorded facts about the machine, of one `kind`, with those of this machine.
 
-    `now` returns the facts of this machine.
+    The record is that of the run's newest start; `now` returns the facts of this machine.
     """
     told = [record.get(kind) for record in story.records if record["kind"] == "start"][-1]
     if not isinstance(told, dict):

@@ -1,4 +1,4 @@
-"""Takes over the run of an earlier controller, and journals what the next one needs."""
+"""Continues the run of an earlier controller, and journals what its next start needs."""
 
 import itertools
 import secrets
@@ -26,14 +26,14 @@ class Restored(Protocol):
     """A part of the controller whose state is restored from the journal."""
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the journal's state."""
+        """Takes over the state that `history` has of this part."""
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
-    """Reads the journal in `folder` and journals this start; returns the state so far.
+    """Reads the journal in `folder`, adds a record of this start, and returns the state so far.
 
-    The id, key and version in the progress of `run` become those of the journal. Raises ConfigError
-    if the run may not resume here.
+    The progress of `run` gets id, key and version from the journal. Raises ConfigError if the run
+    may not resume here.
     """
     records = read_records(folder)
     first = next(records, None)
@@ -68,9 +68,10 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
 
 
 def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
-    """Raises ConfigError if the newest checkpoint or batch is newer than the journal.
+    """Raises ConfigError if the newest checkpoint or batch file is newer than the journal.
 
-    A crash leaves no version and at most one batch without a record.
+    The journal has then lost lines: a crash leaves at most one batch file and no checkpoint without
+    a record.
     """
     version, num_batches, newer = history.version.step, history.next_step, ""
     saved = max(complete_steps(folder.parent / CHECKPOINTS), default=0)
@@ -106,10 +107,10 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the token counts of the server `lost`, with those of judges and its gaps.
+    """Journals the token counts of the server `lost`, with those of its judges and its gaps.
 
-    Without `lost`, journals those of all connected servers whose counts changed since the last
-    record. After a crash a controller cannot ask the engines for these counts.
+    Without `lost`, journals the counts of all connected servers that changed since the last record.
+    After a crash a controller cannot ask the engines for these counts.
     """
     counted = ledger.to_journal(lost)
     if not counted:

@@ -34,7 +34,7 @@ LEDGER_S = 2.0
 
 
 class Results:
-    """Gathers the numbers of a run from its parts, for its journal and its files of results."""
+    """Gathers the numbers of a run from its parts, for its journal and its result files."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Results:
         self.advisor.note_report(self._times.report(session.key, report))
 
     def server_lost(self, session: ServerSession) -> None:
-        """Forgets a server that is gone."""
+        """Forgets a lost server."""
         self._times.lost(session.key)
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
     ) -> bool:
-        """Writes the row of a step; returns False if a step trained again has its row already.
+        """Writes the row of a step; returns False if a repeated step already has its row.
 
         `orders`: the times of the orders that the trainer got since the previous step.
         """
@@ -155,7 +155,7 @@ class Results:
         )
 
     async def watch_ledger(self) -> None:
-        """Adds an error event for each new gap of the ledger, until it is cancelled."""
+        """Adds an error event for each new gap of the ledger, until the task is cancelled."""
         while True:
             await asyncio.sleep(LEDGER_S)
             self._tell_gaps()
@@ -173,7 +173,7 @@ class Results:
 
     @property
     def has_all_evaluations(self) -> bool:
-        """Whether each result that was given to `evaluated` is on the disk."""
+        """Whether each result that `evaluated` got is on the disk."""
         return self._evaluated is None or self._evaluated.done()
 
     async def write(
@@ -183,7 +183,7 @@ class Results:
         hello: trainer_pb2.TrainerHello | None,
         goodbye: trainer_pb2.TrainerGoodbye | None,
     ) -> None:
-        """Ends the run's progress, and writes its summary."""
+        """Marks the run's progress as ended and writes its summary."""
         progress, books = self._run.progress, self._books
         self._tell_gaps()
         progress.end()

@@ -25,8 +25,8 @@ class RunTraces:
     """Sends tracing spans of each group, from its lease to its step, and of each publish.
 
     A rollout server adds its own spans to the same traces: episodes, calls, deliveries, loads of
-    weights. All methods do nothing while `traces` is None; an application sets it before the first
-    lease.
+    weights. While `traces` is None all methods do nothing; the application may set it before the
+    first lease.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def _keep(times: dict[GroupId, float], group_id: GroupId) -> None:
 
 @dataclass(frozen=True)
 class OverduePublish:
-    """The publish under way, which the trainer must end before its deadline."""
+    """The current publish, which the trainer must end before the deadline `until_s`."""
 
     publish_id: str
     # Deadline, by the run's clock.
@@ -139,7 +139,7 @@ class OverduePublish:
 
 
 class RunProgress:
-    """State and version of the run. Its methods alone change it: all attributes are for reading.
+    """State and version of the run. Other parts read the attributes; only the methods change them.
 
     STARTING --trainer_registered--> RUNNING --complete--> STOPPING --end--> FINISHED
     STARTING or RUNNING --stop--> STOPPING --end--> STOPPED
@@ -201,7 +201,7 @@ class RunProgress:
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which a server served since the last progress."""
+        """Seconds since the run's last progress in which a server served."""
         return self._idle.total_s(self._clock.now_s())
 
     def begin(self, run_id: str, run_key: bytes, version: PolicyVersion) -> None:
@@ -210,7 +210,7 @@ class RunProgress:
         self.reached(version)
 
     def trainer_registered(self, places: Iterable[Place]) -> None:
-        """Notes a new trainer with the place of each rank: the run is RUNNING if it is not over."""
+        """Notes a new trainer with the place of each rank; the run is RUNNING if it is not over."""
         self.has_trainer, self.learner_places = True, tuple(places)
         if not self.is_over:
             self.state = status_pb2.RUN_STATE_RUNNING
@@ -225,14 +225,15 @@ class RunProgress:
         self._idle.reset(self._clock.now_s())
 
     def trainer_failed(self, suspect: str) -> None:
-        """Stores a text on the batch at which the trainer failed; "" if no batch is to blame.
+        """Stores `suspect`, a text that names the batch at which the trainer failed.
 
-        If the run fails, `suspect` is added to the cause: it names the batch and the way past it.
+        It also says how to pass over the batch, and is added to the cause if the run fails. It is
+        "" if no batch is to blame.
         """
         self._suspect = suspect
 
     def note_serving(self, is_any: bool) -> None:
-        """Notes whether any server serves; the run is idle only while one does."""
+        """Notes whether any server serves; only then does the idle time run."""
         self._idle.note(self._clock.now_s(), running=is_any)
 
     def waits_for(self, what: str) -> None:
@@ -240,16 +241,16 @@ class RunProgress:
         self.waiting_for = what
 
     def publish_ordered(self, publish_id: str, limit_s: float) -> None:
-        """Notes a publish, which the trainer must end within `limit_s` from now."""
+        """Notes a publish that the trainer must end within `limit_s` seconds from now."""
         until_s = self._clock.now_s() + limit_s
         self.pending_publish = OverduePublish(publish_id, until_s, limit_s)
 
     def publish_ended(self) -> None:
-        """Notes that the trainer has no publish to end any more."""
+        """Notes that no publish is waiting for the trainer any more."""
         self.pending_publish = None
 
     def reached(self, version: PolicyVersion) -> None:
-        """Notes that the trainer has made a version, or continues from it."""
+        """Notes that the trainer has made `version`, or resumes from it."""
         self._suspect = ""
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
@@ -259,12 +260,12 @@ class RunProgress:
         self.checkpoint_step = step
 
     def moved(self) -> None:
-        """Notes progress of the run: the idle time restarts at 0, and waiting tasks wake."""
+        """Notes progress of the run: resets the idle time to 0 and wakes waiting tasks."""
         self._idle.reset(self._clock.now_s())
         self._signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:
-        """Makes `last_step` the last version; the run then ends as after its last step."""
+        """Makes `last_step` the last version, as all tasks are solved; the run then finishes."""
         self.last_step, self.solved = last_step, cause
         self._events.add(cause)
         self._signal.notify()
@@ -284,7 +285,7 @@ class RunProgress:
             self._signal.notify()
 
     def fail(self, cause: str) -> None:
-        """Ends the run as failed; the first cause stays."""
+        """Ends the run as failed; a second call does not change the cause."""
         if not self.has_failed:
             self.cause = f"{cause}; {self._suspect}" if self._suspect else cause
             self.state = status_pb2.RUN_STATE_FAILED
@@ -292,7 +293,7 @@ class RunProgress:
             self._signal.notify()
 
     def end(self) -> None:
-        """Notes that all processes have left: the state is final."""
+        """Notes that all processes have left, so that the state is final."""
         self.waiting_for = ""
         if not self.has_failed:
             stopped, finished = status_pb2.RUN_STATE_STOPPED, status_pb2.RUN_STATE_FINISHED
@@ -314,7 +315,7 @@ class Run:
 
     @classmethod
     def of(cls, config: Config, run_id: str) -> Run:
-        """The run of `config` before its first step; a journal may give it another id."""
+        """Returns the run of `config` before its first step; a journal may give it another id."""
         events, signal, clock = EventLog(), Signal(), LoopClock()
         progress = RunProgress(
             run_id, num_steps=config.run.steps, events=events, signal=signal, clock=clock

@@ -1,7 +1,7 @@
-"""Takes the batch at which a run fails out of its journal, while no controller runs.
+"""Sets aside the batch at which a run fails, by its journal, while no controller runs.
 
-One process: `python -m slipstream.learner.controller.set_aside_batch RUN STEP [GROUP ...]`. It
-prints one line.
+Command: `python -m slipstream.learner.controller.set_aside_batch RUN STEP [GROUP ...]`. It prints
+one line.
 """
 
 import argparse
@@ -19,7 +19,7 @@ CAUSE = "the user asked for it"
 
 
 def main() -> int:
-    """Returns 0 when the batch, or the named groups of it, are set aside; 2 when they cannot be."""
+    """Returns 0 if the batch, or its named groups, are now set aside; 2 if they cannot be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("step", type=int, help="from 1, as people read it")
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAside:
-    """Journals that the batch of `step`, counted from 1, or only its `groups`, is not trained.
+    """Journals that the batch of `step` (from 1), or only its `groups`, will not be trained.
 
     Raises ConfigError if a controller runs, or if no batch of `step` waits to be trained.
     """
@@ -55,7 +55,7 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
 
 
 def _check_waits(history: RunHistory, run: Path, step: int) -> None:
-    """Raises ConfigError unless the batch of `step`, counted from 1, waits to be trained."""
+    """Raises ConfigError unless the batch of `step` (counted from 1) waits to be trained."""
     newest = history.version.step
     if step - 1 in history.steps:
         covered = ", which a checkpoint covers" if step <= history.checkpoint.step else ""

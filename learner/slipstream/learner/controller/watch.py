@@ -1,8 +1,8 @@
 """The watches of the controller: over servers, leases, checkpoints and the run as a whole.
 
 Consumes: the state of the fleet and the environments, names and sizes of checkpoint files.
-Produces: cancelled leases, removed servers, warnings, the end of a run that cannot continue.
-Waits for: a period. Unblocked by: the clock.
+Produces: cancelled leases, removed servers, warnings, the end of a run that cannot continue. Waits
+for: a fixed period. Unblocked by: the clock.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
     def __init__(self, run: Run, books: Books, take_back: Callable[[Group, str], None]) -> None:
-        """`take_back` is called with each group whose lease makes no progress, and the cause."""
+        """Takes `take_back`, which gets each group whose lease makes no progress, and the cause."""
         self._journal = books.journal
         self._run, self._progress = run, run.progress
         self._config = run.config
@@ -132,7 +132,7 @@ class RunWatch:
 
 
 class CheckpointWatch:
-    """Warns when a resume could not use the newest reported checkpoint, once for each change.
+    """Warns, once for each change, that the newest reported checkpoint cannot be resumed.
 
     watch.begin(40)  # the journal names a checkpoint of version 40; warns if it is missing
     watch.saved(50)  # the trainer has reported the checkpoint of version 50
@@ -147,7 +147,7 @@ class CheckpointWatch:
     def begin(self, recorded: int) -> None:
         """Checks the folder at the start; the journal's newest checkpoint is of version `recorded`.
 
-        Warns of newer folders that are no whole checkpoints.
+        Warns of newer folders that are not complete checkpoints.
         """
         over = passed_over(self._folder)
         self._newest = max(complete_steps(self._folder), default=0)
@@ -180,7 +180,10 @@ class CheckpointWatch:
 
 
 def _missing(folder: Path, step: int) -> str:
-    """The fault of the checkpoint of version `step`. Empty if it has none or a newer one exists."""
+    """Returns what is wrong with the checkpoint of version `step`.
+
+    Returns "" if it is complete, or if a newer one exists.
+    """
     if not step:
         return ""
     path, lack = checkpoint_path(folder, step), ""
@@ -212,7 +215,7 @@ class _Mark:
 
 @dataclass(frozen=True)
 class Overdue:
-    """The leases and servers that are late."""
+    """The overdue leases, and the servers that still run them."""
 
     # Groups whose leases must be taken back.
     groups: tuple[Group, ...]
@@ -221,21 +224,21 @@ class Overdue:
 
 
 class LeaseWatch:
-    """Remembers when each lease made progress last, by the clock of its server.
+    """Remembers when each lease last made progress, by the clock of its server.
 
-    That clock runs only while the server serves: time in which the server loads weights, is stale,
-    rests or waits for a publish does not count.
+    That clock runs only while the server serves. It stands while the server loads weights, is
+    stale, rests or waits for a publish.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: seconds of serving without an ended attempt after which a lease is overdue."""
+        """Takes the seconds of serving without an ended attempt that make a lease overdue."""
         self._limit_s = limit_s
         self._marks: dict[GroupId, _Mark] = {}
 
     def overdue(self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]) -> Overdue:
         """Returns each overdue lease once, and servers that still run it `CANCEL_LIMIT_S` later.
 
-        `served_s`: seconds that each server has served.
+        `served_s`: seconds for which each server has served.
         """
         late, stuck, marks = [], [], {}
         for group in groups:

@@ -1,4 +1,4 @@
-"""The trainer ranks, which hold parameters, optimizer and policy version, and send new weights."""
+"""The trainer ranks: they hold parameters and optimizer, train batches and send new weights."""
 
 from typing import Any, TypeAlias
 

@@ -57,10 +57,10 @@ _LASTING = (
 
 
 def main() -> int:
-    """Trains until the controller sends stop; returns 0 then, and 2 for impossible settings.
+    """Trains until the controller's order to stop; returns the exit code of the rank.
 
-    A failing rank ends with 1 if a restart may help, and with 3 if it would fail in the same way.
-    4 means a failure while it loaded.
+    0 follows the order to stop; 1 is a failure that a restart may remedy, 2 an impossible setting,
+    3 a failure that a restart would repeat, 4 a failure while loading that may not recur.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
@@ -120,10 +120,10 @@ def _run_rank(config: Config) -> int:
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
-    """Returns the exit code of a rank that ends with `error`: whether a restart may help.
+    """Returns the exit code of a rank that fails with `error`, which says if a restart may help.
 
-    While a rank loads, faults of settings, files or code are lasting. Memory and devices may be
-    free the next time, and missing ranks may join.
+    While a rank loads, faults of settings, files or code count as lasting. Memory, devices and
+    missing ranks may be available the next time.
     """
     if isinstance(error, SlipstreamError):
         return FINAL_ERROR
@@ -135,7 +135,7 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
 def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
-    """Loads the model and the trainer; rank 0's heartbeat thread and metrics go into `stack`."""
+    """Loads the model and the trainer; `stack` closes rank 0's heartbeat thread and metrics."""
     preload()
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
@@ -169,7 +169,7 @@ class StageCollector:
         self.stages: StageTimes | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the seconds of each stage since the start, up to now for the current stage."""
+        """Yields the seconds of each stage since the start, including the current stage so far."""
         family = CounterMetricFamily(
             "slipstream_trainer_stage_seconds",
             "Time of rank 0 in a stage; the rest is training. Waiting is for orders.",

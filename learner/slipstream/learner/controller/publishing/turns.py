@@ -146,7 +146,7 @@ class EngineTurns:
 
 
 def shares(server: Place, rank: Place) -> bool:
-    """Whether a server and a trainer rank compute on the same GPU, or on CPUs of one host."""
+    """Whether a server and a trainer rank use the same GPU, or CPUs of the same host."""
     if server.host != rank.host:
         return False
     if not server.gpus and not rank.gpus:

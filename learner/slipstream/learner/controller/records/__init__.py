@@ -1,1 +1,1 @@
-"""The records of a run: its journal, the end of every token, and the state for a resume."""
+"""The records of a run: its journal, the accounts of its tokens, and the state for a resume."""

@@ -30,7 +30,7 @@ START = PolicyVersion(0, 0)
 
 
 class FilterVerdict(Enum):
-    """What the groups that dynamic sampling left out of one batch mean for the run."""
+    """The conclusion from the groups that dynamic sampling left out of one batch."""
 
     # Too few groups were left out to judge.
     GO_ON = "go on"
@@ -58,7 +58,7 @@ class FilteredGroups:
     tallies: dict[str, Tally] = field(default_factory=dict)
 
     def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
-        """Counts one more group, with its mean reward; `solved`: all its rewards are full."""
+        """Counts a group with its mean reward; `solved`: whether all its rewards are full."""
         tally = self.tallies.setdefault(environment, Tally())
         tally.groups += 1
         tally.solved += solved
@@ -74,7 +74,7 @@ class FilteredGroups:
         return sum(tally.groups for tally in self.tallies.values())
 
     def verdict(self, limit: int) -> FilterVerdict:
-        """Returns GO_ON until `limit` groups were left out, then SOLVED or STUCK.
+        """Returns GO_ON if fewer than `limit` groups were left out, else SOLVED or STUCK.
 
         One group that is not solved is enough for STUCK: the run has not learnt that task.
         """
@@ -84,7 +84,7 @@ class FilteredGroups:
         return FilterVerdict.SOLVED if solved else FilterVerdict.STUCK
 
     def describe(self) -> str:
-        """The counts and the mean reward of each environment, as text."""
+        """Returns the counts and the mean reward of each environment as text."""
         return "; ".join(
             f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
             f"{tally.reward_sum / tally.groups:.3g}"
@@ -98,7 +98,7 @@ def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
 
 
 class TaskResults:
-    """The mean rewards of at most `MAX_WINDOW` newest groups of each task; pure state."""
+    """The mean rewards of each task's newest groups, at most `MAX_WINDOW` of them; pure state."""
 
     def __init__(self) -> None:
         self._newest: dict[int, dict[GroupId, float]] = {}
@@ -120,7 +120,7 @@ class TaskResults:
 
 
 class TrajectoryEnd(Enum):
-    """The final fate of a trajectory."""
+    """The way in which a trajectory ended."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -134,7 +134,7 @@ class TrajectoryEnd(Enum):
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group that was leased and has not ended: the controller leases it again."""
+    """A group that was leased and has not ended, so that a restarted controller leases it again."""
 
     group_id: GroupId
     environment: str
@@ -161,7 +161,7 @@ class RecordedBatch:
 
     @property
     def attempt(self) -> int:
-        """Number of earlier batches of the step, which were set aside."""
+        """Number of earlier batches of the same step that were set aside."""
         return attempt_of(self.batch_id)
 
 
@@ -175,7 +175,7 @@ class JournaledStep:
 
 @dataclass
 class EnvironmentHistory:
-    """Counts of an environment's groups, and results of its tasks."""
+    """Counts of an environment's groups, and the results of its tasks."""
 
     next_number: int = 0
     # Groups that were in a batch or filtered; those of them that were filtered.
@@ -250,7 +250,7 @@ class RunHistory:
 
     @property
     def incarnation(self) -> int:
-        """The number of the newest timeline of versions."""
+        """The newest timeline; it changes when a step is repeated and gives other weights."""
         return max((step.version.incarnation for step in self.steps.values()), default=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -443,7 +443,7 @@ class RunHistory:
 
 
 def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
-    """Returns `settled` after one more record: the trajectories that ended or are in a batch."""
+    """Returns `settled`, the amount that has ended or is in a batch, after one more record."""
     if kind == "end" and "tokens" in record:
         return settled.plus(record["tokens"])
     if kind == "batch":
@@ -456,18 +456,18 @@ def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
 
 
 def batch_name(step: int, attempt: int) -> str:
-    """The id of a batch of `step`, of which `attempt` earlier batches were set aside."""
+    """Returns the id of a batch of `step` after `attempt` earlier batches of it were set aside."""
     return f"b{step:06d}-{attempt}" if attempt else f"b{step:06d}"
 
 
 def attempt_of(batch_id: str) -> int:
-    """Inverts `batch_name`: returns the attempt."""
+    """Returns the attempt in an id that `batch_name` made."""
     number = batch_id.partition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
-    """Returns the state after all records. Raises ProtocolError if they are not of one run."""
+    """Returns the state after all records; raises ProtocolError if they are not of one run."""
     history = RunHistory()
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":

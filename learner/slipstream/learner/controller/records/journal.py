@@ -1,13 +1,13 @@
 """The journal of a run: its leases, batches and ends of trajectories.
 
-A controller writes one log: the first one `journal.log`, the next `journal-2.log`, and so on. Each
-line is a CRC-32 in hexadecimal, a space and a JSON object, which names the number of its line, from
-1 and through all logs. The batch of each step is a separate file. Appended records are on disk when
-`sync` returns or `durable` is done.
+Each start of a controller writes one log: the first one `journal.log`, the next `journal-2.log`,
+and so on. Each line is a CRC-32 in hexadecimal, a space and a JSON object, which contains the
+line's number, counted from 1 through all logs. The batch of each step is a separate file. Appended
+records are on disk when `sync` returns or the future of `durable` is done.
 
-A new log ends all older ones (fencing): a controller that is still there writes no more, and no
-reader reads what it wrote after the first line of the newer log. So a lock that another machine
-does not see, as on some shared file systems, is enough.
+A new log ends all older ones (fencing): an older controller that still runs stops writing, and
+readers ignore its lines after the first line of the newer log. So a lock that another machine does
+not see, as on some shared file systems, is enough.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Journal:
         await journal.durable()                   # on disk
         journal.write_batch(batch)                # file, then record; blocks until both are durable
 
-    The first failed write is final: `sync` raises it each time and `trouble` names it. Raises
-    ConfigError while another process of this machine writes the journal of this folder, or when
-    the folder is not writable.
+    The first failed write is final: each later `sync` raises its error and `trouble` names it.
+    Raises ConfigError while another process of this machine writes the journal of this folder, or
+    when the folder is not writable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Journal:
             self._lock_file.close()
 
     def append(self, kind: str, **fields: JsonValue) -> None:
-        """Adds one record in memory, which the next sync writes; waits for no sync."""
+        """Adds one record in memory without waiting; the next sync writes it to disk."""
         with self._lock:
             self._num_lines += 1
             self.settled = settled_by(self.settled, kind, fields)
@@ -128,7 +128,7 @@ class Journal:
     def sync(self) -> None:
         """Makes all records durable; blocks on the disk.
 
-        Raises RunFailed when that fails, and then at each call.
+        Raises RunFailed if the disk fails, and again at each later call.
         """
         with self._syncing:
             if self._failure is not None:
@@ -151,7 +151,7 @@ class Journal:
     def durable(self) -> asyncio.Future[None]:
         """Returns a future that is done when all records appended so far are durable.
 
-        Callers that share the future must not cancel it. It is never done after a failure:
+        Callers share the future and must not cancel it. It is never done after a failed write;
         `trouble` names the failure, and the run's watch ends the run.
         """
         loop = asyncio.get_running_loop()
@@ -161,14 +161,14 @@ class Journal:
         return done
 
     def trouble(self) -> str:
-        """The reason why records cannot be written. Empty if they can. Does not wait for a sync."""
+        """The reason why records cannot be written, or "" if they can; does not wait for a sync."""
         if self._failure is None:
             self._failure = self._vanished()
         return "" if self._failure is None else str(self._failure)
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a controller that started later has begun a log, which ends this one."""
+        """Whether a controller that started later has begun a log, so that this one has ended."""
         return newest_log_number(self._folder) > log_number(self._path.name)
 
     def _check_fence(self) -> None:
@@ -194,7 +194,7 @@ class Journal:
         return None
 
     def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
-        """Makes the batch of a step durable, its file and then its record; called before training.
+        """Makes the batch of a step durable before its training: first its file, then its record.
 
         Returns the checksum of the file. Raises RunFailed if the disk or the folder fails.
         """
@@ -225,26 +225,26 @@ class Journal:
         return crc32
 
     def read_batch(self, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-        """Calls `read_batch` of this module for this journal's folder."""
+        """Reads a batch from this journal's folder; see the module's function `read_batch`."""
         return read_batch(self._folder, step, crc32, attempt)
 
     def path(self, step: int, attempt: int = 0) -> Path:
-        """The path of a batch of `step`."""
+        """Returns the path of the batch file of `step` and `attempt`."""
         return batch_path(self._folder, step, attempt)
 
     def has_batch(self, step: int, attempt: int = 0) -> bool:
-        """Whether the batch file of a step is still there."""
+        """Whether the batch file of a step still exists."""
         return self.path(step, attempt).is_file()
 
     def kept_batches(self) -> set[tuple[int, int]]:
-        """Step and attempt of each batch file that is still there."""
+        """The (step, attempt) of each batch file that still exists."""
         paths = (self._folder / BATCHES).glob("step-*.pb")
         names = [path.stem.removeprefix("step-") for path in paths]
         found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
         return {(int(match[1]), int(match[2] or 0)) for match in found if match}
 
     def remove_batch(self, step: int, attempt: int = 0) -> None:
-        """Removes the file of a batch that no resume needs any more."""
+        """Removes a batch file that no resume needs any more."""
         batch_path(self._folder, step, attempt).unlink(missing_ok=True)
 
 
@@ -260,13 +260,13 @@ def tokens_by_server(
 
 
 def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
-    """Returns a record as a line of the log, with line number `number`, counted from 1."""
+    """Returns a record as a line of the log with the given line number, counted from 1."""
     text = _ENCODER.encode({LINE: number, **record}).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
 def whole_bytes(path: Path) -> int:
-    """The size of a file in bytes, without a last line that lacks its newline."""
+    """Returns the size of a log in bytes, without a last line that lacks its newline."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -280,9 +280,9 @@ def whole_bytes(path: Path) -> int:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
-    """Yields all records in order, without a torn last line. Other damage raises ProtocolError.
+    """Yields all records in order, without a torn last line; raises ProtocolError for other damage.
 
-    Yields nothing when there is no journal. Line numbers are checked and left out.
+    Yields nothing if there is no journal. Line numbers are checked and removed from the records.
     """
     number = 0
     for path, end in _logs(folder):
@@ -317,7 +317,7 @@ def _parse(text: bytes) -> dict[str, JsonValue] | None:
 
 
 def _whole_record(line: bytes) -> bytes | None:
-    """The JSON text of a line. None if its checksum is wrong.
+    """Returns the JSON text of a line, or None if its checksum is wrong.
 
     The newline of the last line may be missing or damaged: the checksum shows if it is whole.
     """
@@ -345,7 +345,7 @@ def _begin_next_log(folder: Path) -> FileIO:
 
 
 def _logs(folder: Path) -> list[tuple[Path, float]]:
-    """The logs, oldest first, each with the line number at which a later log begins, or inf."""
+    """Returns the logs, oldest first, each with the first line number of a later log, or inf."""
     found, end = [], math.inf
     for path in reversed(journal_logs(folder)):
         found.append((path, end))
@@ -354,7 +354,7 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
 
 def _first_number(path: Path) -> int | None:
-    """The line number in the first line of a log. None if that line is damaged or missing."""
+    """Returns the line number in a log's first line; None if that line is damaged or missing."""
     with path.open("rb") as file:
         text = _whole_record(file.readline())
     record = None if text is None else _parse(text)
@@ -363,7 +363,7 @@ def _first_number(path: Path) -> int | None:
 
 
 def _count_lines(folder: Path) -> int:
-    """The number of the last line of all logs; 0 if there is none."""
+    """Returns the number of the last line of all logs; 0 if there is none."""
     for path, end in reversed(_logs(folder)):
         first = _first_number(path)
         if first is not None:
@@ -376,7 +376,7 @@ def _count_lines(folder: Path) -> int:
 
 
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-    """Reads the batch of a step. Raises ProtocolError unless its checksum is `crc32`."""
+    """Reads the batch of a step; raises ProtocolError unless its checksum is `crc32`."""
     path = batch_path(folder, step, attempt)
     try:
         data = path.read_bytes()
@@ -389,7 +389,7 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
-    """The path of a batch of `step`, of which `attempt` earlier batches were set aside."""
+    """Returns the path of a batch of `step` after `attempt` earlier ones were set aside."""
     suffix = f"-{attempt}" if attempt else ""
     return folder / BATCHES / f"step-{step:06d}{suffix}.pb"
 

@@ -1,8 +1,8 @@
 """The run's accounts: the end of every generated token, and the bytes that wait in the queue.
 
-Servers, controller and journal count for themselves. Two counts of one hand-over are compared where
-both are of the same trajectories: then any difference is a trajectory that is lost or there twice.
-`Endings` waits for noted ends and for the disk: many ends are made durable at a time.
+Servers, controller and journal count independently. At each hand-over the sender's and the
+receiver's counts of the same trajectories are compared: a difference is a trajectory that was lost
+or counted twice. `Endings` waits for the disk: many ends are made durable at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ FLUSH_S = 0.05
 
 
 def made_for_one(ledger: status_pb2.Ledger) -> float:
-    """Returns the generated tokens per token that was trained or may still be; judges excluded."""
+    """Returns the generated tokens per useful token: one that was or may still be trained.
+
+    Tokens of judges are left out of both counts.
+    """
     made = ledger.generated - ledger.judged
     wasted = sum(
         (ledger.filtered, ledger.failed, ledger.cancelled, ledger.quarantined, ledger.evaluated)
@@ -54,7 +57,7 @@ class TokenLedger:
         journal: Journal,
         queue: AccountedReceiver,
     ) -> None:
-        """`epochs` has the servers' counts; `held` returns the trajectories outside of batches."""
+        """Takes the servers' counts, `epochs`; `held` returns trajectories outside of batches."""
         self._epochs, self._held = epochs, held
         self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
@@ -68,7 +71,7 @@ class TokenLedger:
         self._told: set[str] = set()
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the journal's counts; all servers of earlier starts are dead."""
+        """Takes over the journal's counts; all servers of earlier starts count as dead."""
         self._epochs.take_over(history.servers)
         self._seen = history.ended.copy()
         self._ends += history.ends
@@ -76,10 +79,10 @@ class TokenLedger:
         self._unread = history.unread
 
     def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
-        """Returns (server, generated tokens, tokens of judges) for the server `key`.
+        """Returns (server, generated tokens, judges' tokens) of `key`, or of all servers with news.
 
-        Without `key`, returns this for each connected server whose counts changed since the call
-        before.
+        Those are the connected servers whose counts changed since the last call. The counts are
+        then noted as journaled.
         """
         counts = self._epochs.connected if key is None else {key: self._epochs.count(key)}
         found = []
@@ -91,17 +94,20 @@ class TokenLedger:
         return found
 
     def gaps_to_journal(self, key: ServerKey) -> tuple[int, ...]:
-        """Returns the gaps of a server's counts in the form of `EpochCount.journaled_gaps`."""
+        """Returns the gaps of a server's counts as `EpochCount.journaled_gaps` gives them."""
         return self._epochs.count(key).journaled_gaps()
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
-        """Stores the counters of a server's heartbeat."""
+        """Stores the counters of a server's report."""
         self._epochs.join(key).report(report)
 
     def receive(
         self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int, sent: Amount = NOTHING
     ) -> bool:
-        """Notes a delivered trajectory, with `Delivery.sent`; False if it was delivered before."""
+        """Notes a delivered trajectory; returns False if the same one was delivered before.
+
+        `sent` is `Delivery.sent`.
+        """
         if not self._seen.add(trajectory_id):
             return False
         self._num_received += 1
@@ -109,35 +115,35 @@ class TokenLedger:
         return True
 
     def end(self, end: TrajectoryEnd, tokens: int) -> None:
-        """Counts a trajectory of `tokens` tokens that ended outside of any batch."""
+        """Counts a trajectory of `tokens` tokens that ended without being in a batch."""
         self._ends[end] += tokens
         self._settled = self._settled.plus(tokens)
 
     def end_batched(self, end: TrajectoryEnd, tokens: int) -> None:
-        """Counts `tokens` tokens of a batch as ended: trained or set aside."""
+        """Counts `tokens` tokens of a batch as trained or as set aside."""
         self._ends[end] += tokens
 
     def settle(self, trajectories: Sequence[Trajectory]) -> None:
-        """Counts the trajectories of a new batch, just before the journal gets it."""
+        """Counts the trajectories of a new batch as settled, just before the batch is journaled."""
         self._settled = self._settled.less(_amount(trajectories, sign=-1))
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
-        """Subtracts the trajectories of a set-aside batch that wait for another batch."""
+        """Counts trajectories of a set-aside batch that wait for another batch as not settled."""
         self._settled = self._settled.less(_amount(trajectories))
 
     def die(self, key: ServerKey) -> None:
-        """Ends a server epoch: tokens that it generated and did not deliver are lost."""
+        """Ends a server epoch: tokens that it generated but did not deliver count as lost."""
         self._epochs.count(key).dead = True
 
     def news(self) -> list[str]:
-        """Returns a text for each gap that no earlier call returned."""
+        """Returns a line of text for each gap that is new since the last call."""
         gaps = {line.partition(":")[0]: line for line in self.snapshot().gaps}
         new = [line for place, line in gaps.items() if place not in self._told]
         self._told.update(gaps)
         return new
 
     def snapshot(self) -> status_pb2.Ledger:
-        """The ledger now; `difference` is 0 when every generated token is accounted for."""
+        """Returns the present ledger; `difference` is 0 if no generated token is missing."""
         generated = received = in_flight = travelling = lost = judged = 0
         for count in self._epochs.counts():
             generated += count.generated
@@ -190,7 +196,7 @@ def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Amount:
 
 
 def _line(place: str, gap: Amount) -> str:
-    """Describes a gap: the hand-over, and how many trajectories and tokens are lost or twice."""
+    """Describes a gap: the hand-over, and the trajectories and tokens that are lost or double."""
     number = abs(gap.trajectories)
     noun = "trajectory" if number == 1 else "trajectories"
     fault = "lost" if sum(gap) > 0 else "twice"
@@ -198,7 +204,7 @@ def _line(place: str, gap: Amount) -> str:
 
 
 class AccountedReceiver(AsyncClosing):
-    """A receiver that knows which of its deliveries are not acknowledged yet."""
+    """A receiver that remembers which of its deliveries are not acknowledged yet."""
 
     def __init__(self, receiver: TrajectoryReceiver) -> None:
         """Wraps `receiver`, which the caller closes."""
@@ -211,19 +217,19 @@ class AccountedReceiver(AsyncClosing):
 
     @property
     def untaken(self) -> Amount:
-        """The amount that the queue gave and `get` did not receive; below 0 for duplicates."""
+        """The amount that left the queue without reaching `get`; below 0 for duplicates."""
         return self._receiver.given.less(self.given)
 
     @property
     def backlog(self) -> Sequence[TrajectoryId]:
-        """See `TrajectoryReceiver.backlog`; without those that were acknowledged before."""
+        """Returns `TrajectoryReceiver.backlog` without trajectories acknowledged before."""
         return [each for each in self._receiver.backlog if each not in self._settled]
 
     async def get(self) -> Delivery:
         """Returns the next delivery, like `TrajectoryReceiver.get`; repeated deliveries count once.
 
-        A delivery that was acknowledged before is acknowledged again and not returned: its sender
-        has not seen the first answer.
+        A delivery that was acknowledged before is acknowledged again and not returned, since its
+        sender has not received the first acknowledgement.
         """
         delivery = await self._take()
         while delivery.trajectory_id in self._settled:
@@ -254,11 +260,11 @@ class AccountedReceiver(AsyncClosing):
 async def open_receiver(
     stack: AsyncExitStack, server: grpc.aio.Server, journal: Journal, history: RunHistory, run: Run
 ) -> TrajectoryReceiver:
-    """Opens and returns the receiver of trajectories that `queue.kind` asks for: Redis or gRPC.
+    """Opens and returns the receiver of trajectories for `queue.kind`: Redis or gRPC.
 
-    A Redis receiver is closed by `stack`. Its mark, an id of the data in Redis, is journaled; a
-    warning follows if it differs from the last one, since Redis lost data then. A gRPC receiver is
-    added to `server`.
+    A Redis receiver is closed by `stack`. Its mark, an id of the data in Redis, is journaled; if
+    the mark differs from the last one, Redis has lost data, and a warning says so. A gRPC receiver
+    is added to `server`.
     """
     queue = run.config.queue
     if queue.kind == "redis":
@@ -279,7 +285,7 @@ async def open_receiver(
 
 
 class Endings:
-    """Ends all trajectories that do not end in a batch: in ledger, journal, and then queue."""
+    """Ends all trajectories that no batch takes: in the ledger, the journal and then the queue."""
 
     def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
         self._journal, self._ledger, self._receiver = journal, ledger, receiver
@@ -287,7 +293,7 @@ class Endings:
         self._flush_wanted = asyncio.Event()
 
     async def flush(self) -> None:
-        """Makes ends durable and acknowledges them, many at a time, until the task is cancelled."""
+        """Journals and acknowledges waiting ends, many at a time, until the task is cancelled."""
         while True:
             await self._flush_wanted.wait()
             self._flush_wanted.clear()

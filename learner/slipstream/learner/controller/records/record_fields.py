@@ -1,4 +1,4 @@
-"""The fields of journal records and their types; records that break these rules are refused."""
+"""The fields of journal records and their types; records that break these rules are rejected."""
 
 from collections.abc import Mapping
 from types import UnionType
@@ -77,7 +77,7 @@ _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
 
 
 def check_fields(record: Mapping[str, Any]) -> None:
-    """Raises ValueError that names field, value and rule; records of unknown kinds pass."""
+    """Raises ValueError with field, value and rule for a wrong record; accepts unknown kinds."""
     kind = record["kind"]
     for name, expected in _FIELDS.get(kind, {}).items():
         if name not in record:

@@ -1,4 +1,4 @@
-"""Compact sets of trajectory ids, about a byte each, and the step of each group."""
+"""Compact sets of trajectory ids, about a byte for each, and the step of each group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SeenIds:
             self.add(trajectory_id)
 
     def add(self, trajectory_id: TrajectoryId) -> bool:
-        """Adds an id; returns False when the set has it already."""
+        """Adds an id; returns False if the set already has it."""
         place = _place(trajectory_id)
         if place is not None:
             page, index, epoch, bit = place
@@ -63,24 +63,24 @@ class SeenIds:
         return trajectory_id in self._others
 
     def copy(self) -> SeenIds:
-        """Another set of the same ids."""
+        """Returns another set with the same ids."""
         return copy.deepcopy(self)
 
 
 def group_number(group_id: str) -> int | None:
-    """The number in the id of a training group. None for any other text."""
+    """Returns the number in the id of a training group, or None for any other text."""
     numbered = _NUMBERED.fullmatch(group_id)
     return int(numbered[2]) if numbered is not None and numbered[1] == "g" else None
 
 
 class GroupSteps:
-    """The step that trains each group, in four bytes a group."""
+    """The step that trains each group, stored in four bytes per group."""
 
     def __init__(self) -> None:
         self._steps = array("i")
 
     def add(self, group_id: GroupId, step: int) -> None:
-        """Notes the step of a group that was leased; group numbers have no gaps."""
+        """Notes the step that trains a group; group numbers have no gaps."""
         number = group_number(group_id)
         assert number is not None, group_id
         self._steps.extend([-1] * (number + 1 - len(self._steps)))
@@ -93,7 +93,7 @@ class GroupSteps:
         self._steps[number] = -1
 
     def get(self, group_id: GroupId) -> int | None:
-        """The step of the group. None if it is in no batch or is no training group."""
+        """Returns the step of the group; None if it is in no batch or is no training group."""
         number = group_number(group_id)
         if number is None or number >= len(self._steps) or self._steps[number] < 0:
             return None
@@ -101,7 +101,7 @@ class GroupSteps:
 
 
 def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
-    """Page, index in the page, epoch and bit of the id of a first attempt. None for other texts."""
+    """Returns (page, index in the page, epoch, bit) of a first attempt's id, or None for others."""
     return _find_place(trajectory_id) if len(trajectory_id) <= MAX_KEPT else None
 
 

@@ -1,1 +1,1 @@
-"""The files, rows and trackers that report on a run."""
+"""The files, rows of metrics and trackers that report on a run."""

@@ -1,7 +1,7 @@
 """Measures the profile of a run, predicts its speed under other settings, and checks predictions.
 
-Consumes: the reports of servers, the steps. Produces: the advice, as metrics and as a file.
-Waits for: steps. Unblocked by: enough of them. Predictions are computed in a thread, which ends
+Consumes: the reports of servers, the steps. Produces: advice on settings, as metrics and a file.
+Waits for: steps. Unblocked by: enough new steps. Predictions are computed in a thread, which ends
 with the task that waits for it, and take at most a hundredth of a core.
 """
 
@@ -55,9 +55,9 @@ class StepCosts:
 def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
     """Returns the fixed seconds of an engine step, and the seconds that each running reply adds.
 
-    A least-squares fit of the reports' sampling seconds to their steps and tokens; both costs are
-    at least 0. If the number of running replies hardly varies, all seconds count as fixed. None
-    without any token.
+    They are a least-squares fit of the reports' sampling seconds to their steps and tokens, both at
+    least 0. If the number of running replies hardly varies, all seconds count as fixed. Returns
+    None without any token.
     """
     points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
     steps, tokens = sum(n for _, n, _ in points), sum(t for _, _, t in points)
@@ -78,13 +78,16 @@ def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
 class Advisor:
     """Gathers the inputs of `advise`; `gauges` has the newest advice and the last measured error.
 
-    note_report(work)         # of each server report
-    note_step(row, groups)    # of each step
-    await advise_forever()    # predicts in between
+    note_report(work)         # for each server report
+    note_step(row, groups)    # for each step
+    await advise_forever()    # makes the predictions
     """
 
     def __init__(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        """`write` replaces the file of the advice with a text; `warn` adds a warning event."""
+        """Takes two functions that get a text.
+
+        `write` replaces the file of the advice; `warn` adds a warning event.
+        """
         self._write, self._warn, self._has_warned = write, warn, False
         self._steps: deque[StepCosts] = deque(maxlen=WINDOW_STEPS)
         self._groups: deque[Group] = deque()
@@ -193,7 +196,7 @@ class Advisor:
         self._since, self._since_s = 0, 0.0
 
     def profile(self) -> Profile | None:
-        """Returns the measured profile; None while there is too little data for a prediction."""
+        """Returns the measured profile, or None if the data does not suffice for a prediction."""
         engine = engine_costs(self._work)
         setting = self._steps[-1].setting if self._steps else None
         if engine is None or setting is None or setting.servers < 1:
@@ -220,14 +223,14 @@ class Advisor:
         )
 
     def _rest_s(self, steps: Sequence[StepCosts]) -> float:
-        """Returns the mean seconds per step in which engines rest beyond training and publish."""
+        """Returns the mean seconds per step in which engines rest without training or publish."""
         uptime_s = sum(work.uptime_s for work in self._work)
         share = sum(work.paused_s for work in self._work) / uptime_s if uptime_s > 0 else 0.0
         rests_s = [share * s.step_s - s.training_s - s.publish_s for s in steps]
         return max(0.0, statistics.fmean(rests_s))
 
     def gauges(self) -> dict[str, float]:
-        """The newest advice as metrics; empty before the first."""
+        """Returns the newest advice as metrics; empty before the first advice."""
         advice = self.advice
         if advice is None:
             return {}
@@ -239,7 +242,7 @@ class Advisor:
         }
 
     def summary(self) -> dict[str, JsonValue]:
-        """The newest advice in words and numbers; empty before the first."""
+        """Returns the newest advice in words and numbers; empty before the first advice."""
         if self.advice is None:
             return {}
         return {
@@ -251,7 +254,7 @@ class Advisor:
 
 
 def _timed_advice(profile: Profile, is_over: Callable[[], bool]) -> tuple[Advice, float]:
-    """Returns the advice, and the processor time that it took."""
+    """Returns the advice, and the CPU seconds that it took."""
     started_s = time.thread_time()
     return advise(profile, is_over), time.thread_time() - started_s
 

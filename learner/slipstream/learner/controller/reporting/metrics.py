@@ -59,10 +59,10 @@ class RunRecorder:
         texts: TokenTexts | None,
         events: EventLog,
     ) -> None:
-        """`trackers` get the numbers of each step and evaluation round; `close` closes them.
+        """Opens the files; `trackers` get the numbers of each step and evaluation round.
 
-        `events` gets hints and warnings. With `texts`, sampled episodes of several turns list the
-        text of each turn.
+        `close` closes the trackers. `events` gets hints and warnings. With `texts`, sampled
+        episodes of several turns list the text of each turn.
         """
         self._folder, self._config, self._trackers = folder, config, trackers
         self._texts, self._warn = texts, events.warn
@@ -87,7 +87,7 @@ class RunRecorder:
         self._last_step_s = time.monotonic()
 
     def _read_rows(self) -> float:
-        """Counts the rows that earlier starts wrote; returns the seconds that those starts took."""
+        """Counts the rows of earlier starts; returns the seconds that those starts took."""
         wall_s = 0.0
         for row in read_rows(self._folder / METRICS, self._warn):
             wall_s = max(wall_s, row["wall_s"])
@@ -112,16 +112,16 @@ class RunRecorder:
         facts.steps = history.version.step
 
     def has_row(self, version: int) -> bool:
-        """Whether the row of the step that makes `version` is written already."""
+        """Whether the row of the step that makes version `version` is already written."""
         return version < len(self._written) and self._written[version] == 1
 
     @property
     def since_step_s(self) -> float:
-        """Seconds since the newest step, or since the controller began."""
+        """Seconds since the newest step, or since the controller started if there is none."""
         return time.monotonic() - self._last_step_s
 
     def close(self) -> None:
-        """Closes all files; blocks until the trackers are done, for a limited time."""
+        """Closes all files; blocks until the trackers are done, but only for a limited time."""
         self._close_files()
         self._trackers.close()
 
@@ -135,7 +135,7 @@ class RunRecorder:
             self.rate.began(time.monotonic() - report.busy_s)
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Writes the suspended environments, a cause by name, to their file if they changed."""
+        """Writes the cause for each suspended environment to its file if any has changed."""
         if suspended == self._suspended:
             return
         self._suspended = suspended
@@ -154,8 +154,8 @@ class RunRecorder:
     ) -> dict[str, float]:
         """Writes the row of one step and returns it.
 
-        `advantages`: those of the first trajectories of the batch, in order; the others stay
-        unknown. `training`: start and end of the step, in Unix seconds.
+        `advantages` are those of the first trajectories of the batch, in order; those of the others
+        are unknown. `training` is start and end of the step, in Unix seconds.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
@@ -301,7 +301,7 @@ async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
 
 
 def sampled_groups(groups: Sequence[Group]) -> list[Group]:
-    """Returns the first group of each environment, plus others if that gives fewer than two."""
+    """Returns groups to record: the first of each environment, and others up to two in total."""
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.environment, group)

@@ -1,4 +1,4 @@
-"""Episodes in a form for people: one line of trajectories.jsonl each."""
+"""Converts episodes to lines of trajectories.jsonl, one each, that people can read."""
 
 import asyncio
 import bisect
@@ -25,15 +25,14 @@ class TokenTexts:
         self._tokenizer = Tokenizer.from_file(str(path))
 
     def text(self, token_ids: TokenArray) -> str:
-        """The text of tokens, special tokens included."""
+        """Returns the text of tokens, special tokens included."""
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """Opens the tokenizer that shows episodes turn by turn; None if it is not needed or missing.
+    """Opens the tokenizer that shows episodes turn by turn; None if not needed or not found.
 
-    It is not needed with `sampling.max_turns` 1. Warns if its file is missing and the setting is
-    above 1.
+    It is not needed with `sampling.max_turns` 1. Otherwise a warning says if its file is missing.
     """
     if config.sampling.max_turns == 1:
         return None
@@ -52,7 +51,7 @@ def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]
     """Returns the line of a group; each list has one number per member.
 
     `surprisal` is the mean of -log p over the sampled tokens of a member, in nats: an estimate of
-    the policy's entropy. It is None without a sampled token.
+    the policy's entropy. It is None for a member without a sampled token.
     """
     return {
         "step": step,
@@ -70,10 +69,10 @@ def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]
 def readable(
     step: int, trajectory: Trajectory, texts: TokenTexts | None, advantage: float | None = None
 ) -> dict[str, JsonValue]:
-    """Returns the line of an episode; docs/guides/watching.md says what its fields mean.
+    """Returns the line of an episode; docs/guides/watching.md explains its fields.
 
-    `advantage`: the mean over the trained tokens; None if it is not known.
-    An episode with branches has `branches` instead of `turns`, with the turns of each branch.
+    `advantage` is the mean over the trained tokens, or None if it is unknown. An episode with
+    branches has `branches` instead of `turns`, with the turns of each branch.
     """
     line: dict[str, JsonValue] = {
         "step": step,
@@ -98,7 +97,7 @@ def readable(
 
 
 def _mean_lag(step: int, trajectory: Trajectory) -> float | None:
-    """Returns the mean lag of sampled tokens if version `step` trains them; None without any."""
+    """Returns the mean lag of the sampled tokens at version `step`; None without sampled tokens."""
     spans = trajectory.version_spans
     total = sum(span.length * (step - span.version.step) for span in spans)
     return total / trajectory.num_sampled_tokens if spans else None
@@ -129,8 +128,8 @@ def _parent(
 ) -> tuple[JsonValue, int]:
     """Finds the earlier branch that shares the longest prefix of whole turns with `part`.
 
-    Returns the place of that branch with the number of shared turns, and the number of shared
-    tokens. (None, 0) if the context of `part` begins with no whole turn of an earlier branch.
+    Returns {"branch": its index, "turns": number of shared turns} and the number of shared tokens.
+    The result is (None, 0) if the context of `part` begins with no whole turn of an earlier branch.
     """
     context = trajectory.run_lengths[part.runs.start]
     own = trajectory.token_ids[part.tokens.start : part.tokens.start + context]

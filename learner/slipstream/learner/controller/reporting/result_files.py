@@ -1,7 +1,7 @@
 """Reads and writes the result files of a run.
 
-No decision depends on them, so a fault causes a warning and does not end the run. metrics.jsonl
-is read line by line, since that of a long run does not fit into memory.
+No decision depends on these files, so a fault causes a warning and does not end the run.
+metrics.jsonl is read line by line, since that of a long run does not fit into memory.
 """
 
 import contextlib
@@ -31,12 +31,13 @@ MAX_NUMBER = 1e30
 class ResultFile:
     """A file to which whole records are appended; a record that cannot be written is lost.
 
-    The first lost record causes a warning; the next record that can be written causes another,
-    with the number of lost ones. Each record opens the file, so a removed file is created again.
+    The first lost record causes a warning. The next record that can be written causes another
+    warning, with the number of lost records. Each record opens the file, so a removed file is
+    created again.
     """
 
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
-        """`header` is written first into an empty file."""
+        """Opens the file; an empty file first gets `header`."""
         self._path, self._tell, self._header = path, tell, header
         self._num_lost = 0
         self.append(b"")
@@ -64,14 +65,14 @@ class ResultFile:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Warns of records that were lost since the last write."""
+        """Warns of the records that were lost since the last successful write, if any."""
         if self._num_lost:
             self._tell(f"{self._path}: the last {self._num_lost} records were lost")
             self._num_lost = 0
 
 
 def write_result(path: Path, data: bytes, tell: Tell) -> bool:
-    """Writes a whole file; on an error keeps the old file and warns. Returns if it was written."""
+    """Writes a whole file; on an error keeps the old file, warns and returns False, else True."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_bytes(data)
@@ -85,7 +86,7 @@ def write_result(path: Path, data: bytes, tell: Tell) -> bool:
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:
-    """Returns the JSON object of a line, or None if the line is no JSON object."""
+    """Returns the JSON object of a line, or None if the line is not a JSON object."""
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -94,7 +95,7 @@ def parse_object(line: bytes) -> dict[str, JsonValue] | None:
 
 
 def parse_row(line: bytes) -> dict[str, float] | None:
-    """Returns the numbers of a line of metrics.jsonl, null as NaN; None for an invalid line."""
+    """Returns the numbers of a line of metrics.jsonl, null as NaN, or None for an invalid line."""
     found = parse_object(line)
     if found is None:
         return None
@@ -118,7 +119,7 @@ def parse_row(line: bytes) -> dict[str, float] | None:
 
 
 def drop_torn_line(path: Path, tell: Tell) -> None:
-    """Removes a last line that a crash tore, so that the file ends with a whole line."""
+    """Removes an incomplete last line, left by a crash, so that the file ends with a whole line."""
     if not path.is_file():
         return
     try:
@@ -131,7 +132,7 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
 def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:
     """Yields the numbers of each line of metrics.jsonl; nothing if there is no such file.
 
-    Damaged lines are passed over; `tell` gets the number of the first of them.
+    Damaged lines are skipped; one call of `tell` then names the first of them and their number.
     """
     if not path.is_file():
         return

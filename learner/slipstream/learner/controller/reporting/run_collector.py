@@ -1,7 +1,7 @@
 """Exports the run's status and its newest step as Prometheus metrics, read at each scrape.
 
-Consumes: the status, the newest row, the totals of publishes. Produces: metrics, none of which is
-counted here. docs/metrics.md says what the numbers mean.
+Consumes: the status, the newest row, the totals of publishes. Produces: metrics, which other parts
+have counted. docs/metrics.md says what the numbers mean.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _GONE = {fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT}
 
 
 class RunCollector:
-    """See `prometheus_client.registry.Collector`; runs in the controller's event loop."""
+    """A Prometheus collector of the run's metrics, used in the controller's event loop."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class RunCollector:
         self._disk = DiskSpace(config.run_dir)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics of this moment."""
+        """Yields the present metrics."""
         status, row = self._status(), self._recorder.newest
         for name, (meaning, value) in self._totals_of(status).items():
             yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
@@ -143,7 +143,7 @@ class RunCollector:
         yield from self._disk.collect()
 
     def _totals_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
-        """Description and value of each counter without a label, by name."""
+        """Returns (description, value) of each counter without a label, by name."""
         totals, ledger = self._totals, status.ledger
         return {
             "steps": ("Trained steps of the run.", status.step),
@@ -162,7 +162,7 @@ class RunCollector:
         }
 
     def _values_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
-        """Description and value of each gauge without a label, by name."""
+        """Returns (description, value) of each gauge without a label, by name."""
         return {
             "planned_steps": ("Steps that the run will train.", status.num_steps),
             "checkpointed_steps": ("Steps of the newest checkpoint.", status.checkpoint_step),
@@ -259,13 +259,14 @@ class RunCollector:
 
 
 class DiskSpace:
-    """Size and free space of the disk of the run's folder, as of the previous scrape.
+    """Size and free space of the disk of the run's folder, as measured at the previous scrape.
 
-    A thread asks, since a disk that hangs would block the event loop; at most one thread asks.
+    A thread measures them, since a disk that hangs would block the event loop; at most one thread
+    runs.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Asks for the first time. Needs the running loop."""
+        """Starts the first measurement; needs a running event loop."""
         self._folder = folder
         self._newest: tuple[int, int] | None = None
         self._asking = self._ask()

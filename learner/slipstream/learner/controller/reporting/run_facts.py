@@ -1,4 +1,4 @@
-"""The facts of a run's summary: counts, sums, times and resources, and its end."""
+"""The facts in a run's summary: counts, sums, times, resources and the way the run ended."""
 
 import math
 from collections import Counter, deque
@@ -45,7 +45,7 @@ class RunTotals:
             self._servers = int(servers)
 
     def resources(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
-        """The resources that the run used, by name; maxima that no row had are left out."""
+        """Returns the resources that the run used, by name, without maxima that no row had."""
         return {
             "trainer_ranks": trainer_ranks,
             "rollout_servers": self._servers,
@@ -54,7 +54,7 @@ class RunTotals:
         }
 
     def shares(self) -> dict[str, JsonValue]:
-        """The shares of the trainer's and the servers' time; a party without data is left out."""
+        """Returns shares of the trainer's and the servers' time; a party without data has none."""
         found: dict[str, JsonValue] = {}
         if step_s := self._sums["step_s"]:
             trainer = {TRAINER_PARTS[name]: self._sums[name] / step_s for name in TRAINER_PARTS}
@@ -67,7 +67,10 @@ class RunTotals:
 
 
 class GenerationRate:
-    """Generated tokens per second over the last `WINDOW_S`, since this start's first generation."""
+    """Generated tokens per second, over the last `WINDOW_S` seconds of this start.
+
+    The time before the first generation is left out.
+    """
 
     def __init__(self) -> None:
         # Tokens that earlier starts of the run generated.
@@ -81,7 +84,7 @@ class GenerationRate:
             self._points.append((at_s, self.earlier))
 
     def at(self, now_s: float, generated: int) -> float:
-        """The rate when the whole run has `generated` tokens. 0 before the first generation."""
+        """Returns the rate at `now_s`, with `generated` tokens so far; 0 before any generation."""
         if not self._points:
             return 0.0
         self._points.append((now_s, generated))
@@ -108,7 +111,7 @@ class RunFacts:
     gradient_overflows: int = 0
 
     def edge_rewards(self) -> tuple[list[float], list[float]]:
-        """Returns the mean rewards of the first and of the last steps; the two do not overlap."""
+        """Returns the mean rewards of the first and of the last steps; no step is in both lists."""
         num_edge = max(1, min(EDGE_STEPS, self.steps // 2))
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 

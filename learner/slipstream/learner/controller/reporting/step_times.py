@@ -1,7 +1,7 @@
 """The times of a step, of trainer, servers, queue and episodes; and a trace of one step.
 
-The trace is Chrome's trace format, which ui.perfetto.dev opens. Times are seconds of the Unix
-clock on the controller's machine.
+The trace has Chrome's trace format, which ui.perfetto.dev opens. Times are Unix seconds by the
+clock of the controller's machine.
 """
 
 import heapq
@@ -37,7 +37,7 @@ class ServerWork:
 
     @classmethod
     def between(cls, before: fleet_pb2.ServerReport, after: fleet_pb2.ServerReport) -> "ServerWork":
-        """The work of one server from report to report."""
+        """Returns the work of one server between the reports `before` and `after`."""
         return cls(*(getattr(after, name) - getattr(before, name) for name in _COUNTED))
 
     @property
@@ -49,7 +49,7 @@ class ServerWork:
         return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
 
     def shares(self) -> dict[str, float]:
-        """Shares of the servers' time; empty if no server has reported."""
+        """Returns the shares of the servers' time by use; empty if no server has reported."""
         if self.uptime_s <= 0:
             return {}
         sampling = min(1.0, self.sampling_s / self.uptime_s)
@@ -59,7 +59,7 @@ class ServerWork:
 
 
 class StepTimes:
-    """Computes the times of each step from counters that only grow from the run's start.
+    """Computes the times of each step from counters, which grow from the run's start.
 
     Call `report` for each report of a server, and `step` at the end of each step.
     """
@@ -77,7 +77,7 @@ class StepTimes:
         return work
 
     def lost(self, key: object) -> None:
-        """Forgets a server that is gone."""
+        """Forgets a lost server."""
         self._reports.pop(key, None)
 
     def step(
@@ -90,8 +90,8 @@ class StepTimes:
     ) -> dict[str, float]:
         """Returns the times of the step that has just ended, by name.
 
-        `waited_s`: seconds in which the trainer waited for groups; `lease_waits_s`: those in which
-        a lease waited, by cause. Both count from the start.
+        `waited_s`: seconds in which the trainer waited for groups; `lease_waits_s`: seconds in
+        which a lease waited, by cause. Both are totals since the start.
         """
         totals = {"groups_wait_s": waited_s} | {
             f"lease_wait_{name}_s": lease_waits_s[name] for name in LEASE_WAITS
@@ -104,7 +104,7 @@ class StepTimes:
 
 
 def outside_s(group: Group, trajectory: Trajectory) -> float:
-    """Seconds of an episode from its lease to its arrival, without those in the engine."""
+    """Returns the seconds of an episode from lease to arrival, without those in the engine."""
     back_s = group.back_s.get(trajectory.member)
     if back_s is None or not group.leased_s:
         # A controller before this one has leased it.
@@ -135,8 +135,8 @@ def trace(
 ) -> dict[str, Any]:
     """Returns the step of `row` as a trace: one process for the trainer, one for each server.
 
-    `training`: Unix times at which training began and ended. Each server has a line for each of its
-    places, with a span for each episode from the lease to the arrival.
+    `training` is the start and end of training in Unix seconds. A server has one line for each
+    episode that runs at the same time; an episode is a span from its lease to its arrival.
     """
     events = [*_trainer_events(row, orders, training)]
     number = 0

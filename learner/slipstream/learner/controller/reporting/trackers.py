@@ -1,8 +1,7 @@
-"""Opens the trackers that the settings name; a thread of each hands the run's numbers to it.
+"""Opens the trackers that the settings name; each has a thread that passes it the run's numbers.
 
-Consumes: numbers of steps and rounds. Produces: calls of the trackers.
-Waits for: the next numbers. Unblocked by: numbers, `close`. Only `close` waits for trackers, and
-for a limited time.
+Consumes: numbers of steps and rounds. Produces: calls of the trackers. Waits for: the next numbers.
+Unblocked by: numbers, `close`. Only `close` waits for trackers, and for a limited time.
 """
 
 import asyncio
@@ -52,19 +51,19 @@ COLUMNS = (
 
 
 class Tracker(Protocol):
-    """A tracking service that logs one run; called from one thread, and may block.
+    """A tracking service that logs one run. One thread calls it, and calls may block.
 
-    An error ends the tracker, never the run.
+    An error ends this tracker, never the run.
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the finite numbers of one step or version."""
+        """Logs the finite numbers of one step or version."""
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """Takes some episodes of a step as text, and the numbers of all of its groups."""
+        """Logs some episodes of a step as text, and the numbers of all of its groups."""
 
     def close(self) -> None:
-        """Sends the numbers that are left."""
+        """Sends the remaining numbers and closes the tracker."""
 
 
 # A call of a tracker.
@@ -74,7 +73,7 @@ OpenTracker: TypeAlias = Callable[[], Tracker]
 
 
 class Trackers:
-    """All trackers of a run. A failure ends only that tracker, with one warning."""
+    """All trackers of a run; a failure ends only that tracker, with one warning."""
 
     def __init__(
         self,
@@ -96,12 +95,12 @@ class Trackers:
             writer.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Passes on the finite numbers of one step or version."""
+        """Gives the finite numbers of one step or version to all trackers."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         self._put(lambda tracker: tracker.log(step, finite))
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """Passes on the samples of one step."""
+        """Gives the samples of one step to all trackers."""
         self._put(lambda tracker: tracker.samples(step, episodes, groups))
 
     def _put(self, entry: _Entry) -> None:
@@ -164,10 +163,10 @@ MAX_ID = 200
 
 
 class RunIds:
-    """The tracking services' ids of this run, in a file, so that a resumed run keeps them."""
+    """The ids of this run at tracking services, kept in a file for a resumed run."""
 
     def __init__(self, folder: Path, complain: Complain) -> None:
-        """Reads the file. If it is damaged, services begin new runs, with a warning."""
+        """Reads the file; if it is damaged, warns, and services begin new runs without the ids."""
         self._path = folder / RUN_IDS
         self._complain = complain
         self._lock = threading.Lock()
@@ -180,11 +179,11 @@ class RunIds:
             self._ids = {name: str(run_id) for name, run_id in found.items()}
 
     def get(self, tracker: str) -> str:
-        """The id under which `tracker` logs this run; empty when there is none yet."""
+        """Returns the id under which `tracker` logs this run, or "" if it has none yet."""
         return self._ids.get(tracker, "")
 
     def keep(self, tracker: str, run_id: str) -> None:
-        """Writes an id into the file; may be called from any thread."""
+        """Writes the id at `tracker` into the file; may be called from any thread."""
         with self._lock:
             self._ids[tracker] = run_id
             text = json.dumps(self._ids, indent=2)
@@ -197,7 +196,7 @@ def _is_id(value: JsonValue) -> bool:
 
 
 def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
-    """Opens the trackers of `config`; their failures become events. Needs the running loop."""
+    """Opens the trackers of `config`; their failures become events. Needs a running event loop."""
     loop = asyncio.get_running_loop()
 
     def complain(text: str) -> None:
@@ -223,7 +222,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """Logs to one run of Weights & Biases; offline to `wandb/` of the run folder. See `Tracker`."""
+    """Logs to one run of Weights & Biases, offline to `wandb/` of the run folder; see `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
@@ -249,7 +248,7 @@ class WandbTracker:
         self._run.log({**values, STEP: step})
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """Logs the episodes as a table, and histograms of lengths and surprisal. See `Tracker`."""
+        """Logs the episodes as a table, and histograms of lengths and surprisal; see `Tracker`."""
         import wandb
 
         histograms = {
@@ -266,7 +265,7 @@ class WandbTracker:
 
 
 def table_rows(episodes: Lines) -> list[list[JsonValue]]:
-    """Returns a row of `COLUMNS` for each episode; the versions as `tokens by version` in text."""
+    """Returns a row of `COLUMNS` for each episode; versions become a text `tokens by version`."""
     return [
         [
             ", ".join(f"{length} by {version}" for length, version in line["versions"])
@@ -290,10 +289,10 @@ NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
 class MlflowTracker:
-    """Logs to one run of the MLflow experiment `tracking.project`. See `Tracker`."""
+    """Logs to one run of the MLflow experiment `tracking.project`; see `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
-        """Opens the server or database of MLFLOW_TRACKING_URI, or else a file of the run."""
+        """Opens the server or database MLFLOW_TRACKING_URI, or else a file in the run's folder."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -330,7 +329,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """Logs the episodes as a table, one artifact for each step. See `Tracker`."""
+        """Logs the episodes as a table, one artifact for each step; see `Tracker`."""
         path = f"samples/step-{step:06d}.json"
         table = {"columns": list(COLUMNS), "data": table_rows(episodes)}
         self._client.log_text(self._run_id, json.dumps(table), path)
@@ -366,7 +365,7 @@ _CRC_TABLE = _crc_table()
 
 
 class TensorBoardTracker:
-    """Writes an event file of TensorBoard; tensorboardX (2.6.5) would import torch here.
+    """Writes an event file of TensorBoard without tensorboardX (2.6.5), which would import torch.
 
     The file is a sequence of records: length (uint64, little endian), masked CRC-32C of the length,
     data, masked CRC-32C of the data. The data is a message Event of tensorboard/compat/proto.
@@ -391,7 +390,7 @@ class TensorBoardTracker:
         self._file.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
 
     def samples(self, step: int, episodes: object, groups: object) -> None:
-        """Leaves samples out: TensorBoard has no tables."""
+        """Does nothing: TensorBoard has no tables."""
 
     def close(self) -> None:
         """See `Tracker`."""
@@ -405,7 +404,7 @@ def _record(event: bytes) -> bytes:
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32 with Castagnoli's polynomial (RFC 3720, appendix B.4)."""
+    """Returns the CRC-32 with Castagnoli's polynomial (RFC 3720, appendix B.4)."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]

@@ -1,7 +1,7 @@
-"""The rollout servers that are connected, with their states and served versions.
+"""The connected rollout servers, with their states and served versions.
 
-Consumes: the servers' messages. Produces: orders to them.
-Waits for: hellos, heartbeats and reports. Unblocked by: a message, or the limit of its wait.
+Consumes: the servers' messages. Produces: orders to them. Waits for: hellos, heartbeats and
+reports. Unblocked by: a message, or the limit of its wait.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ MAX_HEARTBEATS_PER_S = 128
 
 @dataclass(frozen=True)
 class FleetHandlers:
-    """The controller's parts that are called for each event and message of a server."""
+    """The functions of the controller that handle each event and message of a server."""
 
     joined: Callable[[ServerSession], None]
     lost: Callable[[ServerSession], None]
@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between the heartbeats of a server that joins now; more in a large fleet."""
+        """Seconds between the heartbeats of a server that joins now; longer in a large fleet."""
         settings = self._run.config.controller
         shared_s = len(self.sessions) / MAX_HEARTBEATS_PER_S
         return min(max(settings.heartbeat_s, shared_s), settings.heartbeat_timeout_s / 3)
@@ -92,7 +92,7 @@ class Fleet:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait in the queue, by the servers' newest reports."""
+        """Bytes that wait in the queue, according to the servers' newest reports."""
         told = [session.report.queued_bytes for session in self.sessions.values()]
         if self._run.config.queue.kind == "redis":
             # All servers share one Redis queue, and each reports its whole size.
@@ -100,7 +100,7 @@ class Fleet:
         return sum(told)
 
     def find(self, key: ServerKey | None) -> ServerSession | None:
-        """The session of the server and epoch of `key`. None if it is not connected."""
+        """Returns the session with this server and epoch, or None if it is not connected."""
         session = None if key is None else self.sessions.get(key.server_id)
         return session if session is not None and session.key == key else None
 
@@ -150,7 +150,7 @@ class Fleet:
         self._run.signal.notify()
 
     def drains(self, session: ServerSession, reason: str) -> None:
-        """Notes that a server drains: it gets no new work and leaves when its episodes end."""
+        """Notes that a server drains: it gets no new work and leaves after its episodes."""
         if session.is_leaving:
             return
         session.on(ServerEvent.DRAIN)
@@ -164,7 +164,7 @@ class Fleet:
         self._run.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
-        """Returns a warning if no server would stay without `session`; else an empty text."""
+        """Returns a warning if no server remains when `session` leaves, else ""."""
         stay = (not other.is_leaving for other in self.sessions.values())
         if self._progress.is_over or any(stay):
             return ""
@@ -192,7 +192,7 @@ class Fleet:
         self._progress.note_serving(bool(self._serving))
 
     def served_s(self) -> dict[ServerKey, float]:
-        """Seconds that each server has served."""
+        """Returns the seconds for which each server has served."""
         now_s = self.clock.now_s()
         return {session.key: session.served.total_s(now_s) for session in self.sessions.values()}
 
@@ -202,7 +202,7 @@ class Fleet:
             self._run.events.add(text)
 
     def remove_silent(self) -> None:
-        """Removes servers that were silent for more than `controller.heartbeat_timeout_s`."""
+        """Removes servers that sent nothing for more than `controller.heartbeat_timeout_s`."""
         limit = self._run.config.controller.heartbeat_timeout_s
         for session in list(self.sessions.values()):
             silent = session.silent_s
@@ -211,7 +211,7 @@ class Fleet:
                 self.remove(session, f"silent for {silent:.1f} s")
 
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-        """Hands one message of a server to the part that it concerns."""
+        """Passes a message of a server to the part that handles it."""
         session.last_seen_s = session.clock.now_s()
         assert self.handlers is not None
         match message.WhichOneof("message"):

@@ -1,6 +1,6 @@
 """All epochs of rollout servers that ever joined, with their tokens, in little memory.
 
-Pure: no clock, no I/O. Connected servers and the newest 1,000 that departed have a count each; the
+Pure: no clock, no I/O. Connected servers and the newest 1,000 departed ones have a count each. The
 counts of all earlier epochs are one sum, and each of these epochs takes eight bytes.
 """
 
@@ -45,7 +45,7 @@ class EpochCount:
     is_earlier: bool = False
 
     def report(self, report: fleet_pb2.ServerReport) -> None:
-        """Takes over the counters of a report, all read at the same moment."""
+        """Stores the counters of a report, which were all read at the same moment."""
         self.reported, self.judged = report.generated_tokens, report.judged_tokens
         self.in_flight, self.ended = report.in_flight_tokens, report.ended_tokens
         self.unrecorded = self.reported - self.in_flight - self.ended - self.judged
@@ -54,7 +54,10 @@ class EpochCount:
         )
 
     def receive(self, tokens: int, sent: Amount) -> None:
-        """Counts a trajectory that was received for the first time; `sent`: see `Delivery`."""
+        """Counts a trajectory that is received for the first time.
+
+        `sent` is `Delivery.sent`: the trajectories and tokens that the server has sent so far.
+        """
         self.received, self.num_received = self.received + tokens, self.num_received + 1
         missing = sent.less(Amount(self.num_received, self.received))
         if self.is_earlier:
@@ -65,7 +68,7 @@ class EpochCount:
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """The differences between sender's and receiver's counts at each hand-over, by name."""
+        """Returns the sender's count less the receiver's at each hand-over, by its name."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,
@@ -74,32 +77,32 @@ class EpochCount:
         }
 
     def journaled_gaps(self) -> tuple[int, ...]:
-        """The gaps as numbers for the journal; `take_gaps` takes them back."""
+        """Returns the gaps as numbers for the journal; `take_gaps` reads them."""
         return self.unrecorded, *self.unsent, *self.missing
 
     def take_gaps(self, numbers: Sequence[int]) -> None:
-        """Takes over the gaps that an earlier start of the controller has journaled."""
+        """Restores gaps that an earlier start of the controller has journaled."""
         self.unrecorded, *unsent_and_missing = numbers or (0,) * 5
         self.unsent = Amount(*unsent_and_missing[:2])
         self.missing = Amount(*unsent_and_missing[2:])
 
     @property
     def gap_tokens(self) -> int:
-        """Tokens of all gaps."""
+        """Number of tokens in all gaps."""
         return self.unrecorded + self.unsent.tokens + self.missing.tokens
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens; a dead server may have delivered more than it reported."""
+        """Number of generated tokens; for a dead server at least as many as it delivered."""
         seen = self.received + self.judged + self.gap_tokens
         return max(self.reported, seen) if self.dead else self.reported
 
 
 class ServerEpochs:
-    """Counts of tokens, by server and epoch.
+    """The token counts of all servers, by server and epoch.
 
-    Way of an epoch: `join`, then `depart`; after 1,000 later departures its count is added to the
-    sum of all earlier ones. Tokens that arrive later belong to that sum.
+    Life of an epoch: `join`, then `depart`; after 1,000 later departures its count is added to the
+    sum of all earlier epochs. Tokens that arrive later count in that sum.
     """
 
     def __init__(self, *, max_apart: int = MAX_APART) -> None:
@@ -113,7 +116,7 @@ class ServerEpochs:
         self._earlier = array("Q")
 
     def join(self, key: ServerKey) -> EpochCount:
-        """Adds a server that connects, if it is new; returns its count."""
+        """Adds a connecting server epoch, if it is new; returns its count."""
         count = self._departed.get(key) or self.connected.get(key)
         if count is None:
             count = self.connected[key] = EpochCount()
@@ -121,7 +124,7 @@ class ServerEpochs:
         return count
 
     def depart(self, key: ServerKey) -> None:
-        """Notes that a server is not connected any more; an unknown one is ignored."""
+        """Notes that a server is no longer connected; ignores an unknown server."""
         count = self.connected.pop(key, None)
         if count is None:
             return
@@ -130,7 +133,7 @@ class ServerEpochs:
             self._fold(next(iter(self._departed)))
 
     def all_died(self) -> None:
-        """Notes that no server of an earlier start of the controller is connected."""
+        """Notes that no server of an earlier start of the controller is still connected."""
         for key in list(self.connected):
             self.depart(key)
         for count in self._departed.values():
@@ -139,29 +142,29 @@ class ServerEpochs:
     def take_over(self, earlier: ServerEpochs) -> None:
         """Takes over the counts of the controller's previous start; its servers count as dead.
 
-        It is called before any server connects.
+        It must be called before any server connects.
         """
         earlier.all_died()
         self._departed, self._names = earlier._departed, earlier._names
         self._folded, self._earlier = earlier._folded, earlier._earlier
 
     def receive(self, key: ServerKey, tokens: int, sent: Amount) -> None:
-        """Notes a trajectory of a server, as `EpochCount.receive` does."""
+        """Counts a trajectory of a server; see `EpochCount.receive`."""
         count = self.count(key)
         count.receive(tokens, Amount() if count is self._folded else sent)
 
     def count(self, key: ServerKey) -> EpochCount:
-        """The count to which a server's tokens are added: its own, or the sum of old epochs."""
+        """Returns the count for a server's tokens: its own, or the sum of old epochs."""
         return self.connected.get(key) or self._departed.get(key) or self._folded
 
     def counts(self) -> Iterator[EpochCount]:
-        """Yields the counts of connected and departed servers, and one for all older ones."""
+        """Yields the counts of connected and departed servers, and one for all older epochs."""
         yield from self.connected.values()
         yield from self._departed.values()
         yield self._folded
 
     def gaps(self) -> Iterator[tuple[str, ServerKey, Amount]]:
-        """Yields hand-over, server and difference, for each hand-over whose two counts differ."""
+        """Yields (hand-over, server, gap) for each hand-over at which the two counts differ."""
         for counts in (self.connected, self._departed):
             for key, count in counts.items():
                 for name, gap in count.gaps.items():
@@ -174,7 +177,7 @@ class ServerEpochs:
         return sum(count.generated for count in self.counts())
 
     def __contains__(self, key: object) -> bool:
-        """Whether this server joined with this epoch; of old epochs only the number is known."""
+        """Whether this server joined with this epoch; for old epochs the name is not compared."""
         if key in self.connected or key in self._departed:
             return True
         return (
@@ -184,11 +187,11 @@ class ServerEpochs:
         )
 
     def was_given(self, epoch: int) -> bool:
-        """Whether a server joined with this epoch."""
+        """Whether any server joined with this epoch."""
         return epoch in self._names or self._is_folded(epoch)
 
     def server_of(self, epoch: int) -> ServerKey | None:
-        """The server that joined with an epoch. None if its name is not known."""
+        """Returns the server that joined with an epoch, or None if its name is not known."""
         return self._names.get(epoch)
 
     def _is_folded(self, epoch: int) -> bool:

@@ -52,8 +52,8 @@ _NEXT = {
 def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.ServerState:
     """Returns the state after `event`; raises ValueError if `event` cannot happen in `state`.
 
-    A server that drains may finish the publish that it is part of, because the other receivers
-    would lose that publish. It stays DRAINING then.
+    A DRAINING server may finish a publish in which it takes part, because the other receivers would
+    lose that publish. It stays DRAINING.
     """
     if state in _ENDS.values():
         return state
@@ -71,7 +71,7 @@ def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.Se
 
 
 class ServerKey(NamedTuple):
-    """One epoch of one rollout server; a tuple, as it is hashed dozens of times a trajectory."""
+    """One epoch of one rollout server; a tuple, since dozens of hashes are taken per trajectory."""
 
     server_id: ServerId
     epoch: int

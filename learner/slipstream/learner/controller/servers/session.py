@@ -54,10 +54,10 @@ class Outbox(Generic[Message]):
         after: asyncio.Future[None] | None = None,
         overtakes: bool = False,
     ) -> bool:
-        """Adds a message; returns False when the outbox is closed or full.
+        """Adds a message; returns False if the outbox is closed or full.
 
         The message waits until `after` is done, and later messages wait with it. A message that
-        `overtakes` does not wait for earlier ones.
+        `overtakes` does not wait for earlier messages.
         """
         if self._closed or len(self._messages) >= self._max_messages:
             return False
@@ -68,14 +68,14 @@ class Outbox(Generic[Message]):
         return True
 
     def close(self) -> None:
-        """Ends the reader's loop after the messages that are already in the outbox."""
+        """Ends the reader's loop once it has taken the messages that are already in the outbox."""
         self._closed = True
         self._changed.set()
 
     def pop(self) -> Message | None:
-        """Takes the next message that may be sent. None if there is none.
+        """Removes and returns the next message that may be sent; None if there is none.
 
-        Raises the error of the message's `after`, if that failed.
+        Raises the error of the message's `after` if it failed.
         """
         is_held = False
         for place, waiting in enumerate(self._messages):
@@ -110,7 +110,7 @@ class JoinedOrder:
     shared: bytes
 
     def encoded(self) -> bytes:
-        """The whole order, encoded."""
+        """Returns the whole order, encoded."""
         return self.own.SerializeToString() + self.shared
 
 
@@ -157,7 +157,7 @@ class ServerSession:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last message of the server, without stalls of the event loop."""
+        """Seconds since the server's last message, by a clock without stalls of the event loop."""
         return self.clock.now_s() - self.last_seen_s
 
     @property
@@ -167,11 +167,11 @@ class ServerSession:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the server drains, has left or is lost: it gets no new work."""
+        """Whether the server drains, has left or is lost, so that it gets no new work."""
         return self.state in (DRAINING, DEAD, LEFT)
 
     def on(self, event: ServerEvent) -> None:
-        """Moves to the state that follows `event`."""
+        """Changes the server's state to the one that follows `event`."""
         if self.is_serving:
             self.unserved_since_s = time.monotonic()
         self.state = next_state(self.state, event)
@@ -186,7 +186,7 @@ class ServerSession:
         """Puts an order on the server's stream; ends the stream of a server that does not read.
 
         The order is sent when `after` is done, and later orders wait with it. Orders of a publish
-        do not wait for earlier orders: the trainer and the other servers would wait too.
+        do not wait for earlier orders, as the trainer and the other servers would also wait.
         """
         own = message.own if isinstance(message, JoinedOrder) else message
         overtakes = own.WhichOneof("message") in PUBLISH_ORDERS
@@ -194,12 +194,12 @@ class ServerSession:
             self.outbox.close()
 
     def disconnect(self) -> None:
-        """Ends the server's stream once the waiting messages are sent."""
+        """Ends the server's stream after the waiting messages are sent."""
         self.outbox.close()
 
 
 def describe(session: ServerSession) -> status_pb2.ServerStatus:
-    """A session as the status call shows it."""
+    """Returns a session in the form in which the status call shows it."""
     status = status_pb2.ServerStatus(
         server_id=session.key.server_id,
         server_epoch=session.key.epoch,

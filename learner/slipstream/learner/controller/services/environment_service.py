@@ -1,6 +1,6 @@
 """Adds environments to a run: from the configuration, by `submit`, or served by a client.
 
-Waits for: a rollout server's report that it loaded a submitted environment. Unblocked by: that
+Waits for: a rollout server's report that it has loaded a submitted environment. Unblocked by: that
 report, or the limit.
 """
 
@@ -41,7 +41,7 @@ REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Answers clients' calls about environments, and takes servers' reports on them."""
+    """Answers clients' calls about environments, and handles servers' reports on them."""
 
     def __init__(self, run: Run, books: Books, intake: Intake) -> None:
         self._run, self._progress = run, run.progress
@@ -51,7 +51,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self.relay = Relay(self._client_came, self._client_left, run.clock)
 
     def restore(self, history: RunHistory) -> None:
-        """Adds the environments submitted before; closes open groups without an environment."""
+        """Adds the environments of earlier starts; closes open groups whose environment is gone."""
         for name, text in history.submitted.items():
             if name not in self._environments.entries:
                 self._environments.add(json_format.Parse(text, pb.EnvironmentSpec()))
@@ -68,7 +68,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 session.send(_load_order(entry.spec))
 
     def reported(self, session: ServerSession, report: fleet_pb2.EnvironmentReport) -> None:
-        """Takes a server's report that it has loaded an environment or cannot run it."""
+        """Handles a server's report that it has loaded an environment or cannot run it."""
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)
         if entry is not None and entry.client_episodes is not None:
@@ -99,7 +99,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     ) -> pb.SubmitEnvironmentResponse:
         """Adds an environment to the running mixture; waits until a server has loaded it.
 
-        Removes it again when all servers fail to load it.
+        Removes the environment again if all servers fail to load it.
         """
         spec = request.spec
         problem = self._problem(spec)
@@ -139,7 +139,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         request_iterator: AsyncIterator[pb.WorkerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.WorkerCommand]:
-        """Lets a client serve its own environment until its stream ends."""
+        """Lets a client serve episodes of its own environment until its stream ends."""
         async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
             async for command in commands:
                 yield command
@@ -222,7 +222,7 @@ def _load_order(
 
 
 def environment_specs(config: Config, *, search_path: str) -> list[environment_pb2.EnvironmentSpec]:
-    """The specifications of all configured environments, then of all evaluations."""
+    """Returns the specifications of all configured environments, then of all evaluations."""
     training = [
         _spec(section, search_path, section.weight, trajectory_pb2.EPISODE_PURPOSE_TRAINING)
         for section in config.environments

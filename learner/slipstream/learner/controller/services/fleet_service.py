@@ -1,7 +1,7 @@
 """The service for rollout servers: the stream of each, from its hello to its end.
 
-Consumes: the server's messages. Produces: orders to it.
-Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
+Consumes: the server's messages. Produces: orders to the server. Waits for: its hello. Unblocked by:
+the hello, or the limit of that wait.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ BEFORE_S = 60.0
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """Serves rollout servers: their streams, and their calls of clients' environments."""
+    """Serves rollout servers: their streams, and their calls to environments that clients serve."""
 
     def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
         self._fleet, self._relay = fleet, relay
@@ -161,9 +161,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def _check_name_is_free(
         self, hello: fleet_pb2.ServerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Rejects a server, which will retry, while another process of the same name is connected.
+        """Rejects a server, which will retry, while another process with its name is connected.
 
-        The same process is let in: it may reconnect before the end of its old stream is known.
+        The same process is accepted: it may reconnect before the controller knows that its old
+        stream ended.
         """
         older = self._fleet.sessions.get(ServerId(hello.server_id))
         if older is None or older.hello.process == hello.process:
@@ -205,7 +206,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
 
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-    """Raises ProtocolError if counters are too large or fall.
+    """Raises ProtocolError if counters are too large or decrease.
 
     Tokens are limited by the largest speed of an engine, seconds by the time since the server
     joined.
@@ -239,7 +240,7 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:
-    """The reason why the hello of a server is invalid. Empty if it is valid."""
+    """Returns the reason why the hello of a server is invalid, or "" if it is valid."""
     try:
         check_server_id(hello.server_id)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Answers questions of people and programs about the run, and about the health of its services."""
+"""Answers requests of people and programs about the run and the health of its services."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -41,11 +41,11 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetStatus(  # noqa: N802
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.RunStatus:
-        """Returns the status of the whole run at this moment."""
+        """Returns the present status of the whole run."""
         return self.status()
 
     def status(self) -> status_pb2.RunStatus:
-        """The status of the whole run at this moment."""
+        """Returns the present status of the whole run."""
         progress = self._progress
         training = self._book.training_groups()
         leased = self._book.groups_by_holder()
@@ -77,7 +77,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetSetup(  # noqa: N802
         self, request: status_pb2.GetSetupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.Setup:
-        """Returns the setup, which an instance compares with its own before it loads anything."""
+        """Returns the setup, which a trainer or server compares with its own before loading."""
         setup = status_pb2.Setup(unix_time_s=time.time())
         setup.MergeFrom(self._setup)
         return setup
@@ -85,7 +85,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def Watch(  # noqa: N802
         self, request: status_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[status_pb2.Event]:
-        """Yields events as they come, up to the last event."""
+        """Yields events as they are added, up to the run's last event."""
         async for event in self._run.events.follow(request.after):
             yield event
 
@@ -102,7 +102,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def DrainServer(  # noqa: N802
         self, request: status_pb2.DrainServerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.DrainServerResponse:
-        """Lets one rollout server end or hand back its episodes, and leave."""
+        """Tells one rollout server to leave, after its episodes have ended or are handed back."""
         session = self._fleet.sessions.get(ServerId(request.server_id))
         if session is None:
             known = ", ".join(sorted(self._fleet.sessions)) or "none"

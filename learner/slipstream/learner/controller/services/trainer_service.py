@@ -5,7 +5,7 @@ Produces: batches, orders to publish or to store weights, the order to stop. Wai
 server that needs weights, engines that come to rest, the disk, or the end. Unblocked by: the run's
 signal, or the limit of the call.
 
-A run has one place for a trainer, held by the stream of `KeepPlace`.
+A run has one trainer at a time, which holds its place by the stream of `KeepPlace`.
 """
 
 import asyncio
@@ -50,7 +50,8 @@ class TrainerPlace:
     free -- take() --> reserved -- keep() --> kept -- the last stream ends --> free
                        reserved -- RESERVED_S --> free
 
-    A trainer whose stream ended may come back with its epoch until another one takes the place.
+    A trainer whose stream has ended may return with its epoch until another trainer takes the
+    place.
     """
 
     def __init__(self, run: Run, *, reserved_s: float = RESERVED_S) -> None:
@@ -72,7 +73,7 @@ class TrainerPlace:
     async def check_free(
         self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Refuses a second trainer while the place is taken; one event names each such trainer."""
+        """Rejects a second trainer while the place is taken; adds one event for each of them."""
         if not self.is_taken:
             return
         newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
@@ -88,7 +89,7 @@ class TrainerPlace:
     def take(
         self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> int:
-        """Gives the place to a trainer; returns the epoch of its calls."""
+        """Gives the place to a trainer; returns the epoch that its later calls must send."""
         self.epoch = secrets.randbits(31) + 1
         self._holder = _describe(hello, context)
         self._reserved_until_s = self._run.clock.now_s() + self._reserved_s
@@ -98,7 +99,7 @@ class TrainerPlace:
     async def keep(
         self, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[trainer_pb2.PlaceKept, None]:
-        """Keeps the place for as long as the stream is open."""
+        """Keeps the place taken as long as the stream is open."""
         await self.check(context)
         self._streams += 1
         self._reserved_until_s = 0.0
@@ -109,7 +110,7 @@ class TrainerPlace:
             self._streams -= 1
 
     async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Refuses calls of all trainers but the one that registered last."""
+        """Rejects a call unless it comes from the trainer that registered last."""
         cause, reason = "", Reason.WRONG_STATE
         if not self.epoch:
             cause = "no trainer has registered since the controller was started"
@@ -121,7 +122,7 @@ class TrainerPlace:
         self._progress.trainer_heard()
 
     async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Works like `check`, but accepts a call without an epoch while no trainer is registered.
+        """Works like `check`, but accepts a call without an epoch if no trainer is registered.
 
         A trainer that loads its model has not registered and has no epoch yet.
         """
@@ -134,7 +135,7 @@ class TrainerPlace:
 
 
 def epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The epoch in the metadata of a call. Empty if there is none."""
+    """Returns the epoch in the metadata of a call, or "" if there is none."""
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get(TRAINER_EPOCH, ""))
 
@@ -167,10 +168,10 @@ class TrainerOrders:
     async def next(
         self, request: trainer_pb2.NextRequest, *, must_save: bool
     ) -> trainer_pb2.Directive | FormedBatch | None:
-        """Returns the next order. None if there is none yet.
+        """Returns the next order, or None if there is none yet.
 
-        `must_save`: the run is stopping, and the trainer must still save what it has.
-        Raises ProtocolError or RunFailed if the run cannot go on.
+        `must_save`: the run is stopping, and the trainer must still save its newest version. Raises
+        ProtocolError or RunFailed if the run cannot continue.
         """
         progress = self._progress
         is_behind = self.trainer_version.step < self._book.step
@@ -217,7 +218,7 @@ class OrderTimes:
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Serves one trainer, whose rank 0 calls for all ranks."""
+    """Serves one trainer; its rank 0 makes the calls for all ranks."""
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
-        """Registers a trainer if the place is free; steps that it lacks are trained again."""
+        """Registers a trainer if the place is free; it repeats the steps that its weights lack."""
         if claim := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
@@ -312,7 +313,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Next(  # noqa: N802
         self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.Directive]:
-        """Yields the first possible order (stop, publish, store, wait), or a batch in chunks."""
+        """Yields the first ready order (stop, publish, store, wait) or a batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
         # A call of which the trainer lost the connection may still wait beside this one.
@@ -335,7 +336,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStep(  # noqa: N802
         self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StepReceipt:
-        """Takes the report of a made version; a repeated report gets its earlier answer."""
+        """Handles the report of a new version; a repeated report gets the same answer again."""
         await self.place.check(context)
         await self._take_up(request)
         try:
@@ -367,21 +368,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def StartPublish(  # noqa: N802
         self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishStarted:
-        """Starts a publish, once the trainer can send; returns the receivers."""
+        """Tells servers to receive, when the trainer is ready to send; returns the receivers."""
         await self.place.check(context)
         return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
 
     async def FinishPublish(  # noqa: N802
         self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishReceipt:
-        """Ends a publish that the trainer has sent or could not send."""
+        """Ends a publish that the trainer has sent or failed to send."""
         await self.place.check(context)
         return await self._publisher.finish(request)
 
     async def ReportCheckpoint(  # noqa: N802
         self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.CheckpointReceipt:
-        """Takes the report of a complete checkpoint."""
+        """Handles the report that a checkpoint is complete."""
         await self.place.check(context)
         await self._former.saved(request)
         self._progress.saved(request.version.step)
@@ -395,14 +396,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStored(  # noqa: N802
         self, request: trainer_pb2.StoredReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StoredReceipt:
-        """Takes the result of a store order."""
+        """Handles the result of a store order."""
         await self.place.check(context)
         return self._stored.stored(request)
 
     async def ReportWork(  # noqa: N802
         self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.WorkReceipt:
-        """Notes that the trainer makes progress, also while it loads and has not registered yet."""
+        """Notes that the trainer makes progress, also before it has registered."""
         await self.place.check_loading(context)
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
@@ -413,7 +414,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportFailure(  # noqa: N802
         self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerFailureReceipt:
-        """Handles the report that a rank failed, or that the trainer cannot train its batch."""
+        """Handles a report that a rank failed, or that the batch cannot be trained."""
         if request.HasField("data"):
             await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
@@ -457,21 +458,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return True
 
     async def _take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
-        """Loads the batch of `message` if the trainer got it from an earlier controller."""
+        """Reads the batch of `message` from the journal if an earlier controller gave it out."""
         if message.step == self._orders.trainer_version.step:
             await self._former.take_up(message)
 
     def _suspect(self) -> None:
-        """Notes the batch of a failing trainer as suspect, if no version was made from it yet."""
+        """Notes the batch of a failed trainer as suspect if it has never been trained."""
         batch = self._former.untried
         self._progress.trainer_failed("" if batch is None else way_past(batch, self._run.config))
 
     async def Finish(  # noqa: N802
         self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
-        """Notes that the trainer leaves in order, with the path of its exported model.
+        """Notes that the trainer leaves on purpose, and the path of its exported model.
 
-        A trainer that leaves before the order to stop got SIGTERM: nobody starts it again.
+        A trainer that leaves before the order to stop got SIGTERM: nobody restarts it.
         """
         await self.place.check(context)
         self.goodbye = request
@@ -493,7 +494,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def _is_stopping(self) -> bool:
-        """Whether a trainer must still save and export; a restarted trainer may do it too."""
+        """Whether the run is stopping and a trainer, also a restarted one, must save and export."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
         return stopping and self._progress.has_trainer and not self.finished.is_set()
 
@@ -521,7 +522,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _impossible(hello: trainer_pb2.TrainerHello) -> str:
-    """The reason why the hello of a trainer is invalid. Empty if it is valid."""
+    """Returns the reason why the hello of a trainer is invalid, or "" if it is valid."""
     if hello.world_size < 1:
         return f"world_size of a trainer must be at least 1, got {hello.world_size}"
     if hello.num_senders > hello.world_size:
@@ -535,10 +536,10 @@ def _impossible(hello: trainer_pb2.TrainerHello) -> str:
 
 
 async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float) -> None:
-    """Returns when the trainer has left in order or the run has failed.
+    """Returns when the trainer has said goodbye or the run has failed.
 
-    The run fails when the trainer makes no call for `silence_s`, or leaves without the model that
-    `learner.export_final` asks for.
+    The run fails if the trainer makes no call for `silence_s` seconds, or leaves without the model
+    that `learner.export_final` asks for.
     """
     progress = run.progress
     progress.waits_for("the trainer to save and export the model")

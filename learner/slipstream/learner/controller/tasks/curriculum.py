@@ -1,4 +1,4 @@
-"""The choice of tasks by their recent rewards: pure, no clock and no I/O of its own.
+"""The choice of tasks by their recent rewards: pure, without a clock or I/O.
 
 Each choice is a function of the run's seed, the number of the choice and the results before it.
 """
@@ -13,7 +13,7 @@ from slipstream.learner.controller.records.history import TaskResults
 
 
 class Standing(Enum):
-    """The state of a task by the rewards of its newest groups."""
+    """The state of a task according to the rewards of its newest groups."""
 
     UNSEEN = "unseen"
     LEARNING = "learning"
@@ -22,7 +22,7 @@ class Standing(Enum):
 
 
 class Curriculum:
-    """The results of one environment's tasks, and the draw of tasks that depends on them.
+    """The results of one environment's tasks, and the random choice of a task by these results.
 
     curriculum.note(group_id, 7, 1.0)  # a group of task 7 had the mean reward 1
     curriculum.draw(100, number)       # one of 100 tasks
@@ -31,7 +31,7 @@ class Curriculum:
     def __init__(
         self, settings: CurriculumSection, solved_reward: float, seed: str, results: TaskResults
     ) -> None:
-        """Starts from the `results` restored after a restart; `note` updates them."""
+        """Starts with `results`, which may be restored; `note` updates them."""
         self._settings, self._solved_reward = settings, solved_reward
         self._seed, self._results = seed, results
         self._standings = Counter(self._standing(task) for task in results.tasks())
@@ -48,11 +48,12 @@ class Curriculum:
         self._standings[self._standing(task_index)] += 1
 
     def draw(self, num_tasks: int, number: int) -> int:
-        """Draws one of `num_tasks` tasks by rejection sampling, most often one of medium success.
+        """Draws one of `num_tasks` tasks by rejection sampling; prefers tasks of medium success.
 
-        A task is accepted with probability 4 * success * (1 - success), but at least `floor`;
-        without a result it is always accepted. So the draw ends soon for any number of tasks,
-        without a sum over all of them. `number`: the number of the choice.
+        A task is accepted with probability 4 * success * (1 - success), but at least `floor`; a
+        task without a result is always accepted. So no sum over all tasks is needed, and the draw
+        is short for any number of tasks. `number` is the number of the choice, which seeds the
+        draw.
         """
         source = random.Random(f"{self._seed}/draw/{number}")
         while True:
@@ -64,13 +65,13 @@ class Curriculum:
             self._passed_over += 1
 
     def chosen(self, task_index: int) -> None:
-        """Notes for the metrics that a task was chosen."""
+        """Notes, for the metrics, that a task was chosen."""
         success = self._mean_success(task_index)
         if success is not None:
             self._chosen.append(success)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the tasks chosen since the last call, and counts of tasks by standing."""
+        """Returns metrics of the tasks chosen since the last call, and counts by standing."""
         chosen, self._chosen = self._chosen, []
         found = {f"tasks_{each.value}": float(self._standings[each]) for each in _SEEN}
         found["tasks_passed_over"] = float(self._passed_over)
@@ -83,7 +84,7 @@ class Curriculum:
         return sum(successes) / len(successes) if successes else None
 
     def _successes(self, task_index: int) -> list[float]:
-        """The successes of the task's newest groups, from 0 to 1."""
+        """Returns the mean rewards of the task's newest groups, scaled to 0 (failed) .. 1."""
         failed, solved = self._settings.failed_reward, self._solved_reward
         rewards = self._results.newest(task_index, self._settings.window)
         return [min(max((reward - failed) / (solved - failed), 0.0), 1.0) for reward in rewards]

@@ -1,6 +1,7 @@
 """The environments of a run: their states, and the choice of the next environment and task.
 
-Weights govern leased and trained groups: the environment furthest behind its share is next.
+The next group is of the environment that is furthest behind its weight in leased and trained
+groups.
 """
 
 import random
@@ -72,7 +73,7 @@ class EnvironmentEntry:
 
     @property
     def is_training(self) -> bool:
-        """Whether the environment's episodes are trained on."""
+        """Whether the environment's episodes are trained, not only evaluated."""
         return self.spec.purpose == trajectory_pb2.EPISODE_PURPOSE_TRAINING
 
     @property
@@ -82,9 +83,9 @@ class EnvironmentEntry:
 
     @property
     def share(self) -> float:
-        """Leased and trained groups divided by the weight, plus the head start.
+        """Number of leased and trained groups divided by the weight, plus the head start.
 
-        At least a part of the ended groups, 1 / `MAX_ENDED_PER_TRAINED`, counts as trained.
+        At least 1 / `MAX_ENDED_PER_TRAINED` of the ended groups count as trained.
         """
         trained = self.groups_accepted - self.groups_filtered
         ended = self.groups_accepted + self.groups_failed
@@ -96,7 +97,7 @@ class EnvironmentEntry:
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
-        """Notes `text` as told; False if it was told before, or if enough of its `kind` were."""
+        """Notes `text`; returns False if it was noted before or its `kind` has `MAX_TOLD` texts."""
         told = self.told.setdefault(kind, set())
         if text in told or len(told) >= MAX_TOLD:
             return False
@@ -104,13 +105,13 @@ class EnvironmentEntry:
         return True
 
     def is_new_set_aside(self, task_index: int, cause: str) -> bool:
-        """Whether the newest event about this set-aside task, if any, had another cause."""
+        """Whether the newest event about this set-aside task had another cause; notes `cause`."""
         is_new = self.told_set_aside.get(task_index) != cause
         self.told_set_aside[task_index] = cause
         return is_new
 
     def describe(self) -> pb.EnvironmentStatus:
-        """The entry as the status call shows it."""
+        """Returns the entry in the form in which the status call shows it."""
         return pb.EnvironmentStatus(
             spec=self.spec,
             state=pb.EnvironmentState.Name(self.state),
@@ -134,7 +135,7 @@ class EnvironmentBook:
         max_failed_groups: int,
         curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
     ) -> None:
-        """`curricula`: by environment, the curriculum's settings and a solved task's reward."""
+        """Takes `curricula`: by environment, the settings and the reward of a solved task."""
         self._seed, self._max_failed_groups = seed, max_failed_groups
         self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
@@ -143,11 +144,11 @@ class EnvironmentBook:
         self._open_groups: dict[GroupId, OpenGroup] = {}
 
     def restore(self, history: RunHistory) -> None:
-        """Keeps the journaled counts for `add`; environments that were suspended start again."""
+        """Keeps the journaled counts for `add`; suspended environments become active again."""
         self._earlier, self._open_groups = history.environments, history.open_groups
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
-        """Adds an environment, or replaces a suspended one of that name."""
+        """Adds an environment, or replaces a suspended one with its name."""
         entry = EnvironmentEntry(spec)
         earlier = self._earlier.pop(spec.name, None)
         if spec.name in self._curricula:
@@ -177,7 +178,7 @@ class EnvironmentBook:
         return sum(entry.tasks_skipped for entry in self.entries.values())
 
     def training(self) -> list[EnvironmentEntry]:
-        """The environments that are trained on."""
+        """The environments whose episodes are trained."""
         return [entry for entry in self.entries.values() if entry.is_training]
 
     def suspended(self) -> dict[str, str]:
@@ -192,7 +193,7 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """The environment whose turn it is on server `key`. None if none has room there.
+        """Returns the environment for the next group on server `key`; None if none has room there.
 
         `open_episodes`: number of open episodes of each environment.
         """
@@ -207,7 +208,7 @@ class EnvironmentBook:
     def may_run(
         entry: EnvironmentEntry, key: ServerKey, open_episodes: Mapping[str, int], episodes: int
     ) -> bool:
-        """Whether `episodes` more can run on a server, and on the client if one serves them."""
+        """Whether a server, and a client that serves the environment, can take `episodes` more."""
         has_room = (
             entry.client_episodes is None
             or open_episodes.get(entry.spec.name, 0) + episodes <= entry.client_episodes
@@ -215,9 +216,10 @@ class EnvironmentBook:
         return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Returns index and seed of the next task, and adds 1 to `next_number` of the entry.
+        """Returns index and seed of the next task, and adds 1 to the entry's `next_number`.
 
-        Without a curriculum each task is given once in a round; each round has a seeded order.
+        Without a curriculum each task is returned once in a round; each round has a seeded random
+        order.
         """
         number = entry.next_number
         if entry.curriculum is None:
@@ -240,7 +242,7 @@ class EnvironmentBook:
         return entry.order[place]
 
     def has_result(self, group_id: GroupId, name: str, task_index: int, reward: float) -> bool:
-        """Gives a group's mean reward to its curriculum; False if the environment has none."""
+        """Adds a group's mean reward to its curriculum; returns False if there is no curriculum."""
         entry = self.entries.get(name)
         if entry is None or entry.curriculum is None:
             return False
@@ -248,7 +250,7 @@ class EnvironmentBook:
         return True
 
     def gauges(self) -> dict[str, float]:
-        """The metrics of the environments and of their choice of tasks."""
+        """Returns the metrics of the environments and of their choice of tasks."""
         found = {"skipped_tasks": float(self.tasks_skipped)}
         for name, entry in self.entries.items():
             if entry.curriculum is not None:
@@ -270,7 +272,7 @@ class EnvironmentBook:
             entry.state = pb.ENVIRONMENT_STATE_READY
 
     def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
-        """Notes that no worker of a server could load the environment, or that all have ended."""
+        """Notes that a server cannot run the environment: no worker could load it, or all ended."""
         entry = self.entries.get(name)
         if entry is None:
             return
@@ -285,14 +287,14 @@ class EnvironmentBook:
             entry.failed_on.pop(key, None)
 
     def group_complete(self, name: str) -> None:
-        """Notes that a group is complete: its environment works."""
+        """Notes that a group is complete, which resets the counts of failures in a row."""
         entry = self.entries.get(name)
         if entry is not None:
             entry.failed_in_a_row.clear()
             entry.skipped_in_a_row = 0
 
     def group_accepted(self, name: str, *, is_filtered: bool = False) -> None:
-        """Counts a complete group that came into a batch, or that was filtered."""
+        """Counts a complete group as accepted into a batch or, with `is_filtered`, as filtered."""
         self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is not None:
@@ -300,11 +302,11 @@ class EnvironmentBook:
             entry.groups_filtered += is_filtered
 
     def group_failed(self, name: str, number: int, cause: str, *, oldest_open: float) -> bool:
-        """Counts a set-aside group; returns True if that suspends its environment.
+        """Counts a set-aside group; returns True if its environment is suspended for that.
 
-        `number`: the group's number in the order of leases; `oldest_open`: that of the oldest
-        incomplete group of the environment. Only failed groups with smaller numbers count, because
-        failures end sooner than successes.
+        `number` is the group's number in the order of leases, `oldest_open` that of the
+        environment's oldest incomplete group. Only failed groups with smaller numbers count,
+        because failures end sooner than successes.
         """
         self.group_withdrawn(name)
         entry = self.entries.get(name)
@@ -320,7 +322,7 @@ class EnvironmentBook:
         return False
 
     def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Stores the newest results of evaluations, numbers by name, measured at version `step`."""
+        """Stores the results of evaluations at version `step`: numbers by evaluation and name."""
         for name, numbers in evaluations.items():
             # The configuration may lack an evaluation of an earlier start.
             entry = self.entries.get(name)
@@ -328,7 +330,7 @@ class EnvironmentBook:
                 entry.newest_round = pb.EvaluationRound(step=step, numbers=numbers)
 
     def task_skipped(self, name: str, cause: str) -> bool:
-        """Counts a task with too long a prompt; True if that suspends the environment."""
+        """Counts a task with too long a prompt; returns True if that suspends its environment."""
         self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:
@@ -342,7 +344,7 @@ class EnvironmentBook:
         return True
 
     def group_left_batch(self, name: str, *, is_put_back: bool) -> None:
-        """Notes that an accepted group left its batch: set aside, or put back for another batch."""
+        """Notes that an accepted group left its batch: set aside, or returned for another batch."""
         entry = self.entries.get(name)
         if entry is not None:
             entry.groups_accepted = max(entry.groups_accepted - 1, 0)
@@ -350,7 +352,7 @@ class EnvironmentBook:
             entry.groups_failed += not is_put_back
 
     def group_withdrawn(self, name: str) -> None:
-        """Notes that a lease was taken back, which is no fault of the environment."""
+        """Notes that a group was withdrawn, which is no fault of the environment."""
         entry = self.entries.get(name)
         if entry is not None:
             entry.groups_leased = max(entry.groups_leased - 1, 0)

@@ -1,10 +1,9 @@
 """Relays calls between rollout servers and the clients that serve environments.
 
-Consumes: calls of rollout servers, answers of clients. Produces: the same on the other side, with
-call ids of its own.
-Waits for: messages. Unblocked by: a message, or the end of either stream, which fails its open
-calls. Calls to a client that does not read fail, and a rollout server that does not read loses its
-stream.
+Consumes: calls of rollout servers, answers of clients. Produces: the same messages for the other
+side, with call ids of its own. Waits for: messages. Unblocked by: a message, or the end of either
+stream, which fails its open calls. Calls to a client that does not read fail, and a rollout server
+that does not read loses its stream.
 """
 
 import asyncio
@@ -36,9 +35,9 @@ class ClientSession:
 
 @dataclass(frozen=True)
 class RelayedCall:
-    """An open call: the outbox of the server that called, its call id, and the client.
+    """An open call: the outbox of the server that made it, its call id, and the client.
 
-    `followed`: the key of the episode whose agent the call follows, "" if it follows none.
+    `followed` is the key of the episode whose agent the call follows, or "".
     """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
@@ -58,9 +57,10 @@ class Relay:
         *,
         max_messages: int = MAX_MESSAGES,
     ) -> None:
-        """`on_arrival` returns why a client is refused, or ""; `clock` limits its hello.
+        """Takes callbacks for a client's arrival and departure; `clock` limits its hello.
 
-        At most `max_messages` wait for one client or server.
+        `on_arrival` returns why the client is rejected, or "". At most `max_messages` wait for one
+        client or server.
         """
         self._max_messages, self._clock = max_messages, clock
         self._on_arrival, self._on_departure = on_arrival, on_departure
@@ -102,7 +102,7 @@ class Relay:
     async def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
-        """Passes on a rollout server's calls; yields their answers in the order of arrival."""
+        """Relays a rollout server's calls to clients; yields the answers as they arrive."""
         answers = Outbox[fleet_pb2.EnvironmentAnswer](max_messages=self._max_messages)
         reader = asyncio.create_task(self._read_calls(requests, answers))
         try:
@@ -149,7 +149,7 @@ class Relay:
     def _unfollow(
         self, episode: str, answers: Outbox[fleet_pb2.EnvironmentAnswer], cause: str
     ) -> None:
-        """Fails the call that follows the agent of `episode`, since a part of a reply was lost."""
+        """Fails the call that follows the agent of `episode`, as part of its reply was lost."""
         for number, call in list(self._calls.items()):
             if episode and call.followed == episode and call.answers is answers:
                 del self._calls[number]
@@ -191,7 +191,7 @@ def raise_failure(reader: asyncio.Task[None]) -> None:
 def _answer(
     answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
 ) -> None:
-    """Sends an answer; ends the stream of a server that does not read. The server opens another."""
+    """Sends an answer; ends the stream of a server that does not read, and then opens another."""
     if not answers.put(answer):
         answers.close()
 

@@ -1,4 +1,4 @@
-"""The groups of one step, in the forms of journal and trainer, and their token counts."""
+"""The groups of one step, as the journal and the trainer get them, and their token counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class SetAside:
-    """A batch that is not trained: `groups` are over, `put_back` wait for another batch."""
+    """A batch that is not trained: `groups` have ended, `put_back` wait for another batch."""
 
     batch: FormedBatch
     groups: tuple[Group, ...]
@@ -37,7 +37,10 @@ class SetAside:
 
     @classmethod
     def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, or all without names; unknown ones raise ProtocolError."""
+        """Sets the `named` groups aside, or all if none is named.
+
+        Raises ProtocolError for a group that is not in the batch.
+        """
         there = {group.group_id for group in batch.groups}
         strange = [name for name in named if name not in there]
         if strange:
@@ -56,7 +59,7 @@ class SetAside:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories of all groups that are over."""
+        """The trajectories of all groups that were set aside."""
         return _trajectories(self.groups)
 
     @property
@@ -65,7 +68,7 @@ class SetAside:
         return _trajectories(self.put_back)
 
     def record(self) -> dict[str, JsonValue]:
-        """The fields of the journal record; `put_back` has the tasks and seeds of its groups."""
+        """Returns the fields of the journal record; `put_back` has its groups' tasks and seeds."""
         return {
             "step": self.batch.step,
             "batch_id": self.batch.batch_id,
@@ -80,7 +83,7 @@ class SetAside:
         }
 
     def describe(self) -> str:
-        """The groups that were set aside and the cause, in one line."""
+        """Returns the groups that were set aside and the cause as one line of text."""
         tasks = Counter(group.environment for group in self.groups)
         told = ", ".join(
             f"{group.group_id} (environment {group.environment}, task {group.task_index})"
@@ -98,7 +101,7 @@ class SetAside:
 
 
 def way_past(batch: FormedBatch, config: Config) -> str:
-    """Advice for the user on how to pass over a batch at which the trainer fails each time."""
+    """Returns advice for the user on how to pass over a batch at which the trainer always fails."""
     return (
         f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "
         f"unless `slipstream set-aside {config.run_dir} {batch.version}` takes it out"
@@ -120,7 +123,7 @@ class FormedBatch:
 
     @property
     def version(self) -> int:
-        """Number of the version that the step makes; texts for people use this number."""
+        """The version that the step makes, from 1; texts for people use this number."""
         return self.step + 1
 
     @property
@@ -130,13 +133,13 @@ class FormedBatch:
 
     @functools.cached_property
     def record(self) -> trainer_pb2.RecordedBatch:
-        """The message that the journal keeps and the trainer gets in chunks; encoded only once."""
+        """The message for the journal, which the trainer gets in chunks; encoded only once."""
         trajectories = [trajectory_to_pb(trajectory) for trajectory in self.trajectories]
         return trainer_pb2.RecordedBatch(header=header(self), trajectories=trajectories)
 
     @functools.cached_property
     def token_lags(self) -> Counter[int]:
-        """Number of sampled tokens of each lag, in versions."""
+        """Number of sampled tokens for each lag, in versions."""
         lags: Counter[int] = Counter()
         for trajectory in self.trajectories:
             for span in trajectory.version_spans:
@@ -145,7 +148,7 @@ class FormedBatch:
 
     @functools.cached_property
     def num_with_several_versions(self) -> int:
-        """Number of trajectories that more than one version sampled."""
+        """Number of trajectories whose tokens were sampled by more than one version."""
         return sum(
             len({span.version for span in trajectory.version_spans}) > 1
             for trajectory in self.trajectories
@@ -153,7 +156,7 @@ class FormedBatch:
 
 
 def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
-    """The message that tells the trainer the size and id of a batch before its trajectories."""
+    """Returns the message with size and id of a batch, which precedes its trajectories."""
     return trainer_pb2.BatchHeader(
         step=batch.step,
         batch_id=batch.batch_id,
@@ -163,7 +166,7 @@ def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
 
 
 def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
-    """Inverts `FormedBatch.record`."""
+    """Returns the batch of a message that `FormedBatch.record` made."""
     groups: dict[GroupId, Group] = {}
     for trajectory in map(trajectory_from_pb, message.trajectories):
         group = groups.get(trajectory.group_id)

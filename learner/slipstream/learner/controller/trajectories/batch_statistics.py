@@ -1,6 +1,6 @@
 """Statistics of the trajectories of a batch: pure functions.
 
-Only the controller computes them; the trainer reports only what training itself shows.
+Only the controller computes them; the trainer reports only statistics of the training itself.
 """
 
 import math
@@ -23,7 +23,7 @@ HINT_AFTER_STEPS = 10
 
 
 def batch_statistics(batch: FormedBatch) -> dict[str, float]:
-    """Returns statistics of rewards, lags, lengths and times; see docs/metrics.md for the names."""
+    """Returns statistics of rewards, lags, lengths and times, by their names in docs/metrics.md."""
     trajectories = batch.trajectories
     lags, num_sampled = batch.token_lags, batch.token_lags.total()
     rewards = [t.reward for t in trajectories]
@@ -52,7 +52,7 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
 
 
 def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means of rewards, of branches' own rewards and of metrics, by environment."""
+    """Returns means of rewards, of branches' own rewards and of metrics, for each environment."""
     episodes: dict[str, list[Mapping[str, float]]] = {}
     for trajectory in trajectories:
         measured = {**_branch_rewards(trajectory), **trajectory.metrics}
@@ -66,13 +66,13 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the rewards of named branches that have their own, at most `MOST_BRANCHES`."""
+    """Returns the own rewards of named branches that have one, at most `MOST_BRANCHES`."""
     rewards = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
     return {f"branch_rewards/{name}": rewards[name] for name in sorted(rewards)[:MOST_BRANCHES]}
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the `episodes` that have it; of counts, over all `episodes`."""
+    """Returns the mean of each metric over the `episodes` that have it, of counts over all."""
     values: dict[str, list[float]] = {}
     for name, value in (item for each in episodes for item in each.items()):
         values.setdefault(name, []).append(value)
@@ -85,7 +85,7 @@ def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[str, float]:
-    """Fraction of `groups` whose rewards are all equal, over all groups and by environment.
+    """Returns the fraction of `groups` with equal rewards, in total and for each environment.
 
     Penalties are part of the reward, and filtered episodes do not count.
     """
@@ -101,7 +101,7 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
 
 
 class LessonWatch:
-    """Counts the steps in a row in which the groups of an environment had equal rewards.
+    """Counts for each environment the steps in a row in which its groups had equal rewards.
 
     watch.note(row)  # []: fewer than HINT_AFTER_STEPS steps in a row had equal rewards
     watch.note(row)  # [hint]: exactly HINT_AFTER_STEPS steps in a row had equal rewards
@@ -114,7 +114,7 @@ class LessonWatch:
         self._steps: Counter[str] = Counter()
 
     def note(self, row: Mapping[str, float]) -> list[str]:
-        """Takes the row of one step; returns a hint for each environment whose count is reached."""
+        """Takes the row of one step; returns a hint for each environment that reaches the count."""
         due = []
         for key, fraction in row.items():
             name, slash, metric = key.rpartition("/")

@@ -1,6 +1,6 @@
 """Forms batches from complete groups and journals them.
 
-The journal holds the whole batch before the trainer gets it; then the batch's trajectories are
+The journal holds the whole batch before the trainer gets it; only then are the batch's trajectories
 acknowledged.
 """
 
@@ -32,10 +32,10 @@ def version_of(
 ) -> PolicyVersion:
     """Returns the version of the weights with `digest`, made by `step` steps.
 
-    `recorded`: the journal's record of that step. `trainer`: the timeline of the weights before the
-    step; `newest`: the newest timeline of the run. The recorded version is returned for the same
-    digest; another digest begins a new timeline. Without a record, or with one of a timeline before
-    the trainer's, the version is in the trainer's timeline.
+    `recorded` is the journal's record of that step. `trainer` is the timeline of the weights before
+    the step, `newest` the newest timeline of the run. If the digest is the recorded one, the
+    recorded version is returned; another digest begins a new timeline. Without a record, or with
+    one of a timeline before the trainer's, the version is in the trainer's timeline.
     """
     if recorded is None or recorded.version.incarnation < trainer:
         return PolicyVersion(trainer, step)
@@ -56,11 +56,11 @@ class Trained:
 
 
 class BatchFormer:
-    """Takes batches from the lease book and makes them durable; reads them again from the journal.
+    """Takes batches from the lease book, makes them durable, and reads them again from the journal.
 
     Life of a batch: `form` (or `recorded`, for a step that is trained again) gives it to the
-    trainer; `trained` or `set_aside` takes its report; `saved` removes batches that an older
-    checkpoint covers. `answered` finds reports that were repeated.
+    trainer; `trained` or `set_aside` handles the trainer's report; `saved` removes batches that an
+    older checkpoint covers. `answered` recognises repeated reports.
     """
 
     def __init__(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> None:
@@ -92,7 +92,7 @@ class BatchFormer:
         self.waits = Stopwatch()
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the batches and steps of the journal."""
+        """Takes over the batches and steps in the journal."""
         kept = self._journal.kept_batches()
         self._crc32 = {s: b.crc32 for s, b in history.batches.items() if (s, b.attempt) in kept}
         first = min(self._crc32, default=history.next_step)
@@ -131,11 +131,11 @@ class BatchFormer:
                         group.attempts[member] = trajectory.attempt
 
     def trainer_joined(self) -> None:
-        """Notes a new trainer, which has no batch and has reported nothing."""
+        """Notes a new trainer, which has no batch and has not reported anything."""
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """The path of the first missing batch from `step` on. None if all are there.
+        """Returns the path of the first missing batch file from `step` on; None if none is missing.
 
         A batch that is still being written does not count as missing: `recorded` waits for it.
         """
@@ -144,7 +144,7 @@ class BatchFormer:
         return next((path(s, attempts[s]) for s in steps if not has_batch(s, attempts[s])), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
-        """The run's version of the trainer's weights: see `version_of`."""
+        """Returns the run's version for the trainer's weights; see `version_of`."""
         recorded = self._steps.get(version.step - 1)
         return version_of(
             version.step,
@@ -155,7 +155,7 @@ class BatchFormer:
         )
 
     async def recorded(self, step: int) -> FormedBatch:
-        """Gives the trainer the journaled batch of `step`."""
+        """Returns the journaled batch of `step`, which is now the trainer's batch."""
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
@@ -166,9 +166,9 @@ class BatchFormer:
         return self.training
 
     async def take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
-        """Takes the batch of `message` from the journal if no trainer was given any batch yet.
+        """Takes the batch of `message` from the journal if no trainer has got a batch yet.
 
-        An earlier controller gave it to the trainer, which has registered again since.
+        An earlier controller gave this batch to the trainer, which has registered again since.
         """
         if self.training is not None or self._reported is not None:
             return
@@ -214,7 +214,7 @@ class BatchFormer:
         return batch
 
     def answered(self, report: trainer_pb2.StepReport) -> PolicyVersion | None:
-        """Returns the earlier answer to a repeated report. None for the first report of a batch.
+        """Returns the earlier answer to a repeated report, or None for a batch's first report.
 
         Raises ProtocolError if the trainer was not given that batch, or reported it differently.
         """
@@ -240,7 +240,7 @@ class BatchFormer:
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
         """Notes that the trainer has made a version from its batch; call `answered` first.
 
-        The caller waits for `durable` before it answers the trainer.
+        The caller must wait for `durable` before it answers the trainer.
         """
         batch, self.training = self.training, None
         assert batch is not None
@@ -268,12 +268,12 @@ class BatchFormer:
     def set_aside(
         self, fault: trainer_pb2.DataFault, cause: str, *, most_in_a_row: int
     ) -> SetAside | None:
-        """Sets the trainer's batch aside, which it cannot train; its weights are unchanged.
+        """Sets aside the batch that the trainer cannot train; its weights are unchanged.
 
-        The groups that `fault` names, all if it names none, are set aside. The others wait for the
-        next batch of the step. The caller waits for `durable` before it answers the trainer.
-        Returns None for a repeated call. Raises ProtocolError if the trainer was not given that
-        batch, RunFailed if the step was made before or `most_in_a_row` batches were set aside.
+        The groups that `fault` names, or all if it names none, are set aside. The others wait for
+        the next batch of the step. The caller must wait for `durable` before it answers the
+        trainer. Returns None for a repeated call. Raises ProtocolError if the trainer was not given
+        that batch, RunFailed if the step was made before or `most_in_a_row` batches were set aside.
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):
@@ -311,16 +311,16 @@ class BatchFormer:
 
     @property
     def untried(self) -> FormedBatch | None:
-        """The trainer's batch, if no version was ever made from it."""
+        """The trainer's batch if no version was ever made from it, else None."""
         batch = self.training
         return None if batch is None or batch.step in self._steps else batch
 
     async def durable(self) -> None:
-        """Waits until all records that were journaled so far are on the disk."""
+        """Waits until all records journaled so far are on the disk."""
         await self._journal.durable()
 
     async def saved(self, report: trainer_pb2.CheckpointReport) -> None:
-        """Journals a checkpoint, and removes the batches that the checkpoint before it covers."""
+        """Journals a checkpoint, and removes the batches that the previous checkpoint covers."""
         step = report.version.step
         self._journal.append(
             "checkpoint",
@@ -347,7 +347,7 @@ def _batch_of(
 
 
 def _identity(report: trainer_pb2.StepReport) -> tuple[object, ...]:
-    """The identity of a report: reports with the same identity are one report sent twice."""
+    """Returns the identity of a report; if two are equal, one report was sent twice."""
     version = version_from_pb(report.version)
     return *_batch_of(report), version, report.weight_digest
 

@@ -1,8 +1,8 @@
 """Turns deliveries of the queue into trajectories of this run, and quarantines all others.
 
 Consumes: deliveries. Produces: trajectories for the lease book; files, journal records and events
-of quarantined deliveries. No delivery ends the controller. A server whose deliveries are all
-quarantined is sent away; the run fails if there is no other server.
+of quarantined deliveries. No delivery ends the controller. If all deliveries of a server are
+quarantined, its stream is ended; the run fails if there is no other server.
 """
 
 import json
@@ -56,7 +56,7 @@ NAMES_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Claim:
-    """The facts that an untrusted delivery states about itself, as far as they can be read."""
+    """The facts that an untrusted delivery states about itself, as far as they are readable."""
 
     trajectory_id: TrajectoryId
     # Parsed id. None if servers make no such id.
@@ -70,9 +70,9 @@ class Claim:
 def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -> Claim:
     """Returns what a delivery states about itself; never raises.
 
-    The epoch in its id identifies the server if that is among `known`; otherwise the server is the
-    one that the decoded trajectory names, or unknown. Of a delivery of more than `largest_bytes`,
-    or one that cannot be decoded, only the id is read.
+    The server is the one in `known` with the epoch in the delivery's id; otherwise it is the server
+    that the decoded trajectory names, or unknown. If a delivery has more than `largest_bytes`, or
+    cannot be decoded, only its id is read.
     """
     name = TrajectoryName.parse(delivery.trajectory_id)
     epoch = 0 if name is None else name.epoch
@@ -97,10 +97,10 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
 
 
 class Quarantine:
-    """The folder of quarantined deliveries, and how many each server delivered in a row."""
+    """The folder of quarantined deliveries, and the number in a row that each server delivered."""
 
     def __init__(self, folder: Path, *, max_files: int = MAX_FILES) -> None:
-        """`folder` is created when the first delivery is added."""
+        """Stores the path; `folder` is created when the first delivery is added."""
         self._folder, self._max_files = folder, max_files
         self._in_a_row: Counter[ServerKey] = Counter()
         self.total = 0
@@ -108,7 +108,7 @@ class Quarantine:
     def add(self, delivery: Delivery, claim: Claim, cause: str) -> Path | None:
         """Writes data and cause to two files; returns the path, or None beyond `max_files`.
 
-        The delivery is counted even when this raises OSError because it cannot be written.
+        The delivery counts even if the files cannot be written and this raises OSError.
         """
         self._in_a_row[claim.server] += 1
         if len(self._in_a_row) > MAX_SERVERS:
@@ -132,7 +132,7 @@ class Quarantine:
         return path
 
     def good(self, server: ServerKey) -> None:
-        """Notes that a server delivered a good trajectory: its count in a row starts again."""
+        """Notes that a server delivered a valid trajectory: its count in a row becomes 0."""
         self._in_a_row.pop(server, None)
 
     def is_hopeless(self, server: ServerKey) -> bool:
@@ -142,7 +142,7 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class KnownFacts:
-    """The controller's facts with which a trajectory is compared."""
+    """The facts with which the controller compares a trajectory."""
 
     servers: Container[ServerKey]
     # The newest timeline, with the step of the run's version.
@@ -157,9 +157,9 @@ class KnownFacts:
 
 
 def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
-    """The reason why the trajectory is invalid. Empty if no rule is broken.
+    """Returns the reason why the trajectory is invalid, or "" if it breaks no rule.
 
-    `group` is the group that the trajectory names. None if the lease book lacks it.
+    `group` is the group that the trajectory names, or None if the lease book lacks it.
     """
     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
     if key not in facts.servers:
@@ -182,7 +182,7 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why no episode of this run can have this size. Empty if it can."""
+    """Returns the reason why no episode of this run can have this size, or "" if one can."""
     size, most = len(trajectory.token_ids), facts.sampling.max_episode_tokens
     if trajectory.branches:
         if excess := _excess_of_branches(trajectory, facts):
@@ -209,7 +209,7 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why no episode of this run can have these branches. Empty if it can."""
+    """Returns the reason why no episode of this run can have these branches, or "" if one can."""
     number, most = len(trajectory.branches), facts.sampling.max_branches
     if number > most:
         return f"it has {number} branches, sampling.max_branches is {most}"
@@ -227,7 +227,7 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """The reason why the reference model's log-probabilities do not fit. Empty if they do."""
+    """Returns the reason why the reference model's log-probabilities are wrong, or ""."""
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
@@ -245,7 +245,7 @@ def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:
-    """The reason why no lease of the group allows the trajectory. Empty if one does."""
+    """Returns the reason why no lease of the group allows the trajectory, or "" if one does."""
     task = (trajectory.environment, trajectory.task_index, trajectory.seed, trajectory.purpose)
     if task != (group.environment, group.task_index, group.seed, group.purpose):
         return f"it is about another task than {group.group_id} was leased for"
@@ -265,7 +265,7 @@ def _misfit(trajectory: Trajectory, group: Group, max_staleness: int) -> str:
 
 
 class EarlierIds:
-    """Knows the trajectories that an earlier controller has journaled."""
+    """The trajectories that an earlier start of the controller has journaled."""
 
     def __init__(self, history: RunHistory, journal: Journal) -> None:
         self._ended, self._trained_in = history.ended, history.trained_in
@@ -304,9 +304,10 @@ class Inspector:
         *,
         run_again: Callable[[TrajectoryName, str, bool], None],
     ) -> None:
-        """`run_again` gets the name of each quarantined episode, the cause, and `will_retry`.
+        """Takes `run_again`, which is called for each quarantined episode.
 
-        `will_retry`: the server itself tries the episode again.
+        Its arguments are the name of the trajectory, the cause, and whether the server itself will
+        retry the episode.
         """
         self._run, self._progress = run, run.progress
         self._book, self._fleet = books.leases, books.fleet
@@ -320,7 +321,7 @@ class Inspector:
         self.quarantine = Quarantine(run.config.run_dir / "quarantine")
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over journaled trajectories: they may be delivered again."""
+        """Takes over the journaled trajectories, which may be delivered again."""
         self._earlier = EarlierIds(history, self._journal)
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
@@ -340,7 +341,8 @@ class Inspector:
     ) -> Trajectory | None:
         """Returns the trajectory of a delivery if it is valid and new; else settles the delivery.
 
-        `decoded` is the result of `decode`. None if it was not called yet.
+        `decoded` is the result of `decode`, or None if it was not called yet. Returns None for a
+        settled delivery.
         """
         trajectory = self.decode(delivery) if decoded is None else decoded
         if isinstance(trajectory, ProtocolError):
@@ -370,9 +372,9 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """The reason to refuse a trajectory that the wrong adapter sampled. Empty if it is right.
+        """Returns why a trajectory is rejected whose adapter is wrong, or "" if it is right.
 
-        Callers do not check trajectories of withdrawn groups: they are never trained.
+        Callers do not check trajectories of withdrawn groups, which are never trained.
         """
         entry = self._environments.get(trajectory.environment)
         if entry is None or entry.spec.adapter == trajectory.adapter:
@@ -380,7 +382,7 @@ class Inspector:
         return f"adapter {trajectory.adapter!r} sampled it, not {entry.spec.adapter!r}"
 
     def _send_away(self, server: ServerKey, cause: str) -> None:
-        """Sends away a server that delivers nothing good; fails the run if there is no other."""
+        """Ends the stream of a server that delivers nothing valid; without others the run fails."""
         fault = (
             f"rollout server {server.server_id} produces nothing but trajectories that cannot "
             f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
@@ -408,7 +410,7 @@ class Inspector:
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
-        """Quarantines a delivery; with `is_counted` the ledger has its tokens already."""
+        """Quarantines a delivery; `is_counted`: whether the ledger already has its tokens."""
         claim = read_claim(delivery, self._fleet.epochs, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id

@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 class Intake:
     """The only consumer of the trajectory queue.
 
-    Way of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A good
-    trajectory is held for its batch; a failed, cancelled, filtered or evaluated one ends in
+    Life of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A
+    valid trajectory is held for its batch; a failed, cancelled, filtered or evaluated one ends in
     `Endings`; a damaged one is quarantined. `take_back`, `withdraw` and `suspend` end leases early.
     """
 
@@ -69,7 +69,7 @@ class Intake:
         self.group_filter = GroupFilter(run, books, endings, withdraw=self.withdraw)
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the journal's state: trajectories of an earlier controller may come again."""
+        """Takes over the journal's state; an earlier controller's trajectories may come again."""
         self.inspector.restore(history)
         self.group_filter.restore(history)
 
@@ -80,7 +80,7 @@ class Intake:
             self.accept(delivery, await self._decoded(delivery))
 
     async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
-        """Decodes a large delivery in a thread; returns None if `accept` must decode it."""
+        """Decodes a large delivery in a thread; returns None for a small one, left to `accept`."""
         if len(delivery.data) <= SMALL_BYTES:
             return None
         try:
@@ -92,7 +92,7 @@ class Intake:
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
         """Handles one delivery; no delivery can end the controller.
 
-        A delivery on which the controller itself fails is quarantined with that error.
+        A delivery at which the controller itself fails is quarantined with that error.
         """
         trajectory = None
         self._book.awaited.arrived(delivery.trajectory_id)
@@ -128,7 +128,7 @@ class Intake:
             self._give_up(group, [name.member], failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
-        """Takes groups out of the run: servers stop them, and finished members are cancelled."""
+        """Takes groups out of the run: servers stop them; their finished members are cancelled."""
         for group in groups:
             if self._book.remove(group.group_id) is None:
                 continue
@@ -145,7 +145,7 @@ class Intake:
         self._cancel_members(group, "its task is leased afresh")
 
     def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
-        """Gives up members with `controller.max_attempts` setbacks; returns groups still open."""
+        """Fails members with `controller.max_attempts` setbacks; returns groups that continue."""
         limit = self._run.config.controller.max_attempts
         for group in groups:
             gone = [member for member in group.missing if group.setbacks[member] >= limit]
@@ -156,9 +156,9 @@ class Intake:
         return [g for g in groups if g.group_id in self._book.groups and not g.is_complete]
 
     def take_back(self, group: Group, cause: str) -> None:
-        """Ends a lease that makes no progress; its group then goes to another server.
+        """Ends a lease that makes no progress; its group then waits for another server.
 
-        Members with `controller.max_attempts` setbacks have had their last attempt.
+        Members with `controller.max_attempts` setbacks get no further attempt.
         """
         session, limit = self._fleet.find(group.holder), self._run.config.controller.max_attempts
         group.setbacks.update(group.running)
@@ -177,7 +177,7 @@ class Intake:
         session.send(fleet_pb2.ControllerMessage(cancel=order))
 
     def withdraw_restored(self, group_id: GroupId) -> None:
-        """Closes a group of an earlier controller whose environment is not in the run any more."""
+        """Closes a group of an earlier controller whose environment is no longer in the run."""
         group = self._book.remove(group_id)
         if group is not None:
             cause = f"environment {group.environment} is not in the run"
@@ -195,7 +195,7 @@ class Intake:
         self.withdraw(groups, f"environment {environment} is suspended")
 
     def _tell_ignored(self, trajectory: Trajectory) -> None:
-        """Warns once of each setting that agents of an environment ask for without any effect."""
+        """Warns once for each setting that an environment's agents request and that is ignored."""
         found = [name for name in trajectory.metrics if name.startswith(IGNORED)]
         entry = self._environments.entries.get(trajectory.environment)
         told = set() if entry is None else entry.told.setdefault("ignored", set())
@@ -248,9 +248,10 @@ class Intake:
         self.group_filter.filter(group)
 
     def _note_result(self, group: Group, reward: float) -> None:
-        """Journals a group's mean reward if the environment's curriculum reads it.
+        """Journals a group's mean reward if the environment has a curriculum.
 
-        The record is durable before any lease that depends on it: leases wait for the journal.
+        The record is durable before any lease that depends on it, since leases wait for the
+        journal.
         """
         name, task_index = group.environment, group.task_index
         if self._environments.has_result(group.group_id, name, task_index, reward):
@@ -281,9 +282,9 @@ class Intake:
         )
 
     def _give_up(self, group: Group, members: Sequence[int], failure: Failure) -> None:
-        """Goes on without members whose last attempt failed; sets aside a group with too few left.
+        """Marks members as failed for good; sets the whole group aside if too few are left.
 
-        All members have the same prompt, so one that is too long sets the whole group aside.
+        All members have the same prompt, so if it is too long the group is set aside, too.
         """
         is_too_long = failure.kind is FailureKind.PROMPT_TOO_LONG
         if is_too_long or not self._book.give_up(group, members):
@@ -347,7 +348,7 @@ class Intake:
             self._endings.end(trajectory, TrajectoryEnd.CANCELLED, cause)
 
     def end_evaluated(self, group: Group) -> None:
-        """Ends an evaluation episode that was counted."""
+        """Ends the episode of an evaluation after it was counted."""
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
@@ -358,14 +359,14 @@ class Intake:
 
 
 def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode is progress of the run: not cancelled, and no failure of `OUTAGES`."""
+    """Whether an episode is progress of the run: not if cancelled or failed by one of `OUTAGES`."""
     failure = trajectory.failure
     is_outage = failure is not None and failure.kind in OUTAGES
     return trajectory.status is not Status.CANCELLED and not is_outage
 
 
 class GroupFilter:
-    """Dynamic sampling: `filter` ends a complete group that teaches nothing.
+    """Dynamic sampling: `filter` leaves out a complete group from which nothing can be learnt.
 
     If too many groups are left out while one batch is formed, the run ends as solved, or fails.
     """
@@ -378,7 +379,7 @@ class GroupFilter:
         *,
         withdraw: Callable[[Sequence[Group], str], None],
     ) -> None:
-        """`withdraw` takes groups out of the run, with the cause."""
+        """Takes `withdraw`, which takes groups out of the run and gets the cause."""
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._journal, self._endings, self._withdraw = books.journal, endings, withdraw

@@ -1,4 +1,4 @@
-"""Low-rank adapters of single experts, and the merged matrices of an export.
+"""Low-rank adapters (LoRA) of single experts, and the merged matrices of an export.
 
 Bridge gives all experts of a rank one common adapter, so the model would depend on the number of
 ranks. Here every expert has its own. The module imports Megatron, so import it only after
@@ -24,10 +24,10 @@ from torch import Tensor
 class ExpertAdapter(torch.nn.Module):
     """The adapters of the matrices in one `GroupedLinear`: each adds scale * B A.
 
-    Both factors are split over the expert tensor parallel ranks: B, the second, always by rows, A,
-    the first, like its matrix. If the matrix is split by rows, the outputs of A are gathered. If it
-    is split by columns, they are summed, and each rank's outputs are those of its rows of B and 0
-    elsewhere, since the outputs of the matrix are summed over the ranks later.
+    A, the first factor, and B, the second, are split over the expert tensor parallel ranks: B
+    always by rows, A like the expert's matrix. If the matrix is split by rows, the outputs of A are
+    gathered. If it is split by columns, they are summed. Each rank then returns the outputs of its
+    rows of B and 0 for the others, as the outputs of the matrix are summed over the ranks later.
     """
 
     def __init__(self, base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
@@ -47,7 +47,7 @@ class ExpertAdapter(torch.nn.Module):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """Returns one expert's addition to this rank's outputs of its matrix, [tokens, out]."""
+        """Returns the adapter's part of this rank's outputs of a matrix, [tokens, out]."""
         group = self._group
         inner = self.first(self.dropout(inputs), expert)
         if self._by_rows:
@@ -64,7 +64,7 @@ class ExpertAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, name: str, layer_number: int, *, seed: int) -> None:
-        """Draws the first factors uniformly within 1 / sqrt(inputs), and sets the second to 0.
+        """Draws A uniformly within 1 / sqrt(inputs), and sets B to 0.
 
         The values of an expert are the same in every layout.
         """
@@ -80,9 +80,9 @@ class ExpertAdapter(torch.nn.Module):
             self.second.get_parameter(f"weight{place}").zero_()
 
     def factors(self, place: int) -> tuple[Tensor, Tensor]:
-        """Returns both factors of one expert, split like its matrix; collective over the group.
+        """Returns A and B of the expert at index `place`, split like its matrix; collective.
 
-        Their product, times the scale, is what merging adds to this rank's part of the matrix.
+        Their product, times the scale, is added to this rank's part of the matrix by a merge.
         """
         first = self.first.get_parameter(f"weight{place}").detach()
         second = self.second.get_parameter(f"weight{place}").detach()
@@ -103,7 +103,7 @@ def add_adapter(base: GroupedLinear, *, rank: int, scale: float, dropout: float)
 
 
 class _Changed:
-    """A conversion task of Bridge whose weight is replaced by a tensor computed on each read."""
+    """A conversion task of Bridge whose weight is replaced by a tensor that each read computes."""
 
     def __init__(self, task: Megatron, weight: Callable[[], Tensor]) -> None:
         self._task, self._weight = task, weight
@@ -117,7 +117,7 @@ class _Changed:
 
 
 def has_adapters(module: Megatron) -> bool:
-    """Whether a module holds experts' matrices with adapters."""
+    """Whether a module holds matrices of experts with adapters."""
     return isinstance(getattr(module, "adapter", None), ExpertAdapter)
 
 
@@ -176,8 +176,8 @@ def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
     """Returns a function that makes this rank's part of a factor, in the layout of its matrix.
 
     Bridge's mapping of the matrix joins the parts of all ranks along the dimension in which the
-    matrix is split, so a factor that is whole on every rank is cut. A matrix split by rows fuses
-    gate and up projections: lora_A is repeated, once for each.
+    matrix is split. So a factor that every rank has whole is cut first. A matrix split by rows
+    fuses the gate and up projections: lora_A is repeated, once for each.
     """
     adapter: ExpertAdapter = task.megatron_module.adapter
 

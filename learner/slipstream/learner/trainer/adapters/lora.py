@@ -22,9 +22,8 @@ TOWER = "visual"
 def adapters(config: Config, ranks: Ranks) -> Change:
     """Returns the change that adds adapters to the decoder's matrices of `config.lora`.
 
-    All else is frozen, a vision tower too.
-
-    New adapters have no effect (B is 0), and their values are the same in every layout.
+    All other parameters are frozen, those of a vision tower too. New adapters have no effect (B is
+    0), and their values are the same in every layout.
     """
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
@@ -33,7 +32,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         from slipstream.learner.trainer.layers.experts import GroupedLinear
 
         class DecoderAdapters(LoRA):  # type: ignore[misc]
-            """LoRA of the decoder alone: one adapter for each expert, none for the vision tower."""
+            """LoRA of the decoder only: one adapter for each expert, none for the vision tower."""
 
             def transform(
                 self, module: Megatron, name: str | None = None, prefix: str | None = None
@@ -73,7 +72,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 def gathering_itself(module: Megatron) -> Megatron:
     """Makes a module's adapter, if it has one, gather its own inputs under sequence parallelism.
 
-    Bridge's adapter would take the inputs that TransformerEngine's fused norm has gathered, but
+    By default Bridge's adapter takes the inputs that TransformerEngine's fused norm has gathered.
     TransformerEngine 2.11.0 drops their gradient: layers below would get none from the adapter.
     Returns `module`.
     """
@@ -86,10 +85,10 @@ def gathering_itself(module: Megatron) -> Megatron:
 
 @contextmanager
 def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
-    """Applies the dropout of adapters, `config.lora.dropout`, to passes inside the context.
+    """Applies dropout in adapters, at the rate `config.lora.dropout`, inside the context.
 
-    The dropped inputs depend only on `run.seed` and `place`, so a step that is trained again drops
-    the same. Passes outside the context drop nothing.
+    The dropped inputs depend only on `run.seed` and `place`, so a repeated step drops the same
+    inputs. Forward passes outside the context drop nothing.
     """
     if not config.lora.dropout:
         yield
@@ -109,7 +108,7 @@ def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> It
 
 @contextmanager
 def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
-    """Seeds torch's generators, and inside the context also the states of Megatron's RNG tracker.
+    """Seeds torch's generators, and for the context also the states of Megatron's RNG tracker.
 
     With sequence parallelism Megatron's layers draw from a state of the tracker.
     """
