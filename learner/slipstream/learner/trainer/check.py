@@ -1,7 +1,7 @@
-"""Checks that Megatron takes a run's settings: `python -m slipstream.learner.trainer.check < FILE`.
+"""Checks that Megatron accepts a run's settings.
 
-It makes Megatron's settings objects like a rank does, but without ranks, weights or a GPU. Only the
-model's config.json is read.
+Command: `python -m slipstream.learner.trainer.check < FILE`. It makes Megatron's settings objects
+like a rank does, but without ranks, weights or a GPU. Only the model's config.json is read.
 """
 
 import sys
@@ -16,7 +16,7 @@ from slipstream.protocol.weights.storage import check_storage
 
 
 def main() -> int:
-    """Returns 0, or 2 with the fault as the last line of stderr."""
+    """Checks the settings; returns 0, or 2 with the fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         check_settings(config)
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for a name that users cannot set or a value that Megatron refuses."""
+    """Raises ConfigError for a setting that users cannot set, or a value that Megatron rejects."""
     check_storage(config.weights.storage_url)
     _check(config)
     for name, settings in role_settings(config).items():

@@ -1,8 +1,8 @@
-"""Proves a run's algorithms: `python -m slipstream.learner.trainer.check_algorithms < FILE`.
+"""Tests a run's algorithms: `python -m slipstream.learner.trainer.check_algorithms < FILE`.
 
-Each function is proved alone first. Then a tiny random model is trained by all of them on a CPU, in
-layouts that must all train alike: one rank trains, and a second one joins it for some layouts. What
-was proved stays so while sources, settings and versions are the same: a file in a cache says it.
+Each function is tested alone first. Then all of them train a tiny random model on a CPU, in layouts
+that must give equal results: one rank trains, and a second one joins it for some layouts. A success
+is noted by a file in a cache, and holds while sources, settings and versions stay the same.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    """Returns 0 if all is proved, else 2, with a line of stderr for each fault."""
+    """Returns 0 if all tests pass, else 2, with a line of stderr for each fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cached", action="store_true", help="what was proved needs no new proof")
     parser.add_argument("--second", nargs="+", help="folder and ports: the second rank")
@@ -108,7 +108,7 @@ def main() -> int:
 
 
 def _known(config: Config) -> Path:
-    """Returns the path of the cache file that exists once these exact inputs passed `prove`."""
+    """Returns the path of the cache file that exists if `prove` has passed with the same inputs."""
     proved = {
         "sources": config.sources,
         "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
@@ -160,7 +160,7 @@ def _prove_alone(
 
 
 def train_alike(config: Config) -> list[str]:
-    """Trains in all `LAYOUTS`; returns a line for each that differs from one rank, or fails."""
+    """Trains in all `LAYOUTS`; returns a line for each that fails or differs from one rank."""
     os.environ[RENDEZVOUS_VARIABLE] = secrets.token_hex(16)
     listeners = [listen(LOOPBACK) for _ in LAYOUTS]
     ports = [str(one.getsockname()[1]) for one in listeners]
@@ -201,7 +201,7 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Trains this rank in each layout that includes it; returns what `_train` does, by layout.
+    """Trains this rank in each layout that includes it; returns the results of `_train`, by layout.
 
     Raises RunFailed if training fails.
     """
@@ -222,7 +222,7 @@ def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, di
 
 
 def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]:
-    """Trains the steps on this rank; returns metrics and the changes of the weights."""
+    """Trains the steps on this rank; returns metrics and the changes of the weights, by name."""
     import torch
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch

@@ -1,4 +1,4 @@
-"""The trainer's calls to the controller, each blocking with a deadline, and the orders it gets."""
+"""The trainer's calls to the controller, which block with a deadline, and the orders it returns."""
 
 import contextlib
 import functools
@@ -50,8 +50,8 @@ PLACE_PAUSE_S = 5.0
 class ControllerClient:
     """Makes the calls of one trainer rank; close it after use.
 
-    Every method raises RunFailed when the controller stays away for `retry_s`, misses the call's
-    deadline or refuses it.
+    Every method raises RunFailed if the controller is unreachable for `retry_s`, misses the call's
+    deadline or rejects the call.
     """
 
     def __init__(self, config: Config, *, retry_s: float = RETRY_S) -> None:
@@ -78,8 +78,8 @@ class ControllerClient:
     def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
         """Registers the trainer, and keeps its place in the run until `close`.
 
-        Waits while another trainer has the place, for half of `learner.timeout_s`. When the
-        controller was started again, a thread registers again, with the newest version.
+        Waits while another trainer has the place, for half of `learner.timeout_s`. After a restart
+        of the controller, a thread registers again with the newest version.
         """
         welcome = self._enter(hello)
         self._hello = hello
@@ -88,7 +88,7 @@ class ControllerClient:
         return welcome
 
     def _enter(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
-        """Registers once the place is free; later calls carry the epoch of this registration."""
+        """Registers when the place is free; later calls carry the epoch of this registration."""
         until_s = time.monotonic() + self._long_timeout_s
         backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
         call = functools.partial(self._stub.Register, metadata=self._token)
@@ -107,11 +107,11 @@ class ControllerClient:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """The gRPC metadata of each call: the token, and the epoch once registered."""
+        """The gRPC metadata of each call: the token, and the epoch after registration."""
         return (*self._token, *self._epoch)
 
     def _keep_place(self) -> None:
-        """Holds the `KeepPlace` stream open until `close`, as a sign that the trainer runs."""
+        """Holds the `KeepPlace` stream open until `close`, which shows that the trainer runs."""
         while not self._closed.is_set():
             try:
                 for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):
@@ -128,7 +128,7 @@ class ControllerClient:
             self._closed.wait(RETRY_PAUSE_S)
 
     def _enter_again(self) -> None:
-        """Registers with a controller that was started again, perhaps in the middle of a step."""
+        """Registers with a restarted controller, perhaps in the middle of a step."""
         assert self._hello is not None
         version = version_from_pb(self._hello.version)
         with self._entering:
@@ -151,12 +151,12 @@ class ControllerClient:
         delta: weights_pb2.Delta | None = None,
         can_store: bool = False,
     ) -> list[pb.Directive]:
-        """Asks the controller for the next order, and returns its messages; a stop after `stop`.
+        """Asks the controller for the next order, and returns the messages of its answer.
 
-        A `stop` while the call waits also ends it with a stop order. `version` is the version of
-        the trainer's weights, and `bucket_digests` are those of its buckets. `communicator_id` is
-        the senders' open communicator ("" without one). `delta` describes the changes since the
-        last publish (None if not tracked). `can_store` says that a version can be stored now.
+        After `stop`, even during the call, it returns a stop order. `version` is the version of the
+        trainer's weights, and `bucket_digests` are those of its buckets. `communicator_id` is the
+        senders' open communicator ("" without one). `delta` describes the changes since the last
+        publish (None if not tracked). `can_store` says that a version can be stored now.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
@@ -187,7 +187,7 @@ class ControllerClient:
             return [pb.Directive(stop=stop)]
 
     def stop(self, reason: str) -> None:
-        """Makes `next` answer with a stop order; may be called from a signal handler."""
+        """Makes `next` return a stop order; may be called from a signal handler."""
         self._stop_reason = reason
         if self._next_call is not None:
             self._next_call.cancel()
@@ -209,8 +209,8 @@ class ControllerClient:
     def has_all_receivers(self, publish_id: str, count: int) -> bool:
         """Whether `count` receivers still take part in a publish; may be called on any thread.
 
-        Returns True as well when the controller does not answer: other calls, with longer limits,
-        find that out. A controller that was started again has abandoned the publish.
+        Also returns True if the controller does not answer: other calls, with longer limits, detect
+        that. A restarted controller has abandoned the publish.
         """
         question = pb.PublishStart(publish_id=publish_id, is_question=True)
         try:
@@ -223,7 +223,7 @@ class ControllerClient:
         return len(answer.receivers) >= count
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
-        """Reports digests and probe; returns when every receiver has loaded, failed or is late."""
+        """Reports digests and probe; returns once every receiver has loaded, failed or is late."""
         receipt: pb.PublishReceipt = self._call("FinishPublish", result, self._long_timeout_s)
         return receipt
 
@@ -232,30 +232,30 @@ class ControllerClient:
         self._call("ReportCheckpoint", report)
 
     def report_stored(self, report: pb.StoredReport) -> pb.StoredReceipt:
-        """Reports the end of a store order; may be called on any thread."""
+        """Reports the result of a store order; may be called on any thread."""
         receipt: pb.StoredReceipt = self._call("ReportStored", report)
         return receipt
 
     def report_work(self, activity: Activity) -> None:
-        """Reports that the trainer makes progress; works on any thread, ignores failed calls."""
+        """Reports that the trainer makes progress; works on any thread and ignores failed calls."""
         report = pb.WorkReport(loaded_bytes=activity.loaded_bytes)
         with contextlib.suppress(grpc.RpcError):
             self._stub.ReportWork(report, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata)
 
     def report_failure(self, failure: pb.TrainerFailure) -> None:
-        """Reports why a rank fails; if the controller cannot be reached, only logs that."""
+        """Reports why a rank fails; if the controller is unreachable, only logs that."""
         try:
             self._stub.ReportFailure(failure, timeout=FAILURE_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
             logger.warning("the failure could not be reported: %s", _describe(error))
 
     def set_batch_aside(self, failure: pb.TrainerFailure) -> bool:
-        """Reports that the batch of `failure.data` cannot be trained; True if it was set aside."""
+        """Reports that the batch `failure.data` cannot be trained; returns if it was set aside."""
         receipt: pb.TrainerFailureReceipt = self._call("ReportFailure", failure)
         return receipt.set_aside
 
     def finish(self, goodbye: pb.TrainerGoodbye) -> None:
-        """Reports that the trainer leaves in order."""
+        """Reports that the trainer leaves on purpose."""
         self._call("Finish", goodbye)
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class ControllerClient:
         self._channel.close()
 
     def _call(self, name: str, request: object, timeout: float = CALL_TIMEOUT_S) -> Any:  # noqa: ANN401
-        """Calls the method `name` of the service; its answer is of that method's type."""
+        """Calls the service's method `name` and returns its answer."""
 
         def call(request: object, *, timeout: float) -> object:
             return getattr(self._stub, name)(request, timeout=timeout, metadata=self._metadata)
@@ -348,7 +348,7 @@ def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
 
 
 def unpack_directives(data: bytes) -> list[pb.Directive]:
-    """Inverts `pack_directives`."""
+    """Returns the messages that `pack_directives` has packed."""
     buffer = io.BytesIO(data)
     directives = []
     while (message := parse_length_prefixed(pb.Directive, buffer)) is not None:
@@ -357,7 +357,7 @@ def unpack_directives(data: bytes) -> list[pb.Directive]:
 
 
 def read_order(directives: Sequence[pb.Directive]) -> Order:
-    """Returns the order in an answer. Raises ProtocolError if its messages do not fit together."""
+    """Returns the order in an answer; raises ProtocolError if its messages do not fit together."""
     if not directives:
         raise ProtocolError("the controller answered Next without an order")
     first = directives[0]

@@ -22,7 +22,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def main() -> int:
-    """Converts; returns 0 when the folder is written, 2 when `SOURCE` cannot be converted."""
+    """Converts the folder; returns 0 after it is written, 2 if `SOURCE` cannot be converted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a folder whose experts are MXFP4")
     parser.add_argument("target", type=Path, help="the folder to write")
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def dequantize(source: Path, target: Path) -> None:
-    """Writes or replaces `target`. Raises ConfigError if `source` has no MXFP4 experts."""
+    """Writes or replaces `target`; raises ConfigError if `source` has no MXFP4 experts."""
     values = read_model_table(source)
     method = values.get("quantization_config", {}).get("quant_method")
     if method != "mxfp4":
@@ -52,7 +52,7 @@ def dequantize(source: Path, target: Path) -> None:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and bfloat16 tensor of every weight."""
+    """Yields the name and the bfloat16 tensor of every weight."""
     places = {name: path for name, (path, _) in held_tensors(folder).items()}
     for name in sorted(places):
         if name.endswith(_BLOCKS):

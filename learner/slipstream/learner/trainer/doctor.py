@@ -1,7 +1,7 @@
 """Examines torch, NCCL and TransformerEngine: `python -m slipstream.learner.trainer.doctor`.
 
-It prints one line of JSON for each finding: area, verdict ("ok", "advice", "problem"), seen,
-remedy.
+It prints one line of JSON for each finding, with the keys area, verdict ("ok", "advice",
+"problem"), seen (the observation) and remedy.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def findings() -> Iterator[Line]:
-    """Yields every finding that needs torch."""
+    """Yields all findings that need torch."""
     if not torch.cuda.is_available():
         yield from _without_gpu()
         return

@@ -23,7 +23,7 @@ _OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "context_parallel", "token_dispa
 
 
 def main() -> int:
-    """Exports; returns 0 when the folder is written, 2 when the checkpoint cannot be exported."""
+    """Exports the checkpoint; returns 0 after the folder is written, 2 if that is impossible."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
     parser.add_argument("--step", type=int, required=True, help="the version")
@@ -52,10 +52,10 @@ def main() -> int:
 def export(config: Config, path: Path, out: Path) -> None:
     """Exports the checkpoint `path` to `out`, a Hugging Face folder.
 
-    Adapters are also saved alone, in the folder `out`-adapters beside it. If they have names, each
-    belongs to another model, and only `out`-adapters is written.
+    Adapters are also saved without the base model, in the folder `out`-adapters. Named adapters
+    each belong to a model of their own, so only `out`-adapters is written for them.
 
-    Raises CheckpointError when the files or the weights differ from the saved ones.
+    Raises CheckpointError if the files or the weights differ from the saved ones.
     """
     manifest = read_manifest(path)
     check_files(path, manifest.files)
@@ -82,7 +82,7 @@ def export(config: Config, path: Path, out: Path) -> None:
 
 
 def on_one_rank(config: Config, path: Path) -> Config:
-    """Returns a run's settings changed for one rank; errors name the checkpoint."""
+    """Returns a run's settings changed to one rank; its errors name the checkpoint."""
     table = config.model_dump(mode="json", exclude_none=True)
     learner = table["learner"]
     learner["world_size"] = 1

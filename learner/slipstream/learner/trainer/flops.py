@@ -29,15 +29,15 @@ class ArithmeticSizes:
 
     @property
     def attention_length(self) -> float:
-        """Length of a sequence whose attention takes as many FLOPs as its matrix products."""
+        """The sequence length at which attention takes as many FLOPs as the matrix products."""
         return self.matrix_parameters / max(1, self.attention_width)
 
 
 def model_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
     """Returns the sizes of a decoder with gated MLPs, dense or with experts, or of a Nemotron-H.
 
-    `config` is the model's config.json. Raises KeyError, which names a missing field. Layers with
-    attention windows are counted like the others.
+    `config` is the model's config.json. Raises KeyError with the name of a missing field. Layers
+    with attention windows are counted like the others.
     """
     if family_of(config).tensors is not None:
         return _hybrid_sizes(config)
@@ -68,7 +68,7 @@ def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
 
 
 def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:
-    """Returns parameters and attention width of one layer's attention."""
+    """Returns the parameters and the attention width of one layer's attention."""
     heads = _number(config, "num_attention_heads")
     latent = _number(config, "kv_lora_rank", 0)
     if not latent:
@@ -88,13 +88,13 @@ def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:
 def training_flops(
     sizes: ArithmeticSizes, lengths: Iterable[int], *, saved: tuple[int, int] = (0, 0)
 ) -> float:
-    """Returns floating-point operations of one forward and backward pass over these lengths.
+    """Returns the floating-point operations of one forward and backward pass over these lengths.
 
     Each parameter and token takes 6. The causal attention of a sequence of L tokens takes 6 L^2
     times `attention_width`: scores and values take 2 L^2 each, the mask removes half of it, and the
     backward pass costs twice the forward pass. Recomputation is not counted, as in the definition
-    of model FLOPs in PaLM (arXiv:2204.02311, appendix B). `saved`, the tokens and the sum of L^2
-    that shared prefixes avoid, is subtracted.
+    of model FLOPs in PaLM (arXiv:2204.02311, appendix B). `saved` is subtracted: the tokens, and
+    the sum of L^2, that shared prefixes avoid.
     """
     tokens, squares = -saved[0], -saved[1]
     for length in lengths:
@@ -104,7 +104,7 @@ def training_flops(
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns dense bfloat16 TFLOP/s of a device by torch's name; None if it is not known."""
+    """Returns dense bfloat16 TFLOP/s of a device by torch's name for it, or None if not known."""
     if OTHER_VERSIONS in device_name:
         return None
     names = sorted(PEAK_TFLOPS, key=len, reverse=True)

@@ -246,7 +246,7 @@ class AccountedReceiver(AsyncClosing):
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """See `TrajectoryReceiver.acknowledge`."""
+        """Acknowledges trajectories, like `TrajectoryReceiver.acknowledge`."""
         settled = tuple(trajectory_ids)
         await self._receiver.acknowledge(settled)
         for trajectory_id in settled:

@@ -244,7 +244,7 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Implements `Tracker.log`."""
         self._run.log({**values, STEP: step})
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
@@ -260,7 +260,7 @@ class WandbTracker:
         self._run.log({"samples": table, STEP: step} | drawn)
 
     def close(self) -> None:
-        """See `Tracker`."""
+        """Implements `Tracker.close`."""
         self._run.finish()
 
 
@@ -317,7 +317,7 @@ class MlflowTracker:
         ids.keep("mlflow", self._run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Implements `Tracker.log`."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -338,7 +338,7 @@ class MlflowTracker:
         self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(tables))
 
     def close(self) -> None:
-        """See `Tracker`."""
+        """Implements `Tracker.close`."""
         self._client.set_terminated(self._run_id)
 
     def _create(self, project: str, name: str, artifacts: Path | None) -> str:
@@ -382,7 +382,7 @@ class TensorBoardTracker:
         self._file = ResultFile(path, tell, header=header)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Implements `Tracker.log`."""
         summary = b"".join(
             _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
             for name, value in values.items()
@@ -393,7 +393,7 @@ class TensorBoardTracker:
         """Does nothing: TensorBoard has no tables."""
 
     def close(self) -> None:
-        """See `Tracker`."""
+        """Implements `Tracker.close`."""
         self._file.close()
 
 

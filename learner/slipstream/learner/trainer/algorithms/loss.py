@@ -1,6 +1,7 @@
-"""The loss of a packed micro batch from objective, weight, divergence and entropy.
+"""The loss of a packed micro batch, from objective, importance weight, divergence and entropy.
 
-Its statistics are sums over tokens and ranks, and metrics from them.
+Statistics are kept as sums, so that they can be added over tokens and ranks; metrics follow from
+them.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ LARGEST = "_max"
 def is_function(name: str) -> bool:
     """Whether the column `name` counts the non-finite values of a user's own function.
 
-    Such a column is named by the function, with a space; names of reports have none.
+    Such a name contains a space; names of reports do not.
     """
     return " " in name
 
 
 class LossSum(IntEnum):
-    """Indices of `TokenStatistics.sums`, sums over the trained tokens.
+    """Indices of `TokenStatistics.sums`, which has sums over the trained tokens.
 
-    From `SAMPLED` on they leave out tokens that no policy sampled.
+    From `SAMPLED` on, the sums leave out tokens of the context, which no policy sampled.
     """
 
     LOSS = 0
@@ -60,7 +61,7 @@ class LossSum(IntEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """Values over the tokens in `mask`: a function's report, or flags of its non-finite values."""
+    """Values of the tokens in `mask`: a report of a function, or flags of its non-finite values."""
 
     name: str
     values: Tensor
@@ -83,7 +84,7 @@ def columns_of(
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Statistics of one micro batch on one rank; all 0 without a trained token."""
+    """Statistics of one micro batch on one rank; all are 0 if it has no trained token."""
 
     # float64, indexed by `LossSum`.
     sums: Tensor
@@ -105,7 +106,7 @@ def token_statistics(
     columns: Sequence[Column],
     names: Sequence[str],
 ) -> TokenStatistics:
-    """Returns statistics of `losses` and `weights`; `names` are those of all columns of a step."""
+    """Returns statistics of `losses` and `weights`; `names` are the names of a step's columns."""
     mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
     is_sampled = mask & ~tokens.is_given
     reference = tokens.reference_logprobs
@@ -148,7 +149,7 @@ def token_statistics(
 
 
 class StepStatistics:
-    """Sums over mini-batches and ranks, the same on every rank; `add` each, then `metrics`.
+    """Sums over mini-batches and ranks, equal on every rank; call `add` for each, then `metrics`.
 
     A step with several passes over its batch adds every mini-batch `epochs` times.
     """
@@ -188,7 +189,7 @@ class StepStatistics:
 
     @property
     def fault(self) -> str:
-        """The fault of a user's own function, or "" if there is none."""
+        """The fault in a user's own function, such as a value that is not finite, or ""."""
         sums, largest = self._reports[0].tolist(), self._maxima[1:].tolist()
         for name, number, most in zip(self._names, sums, largest, strict=True):
             if is_function(name) and number:
@@ -199,12 +200,12 @@ class StepStatistics:
 
     @property
     def unequal_tokens(self) -> int:
-        """Tokens of lag 0 whose log-probability has other bits than the engine's."""
+        """Number of tokens of lag 0 whose log-probability differs from the engine's in any bit."""
         return round(self._total(LossSum.UNEQUAL) / self._epochs)
 
     @property
     def largest_gap(self) -> float:
-        """The largest gap of the log-probabilities among tokens of lag 0."""
+        """The largest difference of log-probabilities from the engine's, over tokens of lag 0."""
         return max(0.0, float(self._maxima[0]))
 
     def join(self, others: StepStatistics) -> None:
@@ -215,7 +216,7 @@ class StepStatistics:
         self._maxima = torch.maximum(self._maxima, others._maxima)
 
     def metrics(self) -> dict[str, float]:
-        """Returns means over the tokens and passes of the step; see docs/metrics.md."""
+        """Returns means over the tokens and passes of the step, by the names in docs/metrics.md."""
         weight, squared = self._total(LossSum.WEIGHT), self._total(LossSum.WEIGHT_SQUARED)
         sampled = max(1.0, self._total(LossSum.SAMPLED))
         return (
@@ -267,7 +268,7 @@ class StepStatistics:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one micro batch and its statistics."""
+    """The loss of one micro batch, and its statistics."""
 
     # Sum over the trained tokens; the caller divides by their number in the whole mini-batch.
     loss: Tensor
@@ -294,12 +295,12 @@ def policy_loss(
     * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
     It also applies to the divergence, which is a mean over tokens of the policy.
 
-    `policy_logprobs` belong to `micro_batch.all_targets`; `old_logprobs` to its targets and the
-    policy before the first mini-batch, the proximal policy, and are None if no mini-batch has
-    changed the policy yet. `entropy` carries a gradient if its coefficient is not 0.
+    `policy_logprobs` are those of `micro_batch.all_targets`. `old_logprobs` are those of its
+    targets by the proximal policy, the policy before the first mini-batch; None if no mini-batch
+    has changed the policy yet. `entropy` carries a gradient if its coefficient is not 0.
     `algorithms[n]` is the algorithm of a token whose `algorithm_ids` is n; `reports` are the names
-    of what their functions report. Collective over `group`, the context parallel ranks, unless it
-    is None. Raises RunFailed for a faulty function.
+    of the functions' reports. Collective over `group`, the context parallel ranks, unless it is
+    None. Raises RunFailed for a faulty function.
     """
     mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
     top: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Training sequences of a batch: rewards, advantages, and episodes left out of the loss."""
+"""Training sequences of a batch: their rewards and advantages, and which episodes are left out."""
 
 from __future__ import annotations
 
@@ -51,12 +51,11 @@ def training_sequences(
 ) -> list[TrainingSequence]:
     """Returns the sequences of the batch, in order; the same on every rank.
 
-    `estimates` has one entry for each trajectory; None if the run has no other models. A trajectory
-    that `leave_out_truncated` removes has no trained token and is in no statistic. The advantages
-    of a branch are its side's advantages times its share. Raises UntrainableBatch if an advantage
-    is not finite.
-
-    `reports` gets what the functions report of each episode.
+    `estimates` has one entry for each trajectory; None if the run has no reference model or critic.
+    A trajectory that `leave_out_truncated` removes has no trained token and is in no statistic. The
+    advantages of a branch are its side's advantages times its share. `reports` collects the values
+    that the functions report of each episode. Raises UntrainableBatch if an advantage is not
+    finite.
     """
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
@@ -83,9 +82,10 @@ def training_sequences(
 
 
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
-    """Raises UntrainableBatch if rewards are so far apart that an advantage is not finite.
+    """Raises UntrainableBatch if an advantage is not finite, because rewards are too large.
 
-    One reward may spoil all advantages: where some are too large, only these are named.
+    One reward may spoil all advantages of a group: if some rewards are above `LARGEST_REWARD`, the
+    error names only their trajectories.
     """
     faulty = [
         index
@@ -101,7 +101,7 @@ def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> Non
 
 
 def mean_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
-    """Returns the mean advantage of the trained tokens of each trajectory with any, by its id."""
+    """Returns the mean advantage over the trained tokens of each trajectory that has any, by id."""
     trained: dict[str, list[FloatArray]] = {}
     for owner, sequence in zip(batch.owners, sequences, strict=True):
         name = batch.trajectories[owner].trajectory_id
@@ -116,7 +116,7 @@ def weighted(
     config: Config,
     environments: Sequence[str] | None = None,
 ) -> list[TrainingSequence]:
-    """Returns the sequences with the loss weights of their mini-batches and environments.
+    """Returns the sequences with the loss weights that follow from mini-batch and environment.
 
     `environments` names the environment of each sequence, which may have a weight of its own.
     """
@@ -172,7 +172,7 @@ def _advantages(
 ) -> dict[int, TokenAdvantages]:
     """Returns the advantages of each episode that is not left out, by its index in the batch.
 
-    `own` has the algorithm of each trajectory; `reports` collects the functions' reported values.
+    `own` has the algorithm of each trajectory; `reports` collects the values that functions report.
     """
     shaped = shaped_rewards(batch.trajectories, config)
     rewards = np.array([side.reward for sides in shaped for side in sides], dtype=np.float64)
@@ -208,7 +208,7 @@ def _advantages(
 
 
 def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
-    """Returns the rewards in a random order set by `seed` and `step`, for a control experiment."""
+    """Returns the rewards in a random order from `seed` and `step`, for a control experiment."""
     return np.random.default_rng([seed, step]).permutation(rewards)
 
 
@@ -250,7 +250,7 @@ def _token_costs(
 def _estimates(
     trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
 ) -> TokenEstimates[NumpyArray]:
-    """Returns one trajectory's estimates; its advantages are 0 if `found` is None (left out)."""
+    """Returns one trajectory's estimates; `found` is None for one left out, with advantages 0."""
     zeros = np.zeros(trajectory.num_sampled_tokens)
     worth = found if found is not None else TokenAdvantages(zeros, zeros)
     advantages, reference = worth.advantages, known.reference
@@ -291,7 +291,7 @@ class Side:
         values: FloatArray | None,
         lags: npt.NDArray[np.int32],
     ) -> ScoredEpisode:
-        """Returns the side as an episode; arrays are the whole episode's."""
+        """Returns the side as an episode; the arrays passed cover the whole episode."""
         group_id = trajectory.group_id
         return ScoredEpisode(
             # A group's id has no space.

@@ -1,1 +1,1 @@
-"""The way from the trajectories of a batch to the packed micro batches of each rank."""
+"""The conversion of a batch's trajectories to packed micro batches for each rank."""

@@ -1,4 +1,4 @@
-"""One step's trajectories, and the checks of their data, which are equal on every rank."""
+"""The trajectories of one step, and checks of their data with equal results on every rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LagArray = npt.NDArray[np.int32]
 class Batch:
     """Trajectories that train version `step` into version `step` + 1: whole groups, in order.
 
-    A trajectory is trained as one sequence, or as one for each of its branches; sequences have the
-    order of their tokens.
+    A trajectory is trained as one sequence, or as one for each of its branches, in the order of
+    their tokens.
     """
 
     step: int
@@ -31,12 +31,12 @@ class Batch:
 
     @property
     def group_ids(self) -> list[str]:
-        """The group of each trajectory."""
+        """The group id of each trajectory."""
         return [trajectory.group_id for trajectory in self.trajectories]
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """The index of the trajectory of each sequence."""
+        """The index of its trajectory for each sequence."""
         return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
 
     def lengths(self) -> list[int]:
@@ -71,7 +71,7 @@ class Batch:
                 )
 
     def by_adapter(self, names: Sequence[str]) -> list[tuple[str, Batch]]:
-        """Returns the name and the trajectories of each adapter that has some, ordered by `names`.
+        """Returns (name, batch) for each adapter that has trajectories, in the order of `names`.
 
         Raises RunFailed for a trajectory whose adapter is not among `names`.
         """
@@ -85,9 +85,9 @@ class Batch:
         return [(name, replace(self, trajectories=part)) for name, part in parts if part]
 
     def mini_batches(self, number: int) -> list[list[int]]:
-        """Returns indices of each mini-batch's sequences: equal shares of the groups, in order.
+        """Returns each mini-batch's indices of sequences: equal shares of the groups, in order.
 
-        Raises RunFailed when there are fewer groups than mini-batches.
+        Raises RunFailed if there are fewer groups than mini-batches.
         """
         groups = list(dict.fromkeys(self.group_ids))
         if len(groups) < number:
@@ -103,7 +103,7 @@ class Batch:
 
 
 def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
-    """Returns the lag of each sampled token, of all trajectories in order."""
+    """Returns the lag of each sampled token, one array over all trajectories in order."""
     spans = [span for trajectory in trajectories for span in trajectory.version_spans]
     return np.repeat(
         np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
@@ -124,7 +124,7 @@ def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> Untrainable
 
 
 def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch without sampled tokens, or for too long sequences or unknown tokens.
+    """Raises UntrainableBatch if no token is sampled, or a sequence or a token id is too large.
 
     A sequence padded to a `multiple` of tokens must fit a micro batch of `max_tokens`, and token
     ids must be below `vocab_size`.
@@ -150,9 +150,9 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
 
 
 def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if a trajectory lacks the served reference's log-probabilities.
+    """Raises UntrainableBatch if a trajectory lacks log-probabilities of a served reference model.
 
-    They must cover `top_k` tokens at each place, with ids below `vocab_size`.
+    They must cover `top_k` tokens at each position, with ids below `vocab_size`.
     """
 
     def fits(trajectory: Trajectory) -> bool:

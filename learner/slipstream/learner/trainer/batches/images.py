@@ -1,4 +1,4 @@
-"""Images of training sequences and of micro batches."""
+"""The images in training sequences and micro batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AXES = 3
 
 @dataclass(frozen=True)
 class SequenceImage:
-    """An image whose first token is at `offset` of its sequence."""
+    """An image whose first token is at position `offset` of its sequence."""
 
     offset: int
     # The encoded image, and what makes pixels of it.
@@ -54,7 +54,7 @@ def images_of(
 
 
 def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
-    """Raises UntrainableBatch on every rank for images whose pixels cannot be read; collective.
+    """Raises UntrainableBatch on every rank if the pixels of an image cannot be read; collective.
 
     Each rank reads its share of the images that have tokens in a trajectory.
     """
@@ -79,7 +79,7 @@ def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of a micro batch as inputs of a vision model: pixels, grids, positions, rows."""
+    """The images of a micro batch as inputs of a vision model, with the positions of all tokens."""
 
     # int64 [tokens, 3]: the position of each token in time, height and width of its sequence.
     positions: Tensor
@@ -92,7 +92,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
-        """Returns the inputs for packed sequences with these `images` and `lengths` in tokens."""
+        """Returns the inputs for packed sequences: the images and the number of tokens of each."""
         num_rows, start = 0, 0
         rows = np.full(sum(lengths), -1, dtype=np.int64)
         positions, pixels, grids = [], [], []

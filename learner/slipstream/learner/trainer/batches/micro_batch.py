@@ -24,10 +24,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Paths:
-    """The keys for tree attention: each segment attends to all tokens on its path from the root.
+    """The keys for tree attention: a segment attends to all tokens on its path from the root.
 
-    In a micro batch with `Paths`, `cu_seqlens` bounds segments instead of sequences. The last keys
-    of a segment are its own tokens.
+    In a micro batch with `Paths`, `cu_seqlens` bounds segments instead of sequences. A segment's
+    own tokens are the last of its keys.
     """
 
     # int64 [keys]: the place in the micro batch of each key, segment by segment.
@@ -41,7 +41,7 @@ class Paths:
 
     @classmethod
     def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
-        """Returns the keys of a micro batch of `num_tokens`; `places` has those of each segment."""
+        """Returns the keys of a micro batch of `num_tokens` tokens; `places` has each segment's."""
         lengths = [len(keys) for keys in places]
         joined = np.concatenate(places)
         counts = np.bincount(joined, minlength=num_tokens)
@@ -121,7 +121,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
-    """Returns the places of the tokens of context parallel rank `rank` of `size`, int64.
+    """Returns the indices of the tokens that context parallel rank `rank` of `size` holds, int64.
 
     They index the whole micro batch, in the order in which the rank holds the tokens. `bounds` has
     the start of each sequence, and the end. With more than one rank every length must be a multiple
@@ -140,9 +140,9 @@ def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
-    """Returns for each token of a micro batch its index in the joined shares of all ranks.
+    """Returns for each token of a micro batch its index in the concatenated shares of all ranks.
 
-    `bounds` are those of `zigzag`.
+    `bounds` has the start of each sequence, and the end.
     """
     return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
 

@@ -1,8 +1,8 @@
 """Packing of sequences of uneven length into micro batches of bounded size: pure functions.
 
-A micro batch is one row of tokens, with its sequences one after the other, or with the segments of
-bundles, which hold shared prefixes of sequences once. The target of a position is the token that it
-predicts.
+A micro batch is one row of tokens: either its sequences one after the other, or the segments of
+bundles, in which a shared prefix of sequences is stored once. The target of a position is the token
+that the position predicts.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ def build_micro_batch(
     multiple: int = 1,
     sequence_multiple: int = 1,
 ) -> MicroBatch:
-    """Packs `sequences[i]` for i in `indices`, and filler up to a multiple of `multiple` tokens.
+    """Packs the sequences at `indices`, and filler up to a multiple of `multiple` tokens.
 
     Each sequence is padded at its end to a multiple of `sequence_multiple`, which must divide
-    `multiple`; padding has no loss, and does not affect the tokens before it. Without any
-    sequence the micro batch is all filler: it is never empty. `sequences` are all of the step's;
+    `multiple`; padding has no loss, and does not affect the tokens before it. Without any sequence
+    the micro batch is all filler: it is never empty. `sequences` are all sequences of the step;
     filler has padding for each field that they have.
     """
     segments = [Segment(index, 0, len(sequences[index])) for index in indices]
@@ -44,8 +44,8 @@ def build_tree_micro_batch(
 ) -> MicroBatch:
     """Packs the segments of `bundles`, and filler up to a multiple of `multiple` tokens.
 
-    Positions count from the beginning of a sequence, and the target of a segment's last position is
-    the next token of its sequence. `MicroBatch.indices` names each sequence once.
+    Positions count from the beginning of a sequence. The target of a segment's last position is the
+    next token of the segment's sequence. `MicroBatch.indices` names each sequence once.
     """
     segments = [segment for bundle in bundles for segment in bundle]
     parts = [_cut(sequences[segment.index], segment) for segment in segments]
@@ -59,7 +59,7 @@ def _packed(
     parts: Sequence[TrainingSequence],
     multiple: int,
 ) -> MicroBatch:
-    """Joins the tokens of the `segments`, `parts`, and filler up to a multiple of `multiple`."""
+    """Joins `parts`, the tokens of the `segments`, and filler up to a multiple of `multiple`."""
     filler = _filler(multiple, sum(map(len, parts)), sequences)
     place_of: dict[int, int] = {}
     for segment in segments:
@@ -98,9 +98,9 @@ def _packed(
 def _filler(
     multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
-    """Returns the filler that pads `num_tokens` to a multiple above 0; [] if nothing is missing.
+    """Returns the filler that pads `num_tokens` to a multiple above 0; [] if none is needed.
 
-    It has no loss, and the padding of each field that `sequences` have.
+    Filler has no loss, and padding in each field that `sequences` have.
     """
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     if not missing:
@@ -128,10 +128,10 @@ def _cut(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
 
 
 def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
-    """Returns the keys of all segments of `bundles`, and of the filler behind them.
+    """Returns the keys of all segments of `bundles`, and of the filler after them.
 
-    `bounds` is `cu_seqlens` of the micro batch: the start of each segment and of the filler, the
-    end.
+    `bounds` is `cu_seqlens` of the micro batch: the start of each segment and of the filler, and
+    the end.
     """
     places: list[npt.NDArray[np.int64]] = []
     for bundle in bundles:

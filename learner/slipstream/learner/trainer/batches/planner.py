@@ -64,14 +64,14 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """Sequences, longest first; a sequence is identified by its index in this order."""
+    """Sequences with sizes and costs, longest first; an index in this order means a sequence."""
 
     sizes: list[int]
     costs: list[int]
     max_tokens: int
 
     def part(self, places: list[int]) -> _Work:
-        """Returns the sequences at `places`, in this order."""
+        """Returns the work of the sequences at the indices `places`, in this order."""
         sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
         return _Work(sizes, costs, self.max_tokens)
 
@@ -83,7 +83,7 @@ class _Work:
 
 
 def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
-    """Plans with the fewest micro batches that tokens allow, else with the number of first fit."""
+    """Returns a plan with the fewest micro batches that fit; the last resort is first fit."""
 
     def per_rank(number: int) -> int:
         return round_up(max(1, number), dp_size * multiple) // dp_size
@@ -103,8 +103,8 @@ def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
 def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
     """Splits sequences over ranks, then over micro batches: this balances the ranks best.
 
-    The costliest micro batch comes first on each rank. Returns None when a rank's sequences do not
-    fit `number` micro batches.
+    The costliest micro batch comes first on each rank. Returns None if a rank's sequences do not
+    fit into `number` micro batches.
     """
     shares = _level(work.sizes, work.costs, work.max_tokens * number, dp_size)
     if shares is None:
@@ -120,7 +120,10 @@ def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
 
 
 def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over micro batches, then these over ranks: this fills micro batches best."""
+    """Splits sequences over micro batches, then these over ranks: this fills micro batches best.
+
+    Returns None if the sequences do not fit.
+    """
     bins = work.levelled(number * dp_size)
     return None if bins is None else _deal(bins, work.costs, dp_size)
 
@@ -128,7 +131,7 @@ def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
 def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:
     """Puts each sequence, longest first, into the cheapest of `number` micro batches with room.
 
-    Returns None when a sequence finds no room.
+    Returns None if a sequence finds no room.
     """
     bins: _Bins = [[] for _ in range(number)]
     room = [max_tokens] * number
@@ -172,7 +175,7 @@ def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
 
 
 def _deal(bins: _Bins, costs: list[int], dp_size: int) -> Plan:
-    """Deals micro batches in rounds, costliest first; the least loaded rank gets the costliest."""
+    """Deals micro batches in rounds; in each round the least loaded rank gets the costliest."""
     totals = [sum(costs[index] for index in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda place: -totals[place])
     ranks: Plan = [[] for _ in range(dp_size)]

@@ -1,11 +1,11 @@
-"""Shared prefixes of sequences, computed once: pure functions.
+"""Shared prefixes of sequences, which are computed only once: pure functions.
 
-The members of a group begin with the same prompt, and branches of an episode with the same turns.
-A *bundle* is a set of sequences cut into segments: a segment that several sequences have in common
-stands in it once. Attention lets a segment see the segments on its path, from the first token on.
+The members of a group begin with the same prompt, and branches of an episode with the same turns. A
+*bundle* is a set of sequences that are cut into segments; a segment that several sequences share is
+stored once. In attention a segment sees the segments on its path from the first token on.
 
-Position i of a sequence predicts token i + 1, so a common segment ends one token before the
-sequences part: each of them keeps the last common token for its own prediction. A position that
+Position i of a sequence predicts token i + 1. So a shared segment ends one token before the
+sequences differ: each sequence keeps the last common token for its own prediction. A position that
 more than one sequence trains is never shared.
 """
 
@@ -26,7 +26,7 @@ _MANY = 2**63
 class Segment:
     """Positions `start` to `end` of sequence `index`; others with the same prefix may share them.
 
-    `parent` is the index in the bundle of the segment before it on its path; None at the beginning
+    `parent` is the index, in the bundle, of the previous segment on the path; None at the beginning
     of a sequence. Only the sequence `index` trains any of these positions.
     """
 
@@ -45,7 +45,7 @@ Bundle = list[Segment]
 
 
 class SavedWork(NamedTuple):
-    """Work that shared prefixes save: tokens, and attention work in the unit of `num_squares`."""
+    """The work that shared prefixes save: tokens, and attention in the unit of `num_squares`."""
 
     tokens: int = 0
     squares: int = 0
@@ -54,7 +54,7 @@ class SavedWork(NamedTuple):
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
 ) -> SavedWork:
-    """Returns the work that the bundles `made` of `members` save over separate sequences."""
+    """Returns the work that the bundles `made` save over separate sequences `members`."""
     lengths = [len(sequences[index]) for index in members]
     return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),
@@ -63,12 +63,12 @@ def saved_by(
 
 
 def num_tokens(bundle: Bundle) -> int:
-    """Returns the number of tokens that are computed for a bundle."""
+    """Returns the number of tokens of a bundle, shared tokens counted once."""
     return sum(map(len, bundle))
 
 
 def num_squares(bundle: Bundle) -> int:
-    """Returns the attention work of a bundle: l² for a single sequence of l tokens."""
+    """Returns the attention work of a bundle, for which a single sequence of l tokens has l²."""
     return sum(segment.end**2 - segment.start**2 for segment in bundle)
 
 
@@ -94,11 +94,14 @@ class PrefixTree:
 
     @property
     def share(self) -> bool:
-        """Whether any two sequences may share a prefix."""
+        """Whether at least two sequences may share a prefix."""
         return any(len(run.indices) > 1 for run in self._runs)
 
     def bundles(self, max_tokens: int) -> list[Bundle]:
-        """Returns bundles that cover all sequences, each of one sequence or of <= `max_tokens`."""
+        """Returns bundles that cover all sequences.
+
+        Each has at most `max_tokens` tokens, or only one sequence.
+        """
         found: list[Bundle] = []
         for run in self._runs:
             self._add_fitting(found, run, max_tokens)
@@ -116,7 +119,7 @@ class PrefixTree:
             self._add_fitting(found, _Run(run.indices[half], run.common[half]), max_tokens)
 
     def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
-        """Adds the segments of `run` from position `start` on; all earlier tokens are the same.
+        """Adds the segments of `run` from position `start` on; all earlier tokens are equal.
 
         `parent` is the index of the segment that ends at `start`, or None.
         """
@@ -139,9 +142,9 @@ class PrefixTree:
             self._add(bundle, part, start, parent)
 
     def _trained(self, run: _Run, start: int) -> list[tuple[int, int]]:
-        """Returns pairs of first trained position from `start` on and sequence index, sorted.
+        """Returns (first trained position from `start` on, index) of each sequence, sorted.
 
-        A sequence that trains no position from there on has its length as the position.
+        For a sequence that trains no position from there on, the position is its length.
         """
         found = []
         for index in run.indices:
@@ -163,7 +166,7 @@ class _Run:
     common: list[int]
 
     def cut(self, least: int) -> list[_Run]:
-        """Cuts the run where neighbours share fewer than `least` tokens; returns the parts."""
+        """Cuts the run between neighbours that share under `least` tokens; returns the parts."""
         if not self.indices:
             return []
         cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]
@@ -171,7 +174,7 @@ class _Run:
         return [_Run(self.indices[one:end], self.common[one:end]) for one, end in bounds]
 
     def without(self, leaving: Collection[int]) -> _Run:
-        """Returns the run without some sequences."""
+        """Returns the run without the sequences `leaving`."""
         indices, common, least = [], [], _MANY
         for index, number in zip(self.indices, self.common, strict=True):
             least = min(least, number)

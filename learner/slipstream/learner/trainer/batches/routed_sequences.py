@@ -1,4 +1,4 @@
-"""Megatron's packed-sequence parameters, extended by replayed experts and by shared prefixes.
+"""Megatron's packed-sequence parameters, extended by replayed experts and shared prefixes.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -15,7 +15,7 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
     """Packed-sequence parameters with the experts that the routers replay.
 
     Megatron passes this object to every layer, also when it recomputes the layer, so that each
-    router has the experts of its current micro batch.
+    router has the experts for the micro batch at hand.
     """
 
     # The ids of `MicroBatch.expert_ids`; None if the routers choose.

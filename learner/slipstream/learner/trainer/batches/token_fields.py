@@ -1,8 +1,9 @@
 """The table of token fields: every array with an entry for each token, from trajectories to a GPU.
 
 A training sequence holds the fields as numpy arrays, a micro batch as tensors. All code between
-them walks the table: reading trajectories, padding, filler, joining, cutting for shared prefixes
-and for context parallel ranks, and copies to a device. A new field is one line of `TokenFields`.
+these two uses the table: reading trajectories, padding, filler, joining, cutting for shared
+prefixes and for context parallel ranks, and copies to a device. A new field is one line of
+`TokenFields`.
 """
 
 import dataclasses
@@ -40,12 +41,15 @@ class Column:
     has_unknown: bool = False
 
     def filled(self, length: int, like: NumpyArray) -> NumpyArray:
-        """Returns padding for `length` tokens, with the type and further dimensions of `like`."""
+        """Returns padding for `length` tokens, with the type and trailing dimensions of `like`."""
         value = np.iinfo(like.dtype).max if self.has_unknown else 0
         return np.full((length, *like.shape[1:]), value, dtype=like.dtype)
 
     def joined(self, arrays: Sequence[NumpyArray | None], lengths: Sequence[int]) -> NumpyArray:
-        """Joins the arrays of sequences with these `lengths`; at least one is not None."""
+        """Joins the arrays of sequences with these `lengths`; pads where an array is None.
+
+        At least one array must not be None.
+        """
         like = next(array for array in arrays if array is not None)
         assert self.has_unknown or all(array is not None for array in arrays), (
             "all sequences of a step have a field, or none"
@@ -63,7 +67,7 @@ def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN
 
 
 def _joined(name: str) -> Read:
-    """Returns a function that joins field `name` of trajectories, or gives None if one lacks it."""
+    """Returns a function that joins field `name` of trajectories; it gives None if one lacks it."""
 
     def read(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
         arrays = [getattr(trajectory, name) for trajectory in trajectories]
@@ -87,9 +91,9 @@ def _behavior_logprobs(trajectories: Sequence[Trajectory], _: int) -> NumpyArray
 
 @dataclass(frozen=True)
 class TokenEstimates(Generic[Array]):
-    """Estimates for sampled tokens, which come from the rewards, a reference model and a critic.
+    """Values of sampled tokens that are computed from the rewards, a reference model and a critic.
 
-    Estimates of models that a run lacks are None. Arrays are [sampled tokens] of one trajectory.
+    Values of models that a run lacks are None. Arrays are [sampled tokens] of one trajectory.
     """
 
     advantages: Array = field(metadata=_column(np.float32))

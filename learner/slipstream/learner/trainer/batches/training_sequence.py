@@ -1,7 +1,7 @@
 """Sequences to train: the tokens of a trajectory with all their fields. Pure functions.
 
-Position i of a sequence predicts token i + 1 of the same sequence: loss mask, advantages, behavior
-log-probabilities and lags are stored at the position of the prediction.
+Position i of a sequence predicts token i + 1 of the same sequence. Loss mask, advantages, behavior
+log-probabilities and lags of a token are stored at the position that predicts it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class TrainingSequence(TokenFields[NumpyArray]):
         processor: ImageProcessor | None = None,
         with_experts: bool = False,
     ) -> list[TrainingSequence]:
-        """Makes sequences that train the sampled tokens, except a first token: nothing predicts it.
+        """Makes sequences that train all sampled tokens but a first one, which nothing predicts.
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
         for each trajectory; without it all advantages are 0. The sequences are views of arrays for
         the whole batch: many small arrays would cost more time than the training of short
-        sequences. `processor` makes pixels of images, if the model sees any; `with_experts` gives
-        the sequences the recorded experts.
+        sequences. `processor` computes the pixels of images, if the model takes any. `with_experts`
+        adds the recorded experts.
         """
         if not trajectories:
             return []
@@ -91,7 +91,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
 
     @classmethod
     def of_tokens(cls, token_ids: TokenArray) -> TrainingSequence:
-        """Makes a sequence whose loss mask covers all predictions, without a behavior policy."""
+        """Makes a sequence that trains all predictions; behavior log-probabilities are 0."""
         length = len(token_ids)
         return cls(
             token_ids=token_ids.astype(np.int64),

@@ -1,9 +1,9 @@
 """Checkpoints of the trainer: written during training, published by rename, loaded in any layout.
 
-A save copies all tensors to main memory; a thread of each rank writes them while training
+A save copies all tensors to main memory; a thread of each rank writes them to disk while training
 continues. Between orders all ranks check together whether every thread is done; then rank 0
-publishes the folder. A crash before that leaves the older checkpoints unchanged. No rank waits for
-a disk in a collective: see `disk_work`.
+publishes the folder. After a crash before that, the older checkpoints are unchanged. No rank waits
+for a disk in a collective: see `disk_work`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class _Write:
 class Checkpointer:
     """Saves and loads `models`; every method is collective.
 
-    Call `load_newest` first. `save` begins a save; `poll` between orders publishes it when it is
-    written, and `finish` waits for that.
+    Call `load_newest` first. `save` begins a save; `poll`, between orders, publishes it once it is
+    written, and `finish` waits until then.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Checkpointer:
         *,
         part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """Prepares checkpoints in the run's folder; `part_elements` is that of `HostCopies`."""
+        """Prepares checkpoints in the run's folder; `HostCopies` gets `part_elements`."""
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
@@ -109,12 +109,12 @@ class Checkpointer:
         self._last_step: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether version `step` is to be saved."""
+        """Whether version `step` is due for a save."""
         every = self._settings.every_steps
         return every > 0 and step % every == 0 and step != self._last_step
 
     def is_wanted_at_the_end(self, step: int) -> bool:
-        """Whether a run that ends with version `step` needs one more checkpoint."""
+        """Whether a run that ends with version `step` must save one more checkpoint."""
         return self._settings.every_steps > 0 and step > 0 and step != self._last_step
 
     def load_newest(self) -> Manifest | None:
@@ -161,9 +161,9 @@ class Checkpointer:
         return manifest
 
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
-        """Finishes the earlier save and begins another, which is finished too unless asynchronous.
+        """Finishes the previous save and begins a new one; also waits for that if not asynchronous.
 
-        Returns the checkpoint that this call has published, if any.
+        Returns the checkpoint that this call has published, or None.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
@@ -200,13 +200,16 @@ class Checkpointer:
         return published if self._settings.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
-        """Publishes the current save if every rank has written its part."""
+        """Publishes the current save if every rank has written its part; else returns None."""
         if self._write is None:
             return None
         return self.finish() if self._disk.is_done(self._write.entries) else None
 
     def finish(self) -> Saved | None:
-        """Waits for the current save, publishes it, and removes checkpoints no longer kept."""
+        """Waits for the current save, publishes it, and removes checkpoints that are too old.
+
+        Returns None if no save was in progress.
+        """
         write, self._write = self._write, None
         if write is None:
             return None
@@ -218,9 +221,9 @@ class Checkpointer:
         return self._disk.together(lambda: self._publish(write, entries))
 
     def _newest_step(self) -> bytes | None:
-        """Removes interrupted saves, and returns the newest checkpoint's version as text.
+        """Removes interrupted saves; returns the newest checkpoint's version as text (b"" if none).
 
-        Only rank 0 does so; the other ranks return None. Returns b"" without a checkpoint.
+        This holds for rank 0; the other ranks do nothing and return None.
         """
         if not self._ranks.is_main:
             return None
@@ -243,7 +246,7 @@ class Checkpointer:
         return manifest
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:
-        """Returns the entries of the files that rank 0 wrote besides its own part."""
+        """Returns the entries of the files that rank 0 wrote in addition to its own part."""
         if not self._ranks.is_main:
             return []
         state = partial / STATE_FOLDER

@@ -1,9 +1,9 @@
 """Work on a disk, for which no rank waits in a collective.
 
 A file may take longer than any limit of a collective, and a disk may hang forever. So a thread of
-each rank does the work, and meanwhile the ranks exchange their states again and again. They
-continue when all are done, and all fail when one of them has moved no byte for `learner.timeout_s`.
-Files here count the bytes of each read and write: a slow disk moves some, a dead one none.
+each rank does the work, and meanwhile the ranks repeatedly exchange their states. They continue
+when all are done, and all fail if one of them has moved no byte for `learner.timeout_s`. The files
+here count the bytes of each read and write, since a slow disk moves some and a dead disk none.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ _SAFETENSORS_TYPES = {
 class DiskWork:
     """Work of all ranks on the disk of `folder`.
 
-    `start` begins it on one rank; `wait`, `is_done` and `together` are collective.
+    `start` begins work on one rank; `wait`, `is_done` and `together` are collective.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
@@ -66,7 +66,7 @@ class DiskWork:
         self._moved_s = time.monotonic()
 
     def start(self, act: Callable[[], Result]) -> Future[Result]:
-        """Runs `act` in a thread on this rank."""
+        """Runs `act` in a thread of this rank, and returns a future for its result."""
         future: Future[Result] = Future()
 
         def work() -> None:
@@ -84,15 +84,15 @@ class DiskWork:
         return future
 
     def together(self, act: Callable[[], Result]) -> Result:
-        """Runs `act` on all ranks; returns this rank's result, or fails, like `wait`."""
+        """Runs `act` in a thread of each rank; returns this rank's result or fails like `wait`."""
         return self.wait(self.start(act))
 
     def wait(self, future: Future[Result]) -> Result:
         """Waits until all ranks are done, and returns the result of this rank's work.
 
         A rank whose work failed raises its error (an OSError as CheckpointError); the other ranks
-        raise CheckpointError. When the disk of an unfinished rank is silent for too long, all raise
-        CheckpointError and leave the work to its thread.
+        raise CheckpointError. If the disk of an unfinished rank is silent for too long, all raise
+        CheckpointError, and the thread is left running.
         """
         before = -1
         while True:
@@ -106,14 +106,14 @@ class DiskWork:
                 return self._result(future, any(failed for _, failed, *_ in states))
 
     def is_done(self, future: Future[Result]) -> bool:
-        """Whether all ranks have done their work. Raises CheckpointError for a silent disk."""
+        """Whether all ranks have done their work; raises CheckpointError for a silent disk."""
         return all(is_done for is_done, *_ in self._meet(future))
 
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
-        """Exchanges and returns the ranks' states. Raises CheckpointError for a silent disk.
+        """Exchanges and returns the ranks' states; raises CheckpointError for a silent disk.
 
-        A state says whether the rank's work is done, whether it failed, how many bytes it has
-        moved, and for how many seconds it has moved none.
+        A state has whether the rank's work is done, whether it failed, how many bytes it has moved,
+        and for how many seconds it has moved none.
         """
         limit_s = self.ranks.timeout_s
         is_done, silent_s = future.done(), time.monotonic() - self._moved_s
@@ -144,9 +144,9 @@ class DiskWork:
 
 
 def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -> None:
-    """Raises CheckpointError on every rank when one does not see a file of rank 0 in `folder`.
+    """Raises CheckpointError on every rank if one does not see a file of rank 0 in `folder`.
 
-    Collective; blocks until all ranks have seen the file, or for `limit_s`.
+    Collective; blocks until all ranks have seen the file, at most `limit_s` seconds.
     """
     mark = f".seen-by-all-{secrets.token_hex(8)}".encode() if ranks.is_main else None
     path = folder / ranks.broadcast_bytes(mark).decode()
@@ -185,18 +185,18 @@ class CountedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
-        """Calls `moved` with the number of bytes of each read and write, in the caller's thread."""
+        """Opens the file; `moved` gets the bytes of each read and write, in the caller's thread."""
         self._moved = moved
         super().__init__(path, mode)
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - whatever has a buffer
-        """Reads at most `PIECE_BYTES`."""
+        """Reads at most `PIECE_BYTES` into `buffer`; returns the number of bytes read."""
         count: int = super().readinto(memoryview(buffer).cast("B")[:PIECE_BYTES]) or 0
         self._moved(count)
         return count
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
-        """Writes at most `PIECE_BYTES`; returns how many bytes the file has taken."""
+        """Writes at most `PIECE_BYTES` of `data`; returns the number of bytes written."""
         count: int = super().write(memoryview(data).cast("B")[:PIECE_BYTES])
         self._moved(count)
         return count
@@ -205,8 +205,8 @@ class CountedFile(io.FileIO):
 class SyncedFile(CountedFile):
     """A file that is synced while it is written; a second thread computes its digest meanwhile.
 
-    Without these syncs all bytes would go to the disk at the end. Other syncs at that time, for
-    example of the controller's journal on the same disk, would wait for all of them.
+    Without these syncs all bytes would go to the disk at the end. Other syncs would then wait for
+    them, for example those of the controller's journal on the same disk.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class SyncedFile(CountedFile):
         return done
 
     def close(self) -> None:
-        """Closes the file and ends the digest's thread."""
+        """Closes the file and ends the thread that computes the digest."""
         self._digesting.shutdown()
         super().close()
 
@@ -269,9 +269,10 @@ class SyncedFile(CountedFile):
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], moved: Callable[[int], None]
 ) -> None:
-    """Writes contiguous tensors in main memory, durably, in the format of safetensors.
+    """Writes and syncs a safetensors file of contiguous tensors that are in main memory.
 
-    `safetensors.torch.save_file` reports no progress, and may take hours on a slow disk.
+    `moved` gets the bytes of each write: `safetensors.torch.save_file` reports no progress, and may
+    take hours on a slow disk.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0

@@ -1,8 +1,8 @@
-"""Models and optimizers to and from Megatron's distributed checkpoint files (torch_dist).
+"""Saves and loads models and optimizers in Megatron's distributed checkpoint files (torch_dist).
 
 Files of one layout of ranks can be read in any other. A save copies tensors to host memory, and a
-thread of each rank writes them: Megatron's own writers fork, which threads of gRPC and OpenMP do
-not survive, or start a second interpreter for each rank. Import it after `cpu.install`.
+thread of each rank writes them. Megatron's own writers fork, which threads of gRPC and OpenMP do
+not survive, or start a second interpreter for each rank. Import this module after `cpu.install`.
 
 A resume may change between the distributed optimizer and the plain one. Both write whole tensors
 under a parameter's own name. They differ in the name of the float32 copy of the weights, in whether
@@ -85,7 +85,7 @@ _Place = tuple[int, int, Tensor]
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
-    """Returns the bytes of each tensor that this rank will save; not collective."""
+    """Returns the size in bytes of each tensor that this rank will save; not collective."""
     sizes = []
     for model in models:
         optimizer = model.optimizer
@@ -108,12 +108,12 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
 def begin_save(
     models: Sequence[StoredModel], folder: Path, *, copy: bool, host: HostCopies, disk: DiskWork
 ) -> PendingSave:
-    """Plans a save into `folder`, which exists and is empty; collective.
+    """Plans a save into `folder`, which must exist and be empty; collective.
 
-    With `copy` the tensors may change as soon as it returns, without it only after `finish`.
+    With `copy` the tensors may change as soon as this returns, otherwise only after `finish`.
     Tensors on a device are always copied, to `host`: call `host.begin` before this, and not again
-    before `finish`. `disk` counts the bytes that `write` writes. When one rank cannot plan,
-    all raise CheckpointError.
+    before `finish`. `disk` counts the bytes that `write` writes. If one rank cannot plan, all raise
+    CheckpointError.
     """
     common = KeptCommonState()
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
@@ -138,10 +138,10 @@ def begin_save(
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
-    """Loads weights, and the state of models with an `optimizer`, in any layout; collective.
+    """Loads weights and, for models that have one, the optimizer state, in any layout; collective.
 
-    The state is converted if the distributed optimizer was used for the save and not for the load,
-    or the reverse. Raises CheckpointError when the files do not hold these models.
+    The state is converted if only one of save and load uses the distributed optimizer. Raises
+    CheckpointError if the files do not hold these models.
     """
     state = sharded_states(models)
     try:
@@ -182,7 +182,7 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
 
 
 def _num_updates(model: StoredModel, ranks: Ranks) -> int:
-    """Returns how many updates the optimizer of `model` has made, 0 without one; collective."""
+    """Returns the number of updates by the model's optimizer, 0 if it has none; collective."""
     with model.in_force():
         groups = [] if model.optimizer is None else model.optimizer.param_groups
         own = max((group.get("step") or 0 for group in groups), default=0)
@@ -199,7 +199,7 @@ def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]
 def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None) -> dict[str, Any]:
     """Returns the sharded state of each model for Megatron's checkpoints, by name; collective.
 
-    With `host` the states are for saving, without it for loading.
+    With `host` the states are for a save, otherwise for a load.
     """
     states = {}
     for model in models:
@@ -235,7 +235,7 @@ def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
 
 
 class _CountedFiles(FileSystem):
-    """Files on a disk; calls `moved` with the number of bytes of each read."""
+    """A file system that calls `moved` with the number of bytes of each read."""
 
     def __init__(self, moved: Callable[[int], None]) -> None:
         self._moved = moved
@@ -263,9 +263,9 @@ class _SafePlanner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
 
 
 class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads like Megatron's strategy, but files cannot run code, and ranks read independently.
+    """Loads like Megatron's strategy, but files cannot run code and ranks read independently.
 
-    torch would make all ranks wait in a collective for the slowest reader.
+    With torch's reader all ranks would wait in a collective for the slowest one.
     """
 
     def __init__(self, disk: DiskWork) -> None:
@@ -296,7 +296,7 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
 
 @torch.no_grad()
 def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) -> None:
-    """Fills this rank's tensors, like torch's `load` but without the other ranks."""
+    """Reads this rank's tensors, like torch's `load` but without the other ranks."""
     index = reader.read_metadata()
     planner.set_up_planner(wanted, index, is_coordinator=True)
     reader.set_up_storage_reader(index, is_coordinator=True)
@@ -307,11 +307,11 @@ def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) ->
 
 @contextmanager
 def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
-    """Replaces Megatron's method to gather the distributed optimizer's state until the block ends.
+    """Replaces, inside the block, Megatron's method that gathers the distributed optimizer's state.
 
-    Megatron's gathers through main memory and leaves the whole state on every rank. Here the first
-    data-parallel rank receives it on its device in small parts, and copies them into `host`. A load
-    passes None: it needs memory for the state on every rank.
+    Megatron's method gathers through main memory and leaves the whole state on every rank. The
+    replacement sends it in small parts to the first data-parallel rank, on its device, which copies
+    them into `host`. For a load `host` is None: it needs memory for the state on every rank.
     """
     parts = distributed_parts(optimizer)
     # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.
@@ -327,12 +327,12 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
 
 
 def distributed_parts(optimizer: Megatron) -> list[Megatron]:
-    """Returns the parts whose state is split over data-parallel ranks."""
+    """Returns the optimizer's parts whose state is split over data-parallel ranks."""
     return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
 
 
 def gathered_sizes(optimizer: Megatron) -> list[int]:
-    """Returns the bytes of each tensor that this rank gathers; not collective."""
+    """Returns the size in bytes of each tensor that this rank gathers; not collective."""
     return [
         4 * buffer.numel
         for part in distributed_parts(optimizer)
@@ -387,7 +387,7 @@ def _gather_bucket(
     group: dist.ProcessGroup,
     part_elements: int,
 ) -> None:
-    """Gathers all ranks' shares of a bucket into `target` on the first rank; collective."""
+    """Gathers the shares of a bucket from all ranks into `target` on the first rank; collective."""
     size, share = group.size(), gradients.numel() // group.size()
     part = max(1, min(share, part_elements // size))
     own = torch.empty(part, dtype=torch.float32, device=gradients.device)
@@ -409,7 +409,7 @@ def _fill(own: Tensor, start: int, places: list[_Place]) -> None:
 
 
 def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Returns each rank's values on the first rank, [] on the others; collective."""
+    """Returns the tensors of all ranks on the first rank, [] on the others; collective."""
     if group.size() == 1:
         return [own]
     received = None
@@ -420,7 +420,7 @@ def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def drop_absent(state: dict[Any, Any]) -> None:
-    """Removes `param_state` entries that are None: Megatron would warn that ranks differ."""
+    """Removes `param_state` entries that are None, as Megatron would warn that ranks differ."""
     parts = [state, *(part for part in state.values() if isinstance(part, dict))]
     for part in parts:
         if part.get("param_state", state) is None:
@@ -428,7 +428,7 @@ def drop_absent(state: dict[Any, Any]) -> None:
 
 
 def detach(state: dict[str, Any]) -> None:
-    """Copies the tensors of a sharded state, so that later changes of the model do not reach it.
+    """Replaces the tensors of a sharded state by copies, which training does not change.
 
     The optimizer must have made its own sharded state from the original tensors before.
     """
@@ -439,7 +439,7 @@ def detach(state: dict[str, Any]) -> None:
 
 
 def was_distributed(saved: Tree) -> bool:
-    """Whether the saved state dict `saved` is from the distributed optimizer."""
+    """Whether the state dict `saved` was written by the distributed optimizer."""
     return any("param_state_sharding_type" in part for part in _dicts(saved))
 
 
@@ -466,8 +466,8 @@ def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -
     """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
 
     `wanted` is the optimizer's own sharded state, `saved` the structure around the saved tensors.
-    Settings of the parameter groups come from `wanted`, the number of steps and the scale of the
-    loss from `saved`.
+    Settings of the parameter groups come from `wanted`, the number of steps and the loss scale from
+    `saved`.
     """
     if not distributed_parts(optimizer):
         state = _read_by_key(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
@@ -501,9 +501,9 @@ def _dicts(tree: Tree) -> Iterator[dict[str, Tree]]:
 
 
 def _read_by_key(wanted: Tree, source: Callable[[str], str | None], load: Load) -> Tree:
-    """Reads each sharded leaf of `wanted` from the key that `source` returns for its own key.
+    """Reads each sharded leaf of `wanted` under the key that `source` returns for the leaf's key.
 
-    A leaf for which `source` returns None stays as it is.
+    A leaf for which `source` returns None is not read.
     """
     chosen = _chosen(wanted, source)
     return _filled(wanted, load({"converted": chosen})["converted"])
@@ -523,7 +523,7 @@ def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
 
 
 def _filled(wanted: Tree, loaded: Tree) -> Tree:
-    """Returns `wanted` with the entries of `loaded` in their places."""
+    """Returns `wanted` with its entries replaced by those of `loaded`."""
     if loaded is None:
         return wanted
     if isinstance(wanted, dict):

@@ -1,8 +1,8 @@
 """Main memory into which a save copies a GPU's tensors.
 
-Getting fresh pages takes ten times as long as copying bytes into them. So memory is taken once,
-filled with zeros by all threads, pinned for the GPU's copy engine, and kept for later saves.
-torch's own pinned memory takes six times as long and a third more bytes: see docs/adr/0012.
+Getting new pages from the system takes ten times as long as copying bytes into them. So memory is
+taken once, filled with zeros by all threads, pinned for the GPU's copy engine, and kept for later
+saves. torch's own pinned memory takes six times as long and a third more bytes: see docs/adr/0012.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PART_ELEMENTS = 64 << 20
 
 
 class HostCopies:
-    """The copies of one device's tensors that one save holds in main memory.
+    """Copies, in main memory, of all the tensors of one device that a save writes.
 
     Call `reserve` once; it works in the background. Then, for each save, call `begin`, and `copy`,
     or `empty` and `wait`. Keep it until the process ends: memory that is freed while pinned gives
@@ -36,7 +36,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
-        """Sets the limit of optimizer state gathered at a time: `part_elements` over all ranks."""
+        """Takes how many elements of optimizer state all ranks together gather at a time."""
         self.part_elements, self._device = part_elements, device
         self._blocks: list[_Block] = []
         self._reserving: threading.Thread | None = None
@@ -44,7 +44,7 @@ class HostCopies:
         self._problem: CheckpointError | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Takes memory for tensors of these `sizes` in bytes, in a thread; `begin` waits for it."""
+        """Takes memory for tensors of these sizes in bytes, in a thread; `begin` waits for it."""
 
         def take() -> None:
             started_s, num_bytes = time.monotonic(), sum(map(_aligned, sizes))
@@ -61,7 +61,7 @@ class HostCopies:
         self._reserving.start()
 
     def begin(self) -> None:
-        """Begins a new save, which overwrites the copies of the save before it.
+        """Begins a new save, which overwrites the copies of the previous save.
 
         Raises CheckpointError, once, if the reservation failed.
         """
@@ -75,9 +75,9 @@ class HostCopies:
             block.room = block.num_bytes
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns finished copies in the same order, each with a storage of exactly its bytes.
+        """Returns finished copies in the same order, each in a storage of exactly its size.
 
-        Raises CheckpointError if there is no memory that can be pinned.
+        Raises CheckpointError if no more memory can be pinned.
         """
         copies = [self.empty(t.numel(), t.dtype).view(t.shape) for t in tensors]
         for copied, tensor in zip(copies, tensors, strict=True):
@@ -86,11 +86,14 @@ class HostCopies:
         return copies
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory for non-blocking copies, which need a `wait`; raises like `copy`."""
+        """Returns memory for `count` elements, for non-blocking copies; call `wait` after these.
+
+        Raises CheckpointError like `copy`.
+        """
         return self._block_for(count * dtype.itemsize).take(count, dtype)
 
     def wait(self) -> None:
-        """Returns when all non-blocking copies are done."""
+        """Waits until all non-blocking copies are done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -109,12 +112,12 @@ class HostCopies:
 
 
 class _Block:
-    """Memory that is filled from its start; `room` bytes are left."""
+    """A block of memory that is filled from its start; `room` bytes are left."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Takes `num_bytes` of memory.
 
-        Raises CheckpointError if there are not as many, or if CUDA cannot pin them.
+        Raises CheckpointError if too little is available, or if CUDA cannot pin it.
         """
         try:
             # Shared memory would have no large pages.

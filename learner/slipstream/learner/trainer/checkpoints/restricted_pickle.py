@@ -72,14 +72,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: str) -> object:
-    """Returns a member of an enum, which Python 3.11.2 pickles as a call of `getattr`."""
+    """Returns the enum member `name` of `kind`, which Python 3.11.2 pickles as a `getattr` call."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
     return kind[name]
 
 
 def read_index(path: Path) -> Metadata:
-    """Returns the index in `path`. Raises CheckpointError if it holds anything else."""
+    """Returns the index in `path`; raises CheckpointError if it holds anything else."""
     try:
         with path.open("rb") as file:
             index = _Unpickler(file).load()

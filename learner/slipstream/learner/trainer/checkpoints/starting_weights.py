@@ -1,4 +1,4 @@
-"""Starting weights of a run from distributed checkpoint files."""
+"""Loads the starting weights of a run from distributed checkpoint files."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_man
 def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) -> None:
     """Loads the policy's weights from a run's checkpoint or other torch_dist files; collective.
 
-    Raises CheckpointError when the files do not hold this model.
+    Raises CheckpointError if the files do not hold this model.
     """
     load_models_from([StoredModel(POLICY, chunks, None)], path, ranks)
 
@@ -35,7 +35,7 @@ def load_models_from(models: Sequence[StoredModel], path: Path, ranks: Ranks) ->
 def check_saved(path: Path, ranks: Ranks) -> None:
     """Raises CheckpointError if a file of a run's checkpoint changed since its save; collective.
 
-    Files from a converter have no manifest, and are not checked.
+    Files from a converter have no manifest and are not checked.
     """
     if not (path / STATE_FOLDER).is_dir() and not (path / MANIFEST_NAME).exists():
         return
@@ -49,9 +49,9 @@ def check_saved(path: Path, ranks: Ranks) -> None:
 
 
 def check_no_adapters(path: Path) -> None:
-    """Raises ConfigError when the files for `load_starting_weights` hold low-rank adapters.
+    """Raises ConfigError if the files for `load_starting_weights` hold low-rank adapters.
 
-    A model without adapters would load the matrices only, and lose all that was trained.
+    A model without adapters would load only the matrices and lose the trained adapters.
     """
     if any(".adapter." in name for name in _names(path)):
         raise ConfigError(
@@ -61,9 +61,9 @@ def check_no_adapters(path: Path) -> None:
 
 
 def check_no_lost_tower(config: Config, path: Path) -> None:
-    """Raises ConfigError if the files for `load_starting_weights` hold a tower that would be lost.
+    """Raises ConfigError if the files hold a vision tower that a run of `config` would lose.
 
-    A run of `config` that sees no images would train the decoder, and export it without the tower.
+    A run that sees no images would train the decoder, and export it without the tower.
     """
     sizes = read_model_sizes(config.model.path)
     if sees_images(config, sizes):

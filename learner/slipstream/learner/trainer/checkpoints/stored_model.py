@@ -38,7 +38,7 @@ class StoredModel:
         return [p for p in found if p.requires_grad == (self.content == "adapter")]
 
     def chosen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the part of a chunk's state that checkpoints hold."""
+        """Returns the part of a model chunk's state that checkpoints hold."""
         if self.content == "all":
             return state
         is_adapter = self.content == "adapter"
@@ -46,7 +46,7 @@ class StoredModel:
 
 
 def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[StoredModel]:
-    """Returns the policy as stored models; with named adapters, the base and each adapter."""
+    """Returns the policy as stored models; with named adapters, the base model and each adapter."""
     chunks, optimizer = policy.chunks, policy.optimizer if with_optimizer else None
     adapters = policy.adapters
     if not adapters.have_names:

@@ -1,6 +1,6 @@
-"""A save that a thread of each rank writes as one file, in place of Megatron's processes.
+"""A save that a thread of each rank writes as one file, instead of Megatron's processes.
 
-Import it after `cpu.install`.
+Import this module after `cpu.install`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     """Holds the data that one rank saves, and writes them as one file.
 
-    Megatron calls `prepare_write_data`, a thread `write`, then Megatron `finish`, and rank 0
-    `write_index`.
+    Megatron calls `prepare_write_data`, a thread calls `write`, then Megatron calls `finish`, and
+    rank 0 calls `write_index`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         moved: Callable[[int], None],
         open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
-        """Takes `copy` and `host` of `begin_save`; `moved` gets the bytes of each write."""
+        """Takes `copy` and `host` as in `begin_save`; `moved` gets the bytes of each write."""
         super().__init__(folder)
         self._open_file = open_file
         self._copy, self._host, self._moved = copy, host, moved
@@ -65,7 +65,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Takes all data of the plan; tensors on a device are copied."""
+        """Keeps all data of the plan; copies tensors that are on a device."""
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         found: list[Any] = [planner.resolve_data(item) for item in plan.items]
         on_device = [data.detach() for data in found if _is_on_device(data)]
@@ -83,7 +83,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return tensor if is_safe else tensor.clone()
 
     def write(self) -> None:
-        """Writes and syncs the file; after a failure removes it and keeps the error as result."""
+        """Writes and syncs the file; on a failure removes it and keeps the error as its result."""
         try:
             self._results = self._write()
         except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
@@ -124,7 +124,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keeps the index of all ranks' files on rank 0; `write_index` writes it."""
+        """Keeps the index of all ranks' files on rank 0, until `write_index` writes it."""
         # This copy leaves out plans, which only a later save by Megatron would use.
         kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
         self._index = type(metadata)(**kept), results
@@ -137,7 +137,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
 
 
 def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes
-    """Returns a copy of a view: torch would write the view's whole storage."""
+    """Returns a copy of a tensor that is a view, as torch would write the view's whole storage."""
     if not isinstance(data, torch.Tensor):
         return data
     is_view = data.untyped_storage().size() != data.numel() * data.itemsize
@@ -149,7 +149,10 @@ def _is_on_device(data: Any) -> bool:  # noqa: ANN401 - a tensor, or bytes
 
 
 class PendingSave:
-    """A save whose tensors training cannot change: a thread calls `write`, all ranks `finish`."""
+    """A save whose tensors training can no longer change.
+
+    A thread of each rank calls `write`, then all ranks call `finish`.
+    """
 
     def __init__(
         self, request: AsyncRequest, writer: HostWriter, common: KeptCommonState, disk: DiskWork
@@ -158,9 +161,9 @@ class PendingSave:
         self._common, self._disk = common, disk
 
     def write(self) -> list[FileEntry]:
-        """Writes this rank's file and returns its entry; `finish` raises a failure on all ranks.
+        """Writes this rank's file and returns its entry; if it fails, `finish` raises on all ranks.
 
-        Raises OSError when rank 0 cannot write the state that is not tensors.
+        Raises OSError if rank 0 cannot write the state that is not tensors.
         """
         self._common.write()
         self._writer.write()
@@ -179,28 +182,28 @@ class PendingSave:
 
 
 class KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """Keeps rank 0's state other than tensors until a thread writes it with `write`."""
+    """Keeps rank 0's state other than tensors in memory until a thread calls `write`."""
 
     def __init__(self) -> None:
         super().__init__("torch", 1)
         self._kept: tuple[Path, bytes] | None = None
 
     def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Keeps the state on rank 0; Megatron calls it."""
+        """Keeps the state in memory on rank 0; Megatron calls this."""
         if torch.distributed.get_rank() == 0:
             encoded = io.BytesIO()
             torch.save(common_state_dict, encoded)
             self._kept = Path(checkpoint_dir) / COMMON_STATE_FNAME, encoded.getvalue()
 
     def write(self) -> None:
-        """Writes the kept state. Raises OSError if the disk refuses it."""
+        """Writes the kept state; raises OSError if the disk fails."""
         if self._kept is not None:
             path, encoded = self._kept
             path.write_bytes(encoded)
 
 
 class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves like Megatron's strategy, with a writer that neither forks nor starts a process."""
+    """Saves like Megatron's strategy, but its writer neither forks nor starts a process."""
 
     def __init__(self, *, copy: bool, host: HostCopies, moved: Callable[[int], None]) -> None:
         super().__init__("torch_dist", 1)
@@ -208,7 +211,7 @@ class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ig
         self.writer: HostWriter
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
-        """Plans the save with all ranks and gives the data to `writer`; Megatron calls it."""
+        """Plans the save with all ranks and passes the data to `writer`; Megatron calls this."""
         state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -228,7 +231,7 @@ class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ig
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns one line: what failed on the first rank that failed, or the error's first line."""
+    """Returns one line: the cause on the first rank that failed, or the error's first line."""
     if not isinstance(error, CheckpointException):
         return str(error).partition("\n")[0]
     # torch reports the failures of all ranks to the first rank only.

@@ -1,4 +1,4 @@
-"""Recipes for text models that Megatron-Core trains and Bridge 0.3.1 lacks or gets wrong.
+"""Recipes for text models that Megatron-Core can train and Bridge 0.3.1 lacks or gets wrong.
 
 A recipe turns config.json into Megatron's settings and maps its parameters to tensors of the files.
 Importing this module after Bridge registers the recipes: see `compat.install`.
@@ -50,7 +50,7 @@ from transformers import (
 
 
 class DenseBridge(FamilyBridge):
-    """The bridge of dense models with the tensors of Llama."""
+    """The bridge of dense models whose tensors have the names of Llama's."""
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")]
@@ -74,10 +74,10 @@ class Ministral3Bridge(DenseBridge):
 
 
 class _GemmaBridge(FamilyBridge):
-    """The parts that Gemma 2 and 3 share.
+    """The common parts of Gemma 2 and 3.
 
-    Norms multiply by 1 + weight and stand before and after attention and MLP. Embeddings are scaled
-    by the root of the hidden size, attention scores by the inverse root of `query_pre_attn_scalar`.
+    Norms multiply by 1 + weight, and precede and follow attention and MLP. Embeddings are scaled by
+    the root of the hidden size, attention scores by the inverse root of `query_pre_attn_scalar`.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
@@ -182,7 +182,7 @@ class MixtralBridge(FamilyBridge):
 
 @recipe_for(Qwen2MoeForCausalLM, "qwen2_moe")
 class Qwen2MoeBridge(FamilyBridge):
-    """Qwen2-MoE and Qwen1.5-MoE: a mixture with a shared expert that has a gate of its own.
+    """Qwen2-MoE and Qwen1.5-MoE: a mixture with a shared expert that has its own gate.
 
     Source: arXiv:2407.10671, section 2.2.2.
     """
@@ -304,9 +304,10 @@ class DeepseekV3Bridge(_SigmoidBridge):
 
 @recipe_for(DeepseekV2ForCausalLM, "deepseek_v2", provider=MLAModelProvider)
 class DeepseekV2Bridge(_SharedBridge):
-    """DeepSeek V2 and V2-Lite: latent attention; groups of experts rank by their best expert.
+    """DeepSeek V2 and V2-Lite: latent attention; a group of experts counts by its best expert.
 
-    Megatron would rank a group by a sum over its best experts. Source: arXiv:2405.04434, section 2.
+    Megatron would compare groups by a sum over their best experts. Source: arXiv:2405.04434,
+    section 2.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
@@ -323,7 +324,7 @@ class DeepseekV2Bridge(_SharedBridge):
 class GptOssBridge(FusedExperts, FamilyBridge):
     """gpt-oss: every second layer has a sliding window; experts have biases and a clamped SwiGLU.
 
-    Bridge's own recipe has other windows and positions than config.json says, and keeps every
+    Bridge's own recipe has other windows and positions than config.json specifies, and keeps every
     expert's weights in memory while it loads. Source: arXiv:2508.10925, section 2.
     """
 

@@ -1,7 +1,7 @@
-"""The parts of a recipe that families share: names of tensors in files, and Megatron's settings.
+"""The common parts of the recipes: names of tensors in files, and Megatron's settings.
 
-Some files hold the matrices of all experts of a layer in one tensor: see `FusedExperts`.
-Importing this module imports Bridge's classes, so do it only after Bridge itself.
+Some files hold the matrices of all experts of a layer in one tensor: see `FusedExperts`. Importing
+this module imports Bridge's classes, so import it only after Bridge itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,12 +28,12 @@ SHARED = f"{DECODER}mlp.shared_experts."
 
 
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
-    """Returns mappings for tensors that differ by name only: Megatron's name -> the files'."""
+    """Returns mappings for tensors that differ only by name; a pair is (Megatron's, the files')."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
 
 
 def renamed_files(mapping: Megatron, placed: Callable[[str], str]) -> Megatron:
-    """Changes the names of the files' tensors in a mapping, and returns it."""
+    """Changes the files' tensor names in a mapping by `placed`, and returns the mapping."""
     known = mapping.hf_param
     mapping.hf_param = (
         placed(known)
@@ -57,7 +57,8 @@ def ends() -> list[Megatron]:
 def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
     """Returns the mappings of the norms before attention and MLP.
 
-    A norm has one of two names: TransformerEngine's layers fuse norms into the linear layer.
+    A norm has two possible names in Megatron, since TransformerEngine's layers fuse it into the
+    linear layer.
     """
     return renamed(
         {
@@ -116,7 +117,7 @@ def experts(
 
 
 def shared_expert() -> list[Megatron]:
-    """Returns the mappings of the shared expert, which every token goes to, and of its gate."""
+    """Returns the mappings of the shared expert, which takes every token, and of its gate."""
     gate = ReplicatedMapping(
         megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
     )
@@ -124,7 +125,7 @@ def shared_expert() -> list[Megatron]:
 
 
 def recipe_for(source: type, model_type: str, provider: Megatron | None = None) -> Megatron:
-    """Registers the decorated recipe with Bridge for transformers' class `source`."""
+    """Returns a decorator that registers a recipe with Bridge for transformers' class `source`."""
     return MegatronModelBridge.register_bridge(
         source=source, target=GPTModel, provider=provider, model_type=model_type
     )
@@ -160,7 +161,7 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
         return MegatronMappingRegistry(*self._mappings())
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        """Adjusts Megatron's model `provider` to the family; `settings` come from config.json."""
+        """Adjusts Megatron's `provider` to the family; `settings` come from config.json."""
 
     def _mappings(self) -> list[Megatron]:
         """Returns the family's mappings from Megatron's parameters to tensors of the files."""
@@ -168,7 +169,7 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
 
 
 def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
-    """Sets where `spec.layer_spec` puts norms, and makes it build the layers on every device.
+    """Sets where the layers of `provider` have norms; they are built by `spec.layer_spec`.
 
     `place` is "before" attention and MLP, "after" them, or "around" for both. With `whole`, one
     norm is over all queries of a token together and one over all keys; `qk_layernorm` stays off,
@@ -208,8 +209,8 @@ def scale_embeddings(provider: Megatron, factor: float) -> None:
 class FusedExperts:
     """A mixin for files that hold all experts of a layer in one tensor.
 
-    It reads that tensor once, and stacks the experts of all ranks for an export. It precedes the
-    bridge's class among the bases.
+    A load reads that tensor once; an export stacks the experts of all ranks. The mixin must precede
+    the bridge's class among the bases.
     """
 
     hf_config: Megatron
@@ -244,7 +245,7 @@ class FusedExperts:
         converted_weights_dict: dict[str, Tensor],
         _hf_state_dict: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Returns tensors of the files; {} until all experts of a layer are converted."""
+        """Returns tensors for the files; {} for experts until all of the layer are converted."""
         if ".mlp.experts." not in task.param_name:
             return converted_weights_dict
         ((name, tensor),) = converted_weights_dict.items()
@@ -263,7 +264,7 @@ class FusedExperts:
 
 
 class _OneExpert(AutoMapping):  # type: ignore[misc]
-    """The mapping of one expert's matrix to the tensor of all experts, which has it transposed."""
+    """The mapping of one expert's matrix to the files' tensor of all experts, there transposed."""
 
     is_turned = True
 
@@ -276,12 +277,12 @@ class _OneExpert(AutoMapping):  # type: ignore[misc]
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the expert's matrix, or one matrix for each expert parallel rank."""
+        """Returns the expert's matrix by name; with several expert parallel ranks, that of each."""
         found = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: self._as_in_files(tensor) for name, tensor in found.items()}
 
     def _validate_patterns(self, *_args: object, **_named: object) -> None:
-        """Skips a check of Bridge: the Hugging Face name has no wildcard for the expert."""
+        """Skips a check by Bridge, as the Hugging Face name has no wildcard for the expert."""
 
     def _as_in_files(self, tensor: Tensor) -> Tensor:
         return (tensor.mT if self.is_turned else tensor).contiguous()
@@ -301,7 +302,7 @@ class _OneGatedExpert(_OneExpert):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the fused gate and up projections, for each expert parallel rank if several."""
+        """Returns the fused gate and up projections by name, for each expert parallel rank."""
         found = self._both().megatron_to_hf(megatron_weights, megatron_module)
         if not found:
             return {}
@@ -315,21 +316,21 @@ class _OneGatedExpert(_OneExpert):
 
 
 class _OneExpertAsIs(_OneExpert):
-    """Like `_OneExpert`, for files that hold the matrices as Megatron does, not transposed."""
+    """Like `_OneExpert`, for files that hold the matrices in Megatron's layout, not transposed."""
 
     is_turned = False
 
 
 class _OneGatedExpertAsIs(_OneGatedExpert):
-    """Like `_OneGatedExpert`, for files that hold the matrices as Megatron does."""
+    """Like `_OneGatedExpert`, for files that hold the matrices in Megatron's layout."""
 
     is_turned = False
 
 
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
-    """Returns the mappings of the router, and of experts that lie in one tensor for each layer.
+    """Returns the mappings of the router, and of experts that the files fuse, one tensor a layer.
 
-    `is_turned`: whether the files hold their matrices transposed, see `FusedExperts`.
+    `is_turned`: whether the files hold the experts' matrices transposed; see `FusedExperts`.
     """
     folder = f"{LAYER}mlp.experts."
     gated, plain = _OneGatedExpertAsIs, _OneExpertAsIs

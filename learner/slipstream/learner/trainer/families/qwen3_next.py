@@ -1,4 +1,4 @@
-"""Recipes for Qwen3-Next, and for Qwen3.5: the same layers behind Qwen3-VL's tower.
+"""Recipes for Qwen3-Next, and for Qwen3.5, which has the same layers and Qwen3-VL's tower.
 
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
@@ -52,7 +52,7 @@ _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", 
 
 
 def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
-    """Sets `provider` to delta nets and gated attention, with norms that multiply by 1 + weight.
+    """Sets `provider` to gated delta nets and gated attention; norms multiply by 1 + weight.
 
     Layers for multi-token prediction are neither loaded nor exported.
     """
@@ -71,13 +71,13 @@ def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
 
 
 def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
-    """Adds a shared expert, which every token goes to, with a gate of its own."""
+    """Adds a shared expert, which takes every token and has its own gate."""
     provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
     provider.moe_shared_expert_gate = True
 
 
 def delta_nets() -> list[Megatron]:
-    """Returns the mappings of delta nets and attention, without the nets' input projections."""
+    """Returns the mappings of delta nets and attention, but not of the nets' input projections."""
     pairs = {
         f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
         for ours, name in (
@@ -111,7 +111,7 @@ class Qwen3NextBridge(FamilyBridge):
         converted_weights_dict: dict[str, Tensor],
         adapter_weights: Megatron,
     ) -> dict[str, Tensor]:
-        """Returns matrices with their adapters merged; Bridge knows no fused `in_proj`."""
+        """Returns matrices with adapters merged, also the fused `in_proj`, unknown to Bridge."""
         (adapter,) = adapter_weights
         rows = adapter.linear_out_weight.weight
         parts = _parts(megatron_model[0].config, converted_weights_dict, rows)
@@ -135,7 +135,7 @@ class Qwen3NextBridge(FamilyBridge):
         linear_out_tensor: Tensor,
         is_expert: bool = False,
     ) -> dict[str, Tensor] | None:
-        """Returns lora_B split by the files' matrices; None if they are not fused in Megatron."""
+        """Returns lora_B split by the files' matrices; None if Megatron does not fuse these."""
         config = megatron_model[0].config
         parts = _parts(config, base_hf_weight_names, linear_out_tensor)
         if parts is not None:
@@ -157,8 +157,8 @@ class Qwen3NextBridge(FamilyBridge):
 def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor] | None:
     """Splits `rows` of a delta net's fused `in_proj` into the files' tensors among `names`.
 
-    Returns None if `names` are of another matrix. `rows`, those of all tensor parallel ranks, may
-    have any number of columns.
+    Returns None if `names` belong to another matrix. `rows` are those of all tensor parallel ranks,
+    with any number of columns.
     """
     found = [name for kind in _FUSED for name in names if name.endswith(f".{kind}.weight")]
     if not found:
@@ -214,7 +214,7 @@ class _Inputs(MegatronParamMapping):  # type: ignore[misc]
 
 
 def _rows(config: Megatron) -> list[int]:
-    """Returns how many rows queries, keys, values, gates, betas and alphas have on all ranks."""
+    """Returns the numbers of rows of queries, keys, values, gates, betas and alphas, all ranks'."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     values = heads * config.linear_value_head_dim
@@ -244,7 +244,7 @@ class _Layers(FamilyBridge):
 
 
 class _MixtureLayers(_Layers):
-    """The layers of a Qwen3.5 with experts, one of them shared by all tokens."""
+    """The layers of a Qwen3.5 with experts, one of which is shared by all tokens."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)

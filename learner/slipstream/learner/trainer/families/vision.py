@@ -1,12 +1,12 @@
-"""Models that see images: a vision tower before the decoder of a text model, packed sequences.
+"""Models with images: a vision tower before the decoder of a text model, with packed sequences.
 
 Megatron-Bridge's own models of Qwen2.5-VL and Qwen3-VL take no packed sequences, and one of them
-needs TransformerEngine. Here the decoder is that of every other family. transformers' vision tower
-stands beside the embedding on the first pipeline stage, whole on every tensor parallel rank.
-Hooks replace embeddings by its features, and rotate heads by the positions of images.
+needs TransformerEngine. Here the decoder is built like that of other families. transformers' vision
+tower is on the first pipeline stage with the embedding, whole on every tensor parallel rank. Hooks
+replace embeddings of image tokens by the tower's features, and rotate heads by image positions.
 
-Without images in episodes, Gemma 3 and Mistral 3 train their decoder only, and their tower stays
-as it is in the folder.
+Without images in episodes, Gemma 3 and Mistral 3 train only their decoder, and the tower in the
+model's folder stays unchanged.
 """
 
 from collections.abc import Collection, Iterator
@@ -61,7 +61,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 
 class VisionBridge(FamilyBridge):
-    """The recipe that models with a vision tower share; each class sets the three attributes."""
+    """The common recipe of models with a vision tower; each subclass sets the three attributes."""
 
     tower: Megatron
     # Folders of the tower and of the decoder in the files.
@@ -69,7 +69,7 @@ class VisionBridge(FamilyBridge):
     decoder_folder: str
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder, which also makes the tower."""
+        """Returns Megatron's provider for the decoder, which also builds the tower."""
         settings = hf_pretrained.config
         provider = super().provider_bridge(SimpleNamespace(config=settings.text_config))
         provider.share_embeddings_and_output_weights = bool(settings.tie_word_embeddings)
@@ -100,7 +100,7 @@ class VisionBridge(FamilyBridge):
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
     def _placed(self, mapping: Megatron) -> Megatron:
-        """Returns `mapping`, of the decoder, changed to the names of this family's files."""
+        """Returns `mapping`, one of the decoder, with the tensor names of this family's files."""
         return renamed_files(mapping, lambda name: name.replace("model.", self.decoder_folder, 1))
 
 
@@ -154,12 +154,12 @@ class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
     tower = Qwen3VLMoeVisionModel
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward weights."""
+        """Returns the mappings of the feed-forward layers."""
         return fused_experts()
 
 
 class Vision:
-    """Hooks by which the chunks of a model compute micro batches with images.
+    """Hooks that let the chunks of a model compute micro batches with images.
 
     with vision.images_of(micro_batch):
         output = chunk(...)
@@ -168,7 +168,10 @@ class Vision:
     def __init__(
         self, chunks: list[Megatron], hf_config: Megatron, processor: ImageProcessor
     ) -> None:
-        """Takes unwrapped `chunks`. Raises ConfigError if their layout cannot take images."""
+        """Registers hooks on unwrapped `chunks`.
+
+        Raises ConfigError if their layout cannot take images.
+        """
         self.processor = processor
         rope = hf_config.text_config.rope_parameters
         has_axes = "mrope_section" in rope
@@ -198,7 +201,7 @@ class Vision:
 
     @contextmanager
     def images_of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Makes the forward pass inside the context use the images of `micro_batch`."""
+        """Makes forward passes inside the context use the images of `micro_batch`."""
         self._images = micro_batch.images
         try:
             yield
@@ -206,7 +209,7 @@ class Vision:
             self._images, self._features = None, []
 
     def _by_positions(self, rotary: Megatron, _arguments: object, angles: Tensor) -> Tensor | None:
-        """Returns the rotary angles of each token by its positions; None without images."""
+        """Returns the rotary angles of each token by its image position; None without images."""
         if self._images is None:
             return None
         frequencies = rotary.inv_freq.float()
@@ -215,10 +218,10 @@ class Vision:
         return torch.cat((half, half), dim=-1)[:, None, None].to(angles.dtype)
 
     def _embedded(self, embedding: Megatron, _arguments: object, states: Tensor) -> Tensor:
-        """Returns the embeddings, with those of image tokens replaced by features.
+        """Returns the embeddings, with those of image tokens replaced by the tower's features.
 
-        Without images, a trained tower computes the smallest image, with gradients of 0: Megatron
-        waits for the gradients of all parameters.
+        Without images, a tower that is trained computes the smallest image, with gradients of 0,
+        because Megatron waits for the gradients of all parameters.
         """
         images = self._images
         if images is None:
@@ -241,7 +244,7 @@ class Vision:
         return added
 
     def _placed(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a mask of this rank's image tokens, and their features; 0 for other tokens."""
+        """Returns a mask of this rank's image tokens, and their features (0 for other tokens)."""
         assert self._images is not None
         rows = self._images.rows
         is_image = (rows >= 0)[:, None, None]
@@ -257,8 +260,8 @@ class Vision:
 class _NestedBridge(FamilyBridge):
     """A mixin that gives a text recipe the tensor names of a model with a vision tower.
 
-    It precedes the recipe among the bases. Files have one of two forms of names: the published one,
-    and that of transformers' modules.
+    It must precede the recipe among the bases. Names in files have one of two forms: the published
+    one, or that of transformers' modules.
     """
 
     # Names of the tensors in the folder.
@@ -270,7 +273,7 @@ class _NestedBridge(FamilyBridge):
         return super().provider_bridge(SimpleNamespace(config=decoder))
 
     def build_conversion_tasks(self, hf_pretrained: Megatron, chunks: list[Megatron]) -> Megatron:
-        """Returns Bridge's tasks for loading and export, with the folder's form of names."""
+        """Returns Bridge's tasks for loading and export, with the form of names in the folder."""
         self._held = hf_pretrained.state.source.get_all_keys()
         return super().build_conversion_tasks(hf_pretrained, chunks)
 
@@ -290,7 +293,7 @@ class _NestedBridge(FamilyBridge):
 
 @recipe_for(Gemma3ForConditionalGeneration, "gemma3")
 class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
-    """Gemma 3 of 4B and more: the text model beside a SigLIP tower.
+    """Gemma 3 of 4B and more: the text model with a SigLIP tower.
 
     Source: arXiv:2503.19786, section 2.
     """
@@ -298,13 +301,13 @@ class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
 
 @recipe_for(Mistral3ForConditionalGeneration, "mistral3")
 class Mistral3VisionBridge(_NestedBridge, MistralBridge):
-    """Mistral Small 3.1 and Ministral 3: a Mistral or Ministral 3 beside a Pixtral tower.
+    """Mistral Small 3.1 and Ministral 3: a Mistral or Ministral 3 with a Pixtral tower.
 
     Source: arXiv:2410.07073, section 2, for the tower.
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder, which makes the tower if it is trained."""
+        """Returns Megatron's provider for the decoder, which builds the tower if it is trained."""
         provider, settings = super().provider_bridge(hf_pretrained), hf_pretrained.config
         if settings.vision_config is not None:
             add_tower(provider, lambda: PixtralTower(settings))

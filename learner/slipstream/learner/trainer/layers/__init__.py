@@ -5,7 +5,7 @@ from slipstream.learner.trainer import Megatron
 
 
 def own_device(config: Megatron) -> torch.device | int:
-    """Returns the device of a layer's new parameters.
+    """Returns the device on which a layer must create its parameters.
 
     Bridge scatters weights to the tensor parallel ranks from the parameters' device, and NCCL
     cannot read host memory.

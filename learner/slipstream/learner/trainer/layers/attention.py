@@ -1,4 +1,4 @@
-"""Attention without TransformerEngine: packed sequences on torch's own kernel, context parallel.
+"""Attention without TransformerEngine: packed sequences, torch's own kernel, context parallelism.
 
 Attention with sinks is computed here on every device. A sink is a learnt score without a value, and
 TransformerEngine 2.11 has no kernel with sinks for packed sequences (`get_attention_backend` in its
@@ -78,10 +78,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Megatron = None,
     ) -> Tensor:
-        """Returns [tokens, heads * dim], or [sequence, batch, heads * dim].
+        """Returns the attention output, [tokens, heads * dim] or [sequence, batch, heads * dim].
 
         Where `cu_seqlens_kv` differs from `cu_seqlens_q`, a sequence has more keys than queries:
-        its queries align with its last keys. Under context parallelism packed tokens are this
+        its queries align with its last keys. Under context parallelism the packed tokens are this
         rank's, and `cu_seqlens_q` gives the bounds of the whole sequences; the call is then
         collective over the context parallel group.
         """
@@ -111,9 +111,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
     ) -> Tensor:
-        """Attends group by group; returns [tokens, heads * dim].
+        """Computes attention group by group; returns [tokens, heads * dim].
 
-        `order` has each token's place in the joined outputs of the groups.
+        `order` has each token's index in the concatenated outputs of the groups.
         """
         parts = [
             self._attend_group(query, key, value, group)
@@ -141,9 +141,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attends over dim 1 of [sequences, length, heads, dim]; trailing padding has no effect.
+        """Computes attention over dim 1 of [sequences, length, heads, dim].
 
-        Without a mask, queries and keys belong to the same tokens and attention is causal.
+        Trailing padding has no effect. Without a mask, queries and keys belong to the same tokens
+        and attention is causal.
         """
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if self.score_cap is not None:
@@ -166,7 +167,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend_capped(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attends over dim 2 with soft-capped scores, unlike torch's kernel. Holds all scores."""
+        """Computes attention over dim 2 with soft-capped scores, all of which are in memory.
+
+        Torch's kernel has no soft cap.
+        """
         assert self.score_cap is not None
         per_key = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))
@@ -183,16 +187,17 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """Returns the state for distributed checkpoints: the sinks of all heads, if it has any."""
+        """Returns the state for distributed checkpoints: the sinks of all heads, if any."""
         state = self.state_dict(prefix="", keep_vars=True)
         split = {"softmax_offset": 0}
         return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
 
 
 class GatheredRows(torch.autograd.Function):
-    """Gathers the rows of all ranks in rank order; a row's gradients are summed on its rank.
+    """Gathers the rows of all ranks in rank order; the backward pass sums a row's gradients.
 
-    Every rank holds the same number of rows: tokens, or rows of a matrix.
+    Every rank holds the same number of rows, which are tokens or rows of a matrix, and gets the
+    summed gradients of its own rows.
     """
 
     @staticmethod
@@ -218,7 +223,7 @@ _MATRICES = ("linear_q_down_proj", "linear_kv_down_proj")
 def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
     """Makes latent attention gather the weights of its down projections instead of their outputs.
 
-    Tokens must be split by sequence parallelism.
+    Sequence parallelism must split the tokens. Returns `chunks`.
     """
     for chunk in chunks:
         for layer in chunk.decoder.layers:
@@ -250,7 +255,7 @@ def new_scores(config: Megatron) -> torch.nn.Parameter:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scores: Tensor, scale: float
 ) -> Tensor:
-    """Attends over dim 2 of [sequences, heads, length, dim] with a sink for each query head.
+    """Computes attention over dim 2 of [sequences, heads, length, dim], with a sink per query head.
 
     The sink is an extra first key. It scores through extra head dimensions, two for each query head
     that shares the key head, which are 0 in all other keys. So torch's fast kernels compute it

@@ -1,7 +1,8 @@
 """The kernels of vLLM's layers, for a trainer whose results equal the engine's in every bit.
 
 This is the only module of the trainer that imports vLLM. The forward pass of each function gives
-the engine's bits, whatever else is in the batch; its gradient is that of torch's own operations.
+exactly the engine's result, whatever else is in the batch; its gradient is that of torch's own
+operations.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class EngineKernels(Protocol):
         """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """Returns the RMS norm of `x`; `is_sum`: `x` is the result of a residual addition."""
+        """Returns the RMS norm of `x`; `is_sum`: whether `x` comes from a residual addition."""
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """Returns `x` [tokens, heads, dim] rotated by the `table` of RoPE's cosines and sines.
+        """Returns `x` [tokens, heads, dim] rotated by RoPE; `table` has its cosines and sines.
 
         `halves`: whether dimension i pairs with i + dim / 2; otherwise neighbouring dimensions pair
         up.
@@ -52,11 +53,11 @@ class EngineKernels(Protocol):
         """Returns the logits of `hidden`, in the element type `dtype`."""
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns the log-probabilities of `targets` [rows, targets]."""
+        """Returns the log-probabilities of the token ids `targets`, [rows, targets]."""
 
 
 class CpuKernels:
-    """The kernels of vLLM's layers on CPUs, see `EngineKernels`."""
+    """The kernels of vLLM's layers on CPUs; see `EngineKernels`."""
 
     def __init__(self) -> None:
         from vllm import _custom_ops
@@ -65,25 +66,25 @@ class CpuKernels:
         self._ops, self._isa = _custom_ops, _get_attn_isa
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.product`."""
         return row_kernels.product(x, weight, bias)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.norm`."""
         return row_kernels.norm(x, weight, eps)
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.rotate`."""
         return _rotate(self._ops, positions, x, table, halves=halves)
 
     def gate(self, x: Tensor) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.gate`."""
         return _gated(x)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
-        """See `EngineKernels`; keys are written into pages, as the engine's kernel reads them."""
+        """Implements `EngineKernels.attend`; writes keys into pages for the engine's kernel."""
         heads, (groups, width) = query.shape[1], key.shape[1:]
         lengths = bounds.diff()
         counts = (lengths + _PAGE - 1) // _PAGE
@@ -134,16 +135,16 @@ class CpuKernels:
         return out, None
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.logits`."""
         return row_kernels.product(hidden.to(dtype), weight.to(dtype))
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.token_logprobs`."""
         return logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets)
 
 
 class GpuKernels:
-    """The batch-invariant kernels of vLLM's layers on GPUs, see `EngineKernels`."""
+    """The batch-invariant kernels of vLLM's layers on GPUs; see `EngineKernels`."""
 
     def __init__(self) -> None:
         # Its kernels read this at their first call: rows of a norm are added up in one order then.
@@ -168,12 +169,12 @@ class GpuKernels:
         self._score = compute_token_logprobs
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.product`."""
         found: Tensor = self._invariant.linear_batch_invariant(x, weight, bias)
         return found
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """See `EngineKernels`. vLLM has one kernel for a sum's norm and another for the others."""
+        """Implements `EngineKernels.norm`; in vLLM residual sums have a kernel of their own."""
         if not is_sum:
             found: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
             return found
@@ -183,11 +184,11 @@ class GpuKernels:
         return out
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.rotate`."""
         return _rotate(self._ops, positions, x, table, halves=halves)
 
     def gate(self, x: Tensor) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.gate`."""
         flat = x.flatten(0, -2).contiguous()
         out = flat.new_empty(len(flat), flat.shape[-1] // 2)
         torch.ops._C.silu_and_mul(out, flat)
@@ -196,7 +197,7 @@ class GpuKernels:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.attend`."""
         longest = int(bounds.diff().max())
         out, totals = self._flash(
             q=query,
@@ -214,13 +215,13 @@ class GpuKernels:
         return out, totals
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.logits`."""
         if dtype == hidden.dtype:
             return self.product(hidden, weight, None)
         return torch.mm(hidden, weight.t(), out_dtype=dtype)
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """See `EngineKernels`."""
+        """Implements `EngineKernels.token_logprobs`."""
         found: Tensor = self._score(logits, targets)
         return found
 
@@ -238,7 +239,7 @@ def _gated(x: Tensor) -> Tensor:
 
 @functools.cache
 def engine_kernels() -> EngineKernels:
-    """Returns the kernels of this process's device."""
+    """Returns the kernels for this process's device."""
     return GpuKernels() if torch.cuda.is_available() else CpuKernels()
 
 
@@ -259,7 +260,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Computes values by `kernel`, and gradients by recomputing with `reference` in torch."""
+    """Computes values with `kernel`, and gradients by recomputing with `reference` in torch."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Any, reference: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401

@@ -27,7 +27,7 @@ class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        """Returns the product, and the bias if the caller adds it."""
+        """Returns the product, with the bias or, if the caller adds it, the bias apart."""
         own = self.weight if weight is None else weight
         added = None if self.skip_bias_add else self.bias
         found = engine_kernels.product(input_, own, added)
@@ -38,17 +38,17 @@ class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
     """The engine's linear layer in place of Megatron's row-parallel one."""
 
     def forward(self, input_: Tensor) -> Output:
-        """Returns the product with its bias, which Megatron would add later."""
+        """Returns the product with its bias, which Megatron's layer would leave to the caller."""
         return engine_kernels.product(input_, self.weight, self.bias), None
 
 
 class SumNorm(RMSNorm):
-    """The norm of a residual sum: the residual stream plus the output of attention or an MLP."""
+    """The norm of a residual sum, which is the stream plus the output of attention or an MLP."""
 
     is_sum = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
+        """Returns `x` normalised over its last dimension."""
         return engine_kernels.norm(x, self.weight, float(self.eps or 0.0), is_sum=self.is_sum)
 
 
@@ -85,7 +85,10 @@ class EqualAttention(CoreAttention):
 
 
 def equal_parts(layer: Megatron, *, is_first: bool) -> None:
-    """Puts this module's classes into the spec of a layer; `is_first`: it reads the embeddings."""
+    """Replaces classes in the spec of a layer by those of this module.
+
+    `is_first`: whether the layer reads the embeddings, which are no residual sum.
+    """
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     layer.input_layernorm = PlainInputNorm if is_first else SumNorm
     layer.pre_mlp_layernorm = SumNorm
@@ -105,8 +108,8 @@ def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
 def install() -> None:
     """Makes Megatron compute SwiGLU and rotary embeddings with the engine's kernels.
 
-    It replaces the SwiGLU behind Megatron's setting `bias_activation_fusion`, which from then on
-    only models with these layers may set.
+    It replaces the SwiGLU that Megatron's setting `bias_activation_fusion` selects, so from then on
+    only models with these layers may use that setting.
     """
     engine_kernels.engine_kernels()
     AutoMapping.register_module_type("EqualColumnLinear", "column")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: our own expert layers, and the settings and marks that all experts need.
+"""Mixtures of experts: our own expert layers, and settings and marks for experts of any class.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -40,8 +40,9 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
 
     Megatron marks them only when `ep` > 1. Without the mark it treats them as copies on the data
     parallel ranks, which is wrong where `etp` differs from `tp`. TransformerEngine's experts also
-    lack the mark by which the norm counts those of all tensor parallel ranks. Biases of routers
-    stay float32. Call it before the chunks are wrapped for data parallelism.
+    lack the mark that makes the gradient norm count the parts on all tensor parallel ranks. Biases
+    of routers are kept in float32. Call this before the chunks are wrapped for data parallelism.
+    Returns `chunks`.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -57,7 +58,7 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
 def _keep_bias(router: Megatron) -> None:
     """Keeps the router's expert bias in float32 when the model is cast to bfloat16.
 
-    Megatron casts it back to float32, but already rounded: tokens would go to other experts.
+    Megatron casts the bias back to float32 after it was rounded: tokens would go to other experts.
     """
     convert = router._apply
 
@@ -73,10 +74,9 @@ def _keep_bias(router: Megatron) -> None:
 class GroupedLinear(MegatronModule):  # type: ignore[misc]
     """One matrix for each expert of this rank, named as in TransformerEngine: weight0, weight1...
 
-    With biases each expert also has one: bias0, bias1...
-
-    Bridge loads and exports parameters of these names only. Each matrix is this rank's part, split
-    along `partition_dim` over the expert tensor parallel ranks.
+    With biases each expert also has one: bias0, bias1... Bridge loads and exports only parameters
+    of these names. Each matrix is this rank's part, split along `partition_dim` over the expert
+    tensor parallel ranks.
     """
 
     # Bridge reads this mark to learn that a module is split.
@@ -93,10 +93,10 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         is_gated: bool = False,
         has_bias: bool = False,
     ) -> None:
-        """Makes matrices of `shape` [out, in], this rank's part; they are NaN until loaded.
+        """Creates this rank's parts of matrices of `shape` [out, in]; they are NaN until loaded.
 
-        `is_gated`: the rows are those of the gate, then as many of the up projection. `groups` are
-        Megatron's process groups.
+        `is_gated`: whether the first half of the rows is the gate, the second the up projection.
+        `groups` are Megatron's process groups.
         """
         super().__init__(config)
         self.partition_dim, self.is_gated = partition_dim, is_gated
@@ -124,7 +124,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     def like(
         self, shape: tuple[int, int], *, partition_dim: int, is_gated: bool = False
     ) -> GroupedLinear:
-        """Makes matrices of another shape for the same experts, without biases."""
+        """Returns matrices of another shape for the same experts, without biases."""
         return GroupedLinear(
             self.num_experts,
             shape,
@@ -144,7 +144,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     ) -> dict[str, Megatron]:
         """Returns this rank's experts as sharded tensors for a checkpoint, by parameter name.
 
-        In the checkpoint the matrices of all experts are one tensor, named `key` and "weight".
+        In the checkpoint the matrices of all experts are one tensor, named `key` + "weight".
         """
         first = self.groups.ep.rank() * self.num_experts
         total = self.groups.ep.size() * self.num_experts
@@ -169,7 +169,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """The gated MLPs of this rank's experts, computed one after the other."""
+    """The gated MLPs of this rank's experts, computed one after another."""
 
     def __init__(
         self, num_local_experts: int, config: Megatron, pg_collection: Megatron = None
@@ -200,8 +200,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> tuple[Tensor, None]:
         """Returns [tokens, hidden] for tokens sorted by expert, each weighted by its `probs`.
 
-        Experts without tokens take part too, so that their gradient is 0 and not missing: a
-        reduction that overlaps the backward pass would wait for a missing one.
+        Experts without tokens are computed too, so that they have a gradient, 0: a reduction that
+        overlaps the backward pass would wait for a missing gradient.
         """
         sizes = tokens_per_expert.tolist()
         outputs = []
@@ -220,7 +220,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         return torch.cat(outputs), None
 
     def _activated(self, inner: Tensor) -> Tensor:
-        """Returns the activations of the gated MLPs; `inner` is [tokens, gate and up]."""
+        """Returns the activations of the gated MLPs; `inner` is [tokens, gate + up]."""
         gate, up = inner.chunk(2, dim=-1)
         limit: float | None = self.config.activation_func_clamp_value
         if limit is not None:
@@ -234,7 +234,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """Returns the state for distributed checkpoints, formed like TransformerEngine's."""
+        """Returns the state for distributed checkpoints, in the form used by TransformerEngine."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         found: dict[str, Megatron] = {}
         for name in ("linear_fc1", "linear_fc2"):

@@ -1,7 +1,7 @@
-"""Sequences of similar length in groups, with the keys that their queries see: pure functions.
+"""Groups of sequences with similar lengths, and the keys that their queries see: pure functions.
 
-Attention without TransformerEngine calls torch's kernel once for each group. A mask of a long
-sequence would take gigabytes: its queries are cut into blocks, whose masks are made when needed.
+Attention without TransformerEngine calls torch's kernel once for each group. The mask of a long
+sequence would take gigabytes, so its queries are cut into blocks, whose masks are made when needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LengthSplit:
 
 @dataclass(frozen=True)
 class Masks:
-    """The attention window, and the limit of the memory that masks take."""
+    """The attention window, and the memory that masks may take."""
 
     # Tokens before a query that it sees; None for all of them.
     window: int | None = None
@@ -42,14 +42,14 @@ class Masks:
 
 @dataclass(frozen=True)
 class Band:
-    """The attention mask of consecutive queries, causal or windowed; `mask` builds it on demand."""
+    """The attention mask of consecutive queries, causal or windowed; `mask` builds the tensor."""
 
     # Tokens from the first key to the first query.
     offset: int
     window: int | None
 
     def mask(self, group: LengthGroup) -> Tensor:
-        """Returns [1, 1, queries, keys]: which keys each query of `group` sees."""
+        """Returns [1, 1, queries, keys], true for the keys that each query of `group` sees."""
         device = group.keys.device
         queries = torch.arange(group.queries.shape[1], device=device)[:, None] + self.offset
         keys = torch.arange(group.keys.shape[1], device=device)
@@ -61,7 +61,7 @@ class Band:
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """Sequences of similar length, or a block of one, which one call of the kernel handles."""
+    """Sequences of similar length, or a block of one sequence, for one call of the kernel."""
 
     # [sequences, longest]: places of this rank's tokens, and which of them are no padding.
     queries: Tensor
@@ -81,14 +81,14 @@ class LengthGroup:
 
 
 def rows(tokens: Tensor, places: Tensor) -> Tensor:
-    """Returns the `tokens` at `places` [sequences, length], as [sequences, length, ...]."""
+    """Returns `tokens` at the indices `places` [sequences, length], as [sequences, length, ...]."""
     return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
 
 
 def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: Megatron) -> Tensor:
-    """Applies `mix` to packed `tokens`, laid out as [sequences, length, ...]; packs the results.
+    """Applies `mix` to packed `tokens` laid out as [sequences, length, ...]; packs the results.
 
-    The whole of each sequence is on this rank. Trailing padding must have no effect.
+    Each sequence must be whole on this rank. Trailing padding must have no effect on `mix`.
     """
     assert packed is not None, "only packed sequences are laid out in rows"
     bounds = tuple(packed.cu_seqlens_q.tolist())
@@ -102,7 +102,8 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
 def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> Tensor:
     """Returns which of the `keys` each of the `queries` sees, [sequences, 1, queries, keys].
 
-    Both are places [sequences, length] of the same tokens; keys that are padding are not seen.
+    Both arguments are indices [sequences, length] of the same tokens; keys that are padding are not
+    seen.
     """
     distance = queries[:, :, None] - keys[:, None]
     mask = (distance >= 0) & is_key[:, None]
@@ -116,10 +117,10 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 def length_groups(
     bounds: tuple[int, ...], split: LengthSplit, masks: Masks, device: torch.device
 ) -> tuple[list[LengthGroup], Tensor]:
-    """Groups sequences of similar length, so that few calls with little padding serve all.
+    """Groups sequences of similar length, so that few kernel calls with little padding suffice.
 
-    Returns the groups, and for each of this rank's tokens its place in the groups' queries when
-    these are joined in order. Sequences whose masks would be too large are cut into blocks.
+    Returns the groups, and for each of this rank's tokens its index in the groups' concatenated
+    queries. Sequences whose masks would be too large are cut into blocks.
     """
     rank, size = split.rank, split.size
     by_class: dict[int, list[tuple[int, int]]] = {}
@@ -158,7 +159,7 @@ def _blocks(
 ) -> list[LengthGroup]:
     """Returns the queries of one sequence in blocks, each with the keys that it sees.
 
-    `member` has the bounds of the sequence. A block's queries follow each other.
+    `member` has the bounds of the sequence. The queries of a block are consecutive.
     """
     (start, end), (rank, size) = member, (split.rank, split.size)
     # All blocks are views of the same places.
@@ -188,7 +189,7 @@ def path_groups(
 ) -> tuple[list[LengthGroup], Tensor]:
     """Groups segments with similar numbers of queries and keys; queries align with the last keys.
 
-    Returns the same as `length_groups`.
+    Returns groups and indices as `length_groups` does.
     """
     by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     for queries, keys in zip(
@@ -212,9 +213,9 @@ def path_groups(
 
 
 def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Returns each member's places from start to end, [members, longest], padded with the last.
+    """Returns the positions from start to end of each member, padded with the last position.
 
-    The second tensor is true where a place is no padding.
+    The shape is [members, longest]. The second tensor is true where a position is not padding.
     """
     starts, ends = torch.tensor(members).unbind(1)
     places = starts[:, None] + torch.arange(int((ends - starts).max()))

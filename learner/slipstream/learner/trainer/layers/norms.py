@@ -23,7 +23,7 @@ Output = tuple[Tensor, Tensor | None]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that works with sequence parallelism, which Megatron's own refuses.
+    """RMSNorm that works with sequence parallelism, which Megatron's own rejects.
 
     With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, as Gemma does: in float32,
     since bfloat16 near 1 has steps of 0.008.
@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self._is_offset = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
+        """Returns `x` normalised over its last dimension."""
         if not self._is_offset:
             return super().forward(x)
         weight = 1.0 + self.weight.float()
@@ -45,8 +45,8 @@ class RMSNorm(torch.nn.RMSNorm):
 class NormedResidual(torch.nn.Module):
     """Normalises the output of attention or an MLP before the residual sum.
 
-    It stands in the layer in place of Megatron's `get_bias_dropout_add`. So an adapter on the last
-    matrix adds to that matrix's output, before the norm.
+    It replaces Megatron's `get_bias_dropout_add` in the layer. So an adapter on the last matrix
+    adds to that matrix's output, before the norm.
     """
 
     def __init__(self, config: Megatron, norm: Callable[..., torch.nn.Module]) -> None:
@@ -58,8 +58,8 @@ class NormedResidual(torch.nn.Module):
     def forward(self, training: bool, fused: bool) -> Callable[[Output, Tensor, float], Tensor]:
         """Returns a function that normalises an output and adds it to the residual stream.
 
-        Its arguments are the pair of output and bias, the residual, and the probability of dropout;
-        the bias must be None.
+        The function's arguments are the pair of output and bias, the residual, and the probability
+        of dropout; the bias must be None.
         """
         add = get_bias_dropout_add(training, fused)
 
@@ -73,7 +73,7 @@ class NormedResidual(torch.nn.Module):
 
 
 class _WholeNorm(MegatronModule):  # type: ignore[misc]
-    """RMSNorm over all heads of a token together; a tensor parallel rank has its heads' weights."""
+    """RMSNorm over all heads of a token together; each tensor parallel rank holds some heads."""
 
     # Bridge reads these marks to learn that the weight is split like the heads.
     tensor_model_parallel = True

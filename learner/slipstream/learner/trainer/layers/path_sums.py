@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernel from the types of its arguments
-"""Sums of the gradients of copied tokens as a Triton kernel: one pass, in a fixed order.
+"""A Triton kernel that sums the gradients of copied tokens: one pass, in a fixed order.
 
 Triton is installed only with torch's CUDA build, so import this module only there.
 """

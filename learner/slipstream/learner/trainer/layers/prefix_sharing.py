@@ -1,9 +1,9 @@
 """Attention and positions of micro batches in which sequences share prefixes.
 
-Each layer computes queries, keys and values once for each token. Before its attention the keys and
-values are laid out by paths: all tokens that a segment sees, one after the other, its own last.
+Each layer computes queries, keys and values once for each token. Before attention, the keys and
+values are copied to paths: a segment's path has all tokens that the segment sees, its own last.
 Attention is then that of packed sequences with more keys than queries, aligned at the end, which
-every kernel for packed sequences knows. The gradient of a key is the sum over all paths with it.
+every kernel for packed sequences supports. The gradient of a key is the sum over all its copies.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ class MaskType(Enum):
 
 
 class PrefixSharing:
-    """Hooks by which the chunks of a model compute micro batches whose sequences share prefixes."""
+    """Hooks that let the chunks of a model compute micro batches whose sequences share prefixes."""
 
     def __init__(self, chunks: list[Megatron], *, min_tokens: int) -> None:
-        """`min_tokens` is the length of the shortest prefix that is shared."""
+        """Registers the hooks; `min_tokens` is the length of the shortest prefix that is shared."""
         from megatron.core.transformer.attention import SelfAttention
 
         self.min_tokens = min_tokens
@@ -46,7 +46,7 @@ class PrefixSharing:
                     rotary.register_forward_hook(self._by_positions)
 
     def note(self, saved: SavedWork) -> None:
-        """Adds the work that the micro batches of one mini-batch save to `saved`."""
+        """Adds the work that sharing saves in one mini-batch to the attribute `saved`."""
         self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
 
     @contextmanager
@@ -60,7 +60,7 @@ class PrefixSharing:
             self._positions = None
 
     def _by_positions(self, _module: object, _arguments: object, angles: Tensor) -> Tensor | None:
-        """Returns the rotary angles of each token from those of each position; None: no change."""
+        """Returns the rotary angles of each token by its position; None if nothing is shared."""
         if self._positions is None:
             return None
         return angles.index_select(0, self._positions)
@@ -91,7 +91,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Applies `by_paths` before an attention; returns None (no change) without shared prefixes."""
+    """Applies `by_paths` to an attention's arguments; None (no change) without shared prefixes."""
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
 
     shared = named["packed_seq_params"]
@@ -101,9 +101,9 @@ def _by_paths(
 def by_paths(
     arguments: tuple[Any, ...], named: dict[str, Any], shared: Megatron
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns an attention's arguments with keys and values laid out by the paths of `shared`.
+    """Returns an attention's arguments with keys and values copied to the paths of `shared`.
 
-    The packed-sequence parameters among them have the true bounds of queries and keys.
+    The packed-sequence parameters among them get the true bounds of queries and keys.
     """
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
@@ -123,11 +123,11 @@ def by_paths(
 
 
 class KeysByPath(torch.autograd.Function):
-    """Copies keys or values [tokens, heads, dim] to their paths; sums gradients in float32."""
+    """Copies keys or values [tokens, heads, dim] to all paths; sums gradients in float32."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, paths: Paths) -> Tensor:  # noqa: ANN401
-        """Returns [keys of all paths, heads, dim]."""
+        """Returns the keys of all paths, [keys, heads, dim]."""
         ctx.paths = paths
         return keys.index_select(0, paths.key_places)
 
@@ -145,7 +145,7 @@ class KeysByPath(torch.autograd.Function):
 
 
 def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, on_gpu: bool) -> str:
-    """Returns why a model of `config` cannot share prefixes in this layout; "" if it can."""
+    """Returns why a model of `config` cannot share prefixes in this layout, or "" if it can."""
     if on_gpu and config.params_dtype == torch.float32:
         return "TransformerEngine has no fused attention for float32"
     if learner.parallel.cp > 1:

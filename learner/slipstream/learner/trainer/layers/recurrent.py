@@ -1,9 +1,10 @@
 """Layers that read the tokens of a sequence in turn: gated delta nets and Mamba-2.
 
-Megatron-Core 0.16.1 refuses packed sequences in the first, and demands kernels for the second. Here
-the tokens of a micro batch are laid out one sequence a row for such a layer, sequences of similar
-length together, so that fewer than half of the places are padding. All other parts of the model
-stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for Mamba-2.
+Megatron-Core 0.16.1 rejects packed sequences in delta nets, and demands kernels for Mamba-2. Here
+the tokens of a micro batch are laid out with one sequence in a row for such a layer. Sequences of
+similar length are computed together, so that less than half of the entries are padding. All other
+parts of the model stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for
+Mamba-2.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -38,8 +39,8 @@ _LEAST_CHUNK, _CHUNK = 16, 128
 class PackedMamba(MegatronModule):  # type: ignore[misc]
     """A Mamba-2 layer over packed tokens [tokens, 1, hidden].
 
-    Each tensor parallel rank has its part of the heads, and of the groups of heads that share
-    B and C.
+    Each tensor parallel rank has its part of the heads, and of the groups of heads that share B and
+    C.
     """
 
     # Bridge reads these marks to learn that the vectors are split like the heads.
@@ -56,7 +57,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         pg_collection: Megatron,
         **_: object,
     ) -> None:
-        """`in_proj` and `out_proj` are classes of linear layers, split by columns and by rows."""
+        """Takes `in_proj` and `out_proj`, classes of linear layers split by columns and rows."""
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         tp = pg_collection.tp.size()
@@ -95,9 +96,9 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         self._place_own()
 
     def _place_own(self) -> None:
-        """Puts the parameters outside linear layers on the device, as NaN: they are loaded later.
+        """Creates the parameters outside linear layers on the device, NaN until they are loaded.
 
-        `tensor_model_parallel` makes the gradient norm count the parts of all ranks.
+        The attribute `tensor_model_parallel` makes the gradient norm count the parts of all ranks.
         """
         device = own_device(self.config)
         own = (self.A_log, self.D, self.dt_bias, self.norm_weight, *self.conv1d.parameters())
@@ -119,7 +120,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         packed_seq_params: Megatron = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns [tokens, 1, hidden] and no bias."""
+        """Returns the output [tokens, 1, hidden], and None for the bias."""
         projected = self.in_proj(hidden_states)[0][:, 0]
         sizes = [self.inner, self.inner + 2 * self.states, self.heads]
         gate, mixed, steps = torch.split(projected, sizes, dim=-1)
@@ -159,7 +160,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         return read
 
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
-        """Returns the gated RMSNorm of `read` [tokens, inner]: first the gate, then group norms."""
+        """Returns the gated RMSNorm of `read` [tokens, inner]: the gate first, then group norms."""
         gated = read.float() * F.silu(gate.float())
         grouped = gated.view(len(gated), self.groups, -1)
         normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.config.layernorm_epsilon)
@@ -171,7 +172,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """Returns the state for distributed checkpoints, the fused parts one by one."""
+        """Returns the state for distributed checkpoints, with the parts of fused matrices apart."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         own |= {f"conv1d.{name}": tensor for name, tensor in self.conv1d.named_parameters()}
@@ -219,7 +220,7 @@ class PlainNorm(RMSNorm):
         self._sums_gradients = not config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension, of this rank's heads."""
+        """Returns `x`, this rank's heads, normalised over the last dimension."""
         weight: Tensor = self.weight
         if self._sums_gradients:
             # Megatron sums gradients of tensor parallel ranks only with sequence parallelism.
@@ -242,7 +243,8 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
     def sharded_state_dict(self, prefix: str = "", *args: object, **named: object) -> Megatron:
         """Returns the state for checkpoints; an adapter's rows are split like those of `in_proj`.
 
-        Each tensor parallel rank has rows of all parts: unsplit, other layouts would mix them up.
+        Each tensor parallel rank has rows of all parts, which other layouts would mix up if not
+        split.
         """
         found = super().sharded_state_dict(prefix, *args, **named)
         name = f"{prefix}in_proj.adapter.linear_out.weight"
@@ -263,7 +265,7 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         packed_seq_params: Megatron = None,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns [tokens, 1, hidden] and no bias."""
+        """Returns the output [tokens, 1, hidden], and None for the bias."""
         projected = self.in_proj(hidden_states)[0][:, 0]
         heads = self.num_v_heads_local_tp
         sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]

@@ -1,6 +1,6 @@
 """The rotary embedding of a Hugging Face configuration in Megatron's model.
 
-transformers computes the frequencies, so that training has every RoPE scaling that it knows.
+transformers computes the frequencies, so training supports all its kinds of RoPE scaling.
 """
 
 import functools
@@ -17,8 +17,8 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object]:
     """Returns the settings of the rotary embedding by Megatron's names.
 
-    Bridge looks for the base in a place that transformers 5 does not fill, and silently takes
-    10000. Its YaRN settings are removed from `provider`: `set_frequencies` does all scaling.
+    Bridge reads the base from a field that transformers 5 does not fill, and silently takes 10000.
+    Its YaRN settings are removed from `provider`: `set_frequencies` does all scaling.
     """
     if provider.position_embedding_type == "none":
         return {}
@@ -50,9 +50,9 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
 
 
 def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Megatron]:
-    """Gives `chunks` the rotary frequencies of `hf_config` if these are scaled.
+    """Gives `chunks` the scaled rotary frequencies of `hf_config`, if it has any; returns `chunks`.
 
-    Layers with windows get a rotary embedding of their own if `hf_config` has a table for them.
+    Sliding-window layers get a rotary embedding of their own if `hf_config` has one for them.
     """
     frequencies, _ = _scaled(hf_config, FULL)
     has_local = LOCAL in hf_config.rope_parameters
@@ -68,9 +68,9 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
 
 
 def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]:
-    """Returns transformers' scaled frequencies for layers of `kind`, and their factor.
+    """Returns transformers' scaled frequencies for layers of `kind`, and an attention factor.
 
-    The factor multiplies queries and keys. Without a scaling the result is (None, 1).
+    The factor multiplies queries and keys. Without scaling the result is (None, 1).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -91,7 +91,7 @@ def _rotaries(chunk: Megatron) -> list[Megatron]:
 
 
 def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
-    """Returns the rotary embedding of the sliding-window layers of `chunk`; makes it if new."""
+    """Returns the rotary embedding of the sliding-window layers of `chunk`, created if missing."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     config = chunk.config

@@ -3,8 +3,8 @@
 An engine and a trainer with the same weights round differently. A token whose experts have almost
 equal scores may then go to other experts, and its log-probability differs by far more than
 rounding. Replaying the engine's choice removes this difference. The weights of the chosen experts
-still come from the trainer's router, so that the router is trained through them. Source: rollout
-routing replay (R3), arXiv:2510.11370.
+still come from the trainer's router, which is therefore trained. Source: rollout routing replay
+(R3), arXiv:2510.11370.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ _Choice = Callable[..., tuple[Tensor, Tensor]]
 
 
 class LayerReplay:
-    """Replaces Megatron's `RouterReplay` in one layer; it has the one method that routers call.
+    """Replaces Megatron's `RouterReplay` in one layer, with the one method that routers call.
 
     Megatron's class cannot let the router choose for single tokens, and pairs recomputed layers
     with micro batches by their order.
@@ -60,8 +60,8 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids of the chosen experts, both [tokens, top_k].
 
-        `scores` is [tokens, experts]. The router itself chooses for a token whose record lacks
-        `topk` different, valid experts.
+        `scores` is [tokens, experts]. If the record of a token does not have `topk` different,
+        valid experts, the router itself chooses.
         """
         assert default_compute_topk is not None
         choose = default_compute_topk if self._family is None else self._family.get_replay_topk
@@ -84,9 +84,10 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """Returns counts of replayed choices, int64 [2]: those unlike the router's own, and all.
+        """Returns how many replayed choices differ from the router's own, and how many there are.
 
-        They count from the last call; None if there are none. Call it only between micro batches.
+        The result, int64 [2], counts from the last call; it is None without any choice. Call this
+        only between micro batches.
         """
         # Remaining entries were not recomputed: layers below the first adapter have no gradient.
         self._again.clear()
@@ -94,7 +95,7 @@ class LayerReplay:
         return counts
 
     def _now(self) -> Tensor | None:
-        """Returns the experts of the router's current micro batch; None if the router chooses."""
+        """Returns the recorded experts of the current micro batch; None if the router chooses."""
         if not self._is_inside:
             return self._again.popleft()
         if self._has_gradient and not torch.is_grad_enabled():
@@ -112,7 +113,7 @@ class LayerReplay:
 class GroupsByBest:
     """Group-limited routing that ranks each group of experts by its best expert.
 
-    It takes the place of Megatron's `RouterReplay`, of which routers call only `get_replay_topk`.
+    It replaces Megatron's `RouterReplay`, of which routers call only `get_replay_topk`.
     """
 
     def get_replay_topk(
@@ -135,7 +136,7 @@ class GroupsByBest:
 
 
 def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes a model's routers choose groups by their best expert."""
+    """Makes a model's routers choose groups by their best expert; returns `chunks`."""
     for chunk in chunks:
         for layer in _sparse_layers(chunk):
             layer.mlp.router.router_replay = GroupsByBest()
@@ -143,12 +144,15 @@ def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
 
 
 def _sparse_layers(chunk: Megatron) -> list[Megatron]:
-    """Returns the layers of `chunk` with experts: the first ones of some models are dense."""
+    """Returns the layers of `chunk` with experts, as the first layers of some models are dense."""
     return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes a model's routers replay recorded experts; without a record a router chooses itself."""
+    """Makes a model's routers replay recorded experts; returns `chunks`.
+
+    A router chooses itself for tokens without a record.
+    """
     for chunk in chunks:
         for layer in _sparse_layers(chunk):
             LayerReplay(layer)
@@ -158,9 +162,9 @@ def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
 def routing_metrics(
     chunks: Sequence[Megatron], ranks: Ranks, trajectories: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Returns metrics of training since the last call; the same on every rank, collective.
+    """Returns routing metrics of training since the last call, equal on every rank; collective.
 
-    Each token passes each layer's router on one rank. Raises RunFailed when there were experts to
+    Each token passes each layer's router on one rank. Raises RunFailed if there were experts to
     replay and no router asked for them.
     """
     totals = torch.zeros(2, dtype=torch.int64)
@@ -177,10 +181,9 @@ def routing_metrics(
 
 
 def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the share of tokens whose experts are not known.
+    """Returns the fraction of tokens whose experts the engine did not record.
 
-    The last token of each sequence is left out: nothing is predicted after it, so engines do not
-    compute it.
+    The last token of each sequence is left out: it predicts nothing, so engines do not compute it.
     """
     recorded, total = 0, 0
     for trajectory in trajectories:
@@ -194,7 +197,7 @@ def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
 
 
 def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
-    """Raises UntrainableBatch when the recorded experts do not fit the model of `config`."""
+    """Raises UntrainableBatch if the recorded experts do not fit the model of `config`."""
     expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
     for trajectory in trajectories:
         routed = trajectory.routed_experts

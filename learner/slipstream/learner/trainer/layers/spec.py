@@ -1,4 +1,4 @@
-"""The layers of a model: Megatron's, with our parts where it has none.
+"""The layer specifications of a model: Megatron's, with our own parts where Megatron lacks one.
 
 Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
 """
@@ -76,7 +76,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
 
 
 def _places(config: Megatron, vp_stage: int | None) -> list[int]:
-    """Returns the indices, from 0, of this stage's layers in the whole model."""
+    """Returns the indices of this pipeline stage's layers in the whole model, from 0."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         found: list[int] = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
@@ -162,7 +162,7 @@ def _replace_parts(parts: Megatron, config: Megatron) -> None:
 
 
 def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
-    """Puts norms into the spec of a layer where its family has them: see `mappings.place_norms`."""
+    """Puts norms into the spec of a layer where its family has them; see `mappings.place_norms`."""
     attention = parts.self_attention.submodules
     if getattr(config, "has_whole_norms", False):
         attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm

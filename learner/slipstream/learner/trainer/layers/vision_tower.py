@@ -1,4 +1,4 @@
-"""transformers' vision towers, and the tables that models with them need."""
+"""transformers' vision towers, and the tables that models with towers need."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class Tower(torch.nn.Module):
-    """transformers' vision tower, whose tables of rotary angles stay float32 in any model."""
+    """transformers' vision tower; its tables of rotary angles stay float32 in any model."""
 
     def __init__(self, inner: Megatron) -> None:
         super().__init__()
         self.inner = inner
 
     def _apply(self, fn: Any, recurse: bool = True) -> Tower:  # noqa: ANN401
-        """Moves and casts the parameters; moves tables of angles without a cast."""
+        """Moves and casts the parameters; moves the tables of angles without a cast."""
         tables = [
             (module, name, table)
             for module in self.inner.modules()
@@ -33,14 +33,14 @@ class Tower(torch.nn.Module):
         return self
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features [image tokens, hidden size]: the embeddings, then DeepStack's."""
+        """Returns features, each [image tokens, hidden size]: the embeddings, then DeepStack's."""
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
         found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
 
 
 def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
-    """Returns each rotary frequency's axis of positions: 0 for time, 1 for height, 2 for width."""
+    """Returns the position axis of each rotary frequency: 0 for time, 1 for height, 2 for width."""
     if not interleaved:
         return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
     axes = torch.zeros(sum(sections), dtype=torch.int64)
@@ -50,7 +50,7 @@ def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
 
 
 def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
-    """Adds a tower by `make` to the first pipeline stage, before weights are loaded."""
+    """Adds a tower, built by `make`, to the first pipeline stage before weights are loaded."""
 
     def with_tower(chunks: list[Megatron]) -> list[Megatron]:
         for chunk in chunks:
@@ -63,7 +63,7 @@ def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
 
 
 def smallest_image(hf_config: Megatron) -> ImageInputs:
-    """Returns an image of one token for passes without images; no token takes its features."""
+    """Returns an image of one token for passes without images; no token uses its features."""
     settings = hf_config.vision_config
     if hf_config.architectures[0] in NESTED:
         merge, depth = hf_config.spatial_merge_size, settings.num_channels
@@ -81,7 +81,7 @@ def smallest_image(hf_config: Megatron) -> ImageInputs:
 
 
 class _Parts(torch.nn.Module):
-    """The tower and its projector by transformers' names."""
+    """The tower and its projector, as attributes with transformers' names."""
 
     def __init__(self, settings: Megatron) -> None:
         from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
@@ -95,7 +95,7 @@ class _Parts(torch.nn.Module):
 
 
 class PixtralTower(Tower):
-    """Pixtral's tower: one feature vector for each square of patches, row by row."""
+    """Pixtral's tower, with one feature vector for each square of patches, row by row."""
 
     def __init__(self, settings: Megatron) -> None:
         super().__init__(_Parts(settings))
@@ -126,6 +126,6 @@ class PixtralTower(Tower):
 
 
 def _places(height: int, width: int, device: torch.device) -> Tensor:
-    """Returns row and column of each patch."""
+    """Returns the row and the column of each patch."""
     rows = torch.arange(height, device=device).repeat_interleave(width)
     return torch.stack([rows, torch.arange(width, device=device).repeat(height)], dim=-1)

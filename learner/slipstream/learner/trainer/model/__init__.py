@@ -1,1 +1,1 @@
-"""The Megatron model of a Hugging Face folder: construction, passes and log-probabilities."""
+"""The Megatron model of a Hugging Face folder: construction, forward passes, log-probabilities."""

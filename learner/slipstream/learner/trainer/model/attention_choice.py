@@ -1,4 +1,4 @@
-"""Descriptions of the attention kernel that TransformerEngine, or torch, used last.
+"""Describes the attention kernel that TransformerEngine, or torch, used last.
 
 TransformerEngine chooses a kernel at the first call, by shapes and library versions.
 """
@@ -23,21 +23,21 @@ _KINDS = {
 
 @functools.cache
 def log_attention_once() -> None:
-    """Logs once which kernel attention has used; call it after the first forward pass."""
+    """Logs the attention kernel once in a process; call this after the first forward pass."""
     logger.info("attention: %s", chosen_attention())
 
 
 def chosen_attention() -> str:
-    """Describes in one line the kernel of the last call of the attention."""
+    """Returns one line that describes the kernel of the last call of attention."""
     if _DECISION not in sys.modules:
         return "torch's scaled_dot_product_attention"
     return describe(vars(importlib.import_module(_DECISION)))
 
 
 def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
-    """Names the kernel of the last call of the attention, and a change that avoids this kernel.
+    """Returns the kernel of the last call of attention, and a change that avoids this kernel.
 
-    `of_torch`: whether that attention is torch's own, without TransformerEngine.
+    `of_torch`: whether torch's own attention is used, without TransformerEngine.
     """
     if of_torch:
         return f"torch {torch.__version__}", "another version of torch"
@@ -53,7 +53,7 @@ def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
 
 
 def describe(decision: dict[str, Any]) -> str:
-    """Describes TransformerEngine's last choice of a kernel: its kind, layout and element type.
+    """Returns kind, layout and element type of the kernel that TransformerEngine chose last.
 
     `decision` is the namespace of its module `dot_product_attention`.
     """

@@ -1,6 +1,6 @@
-"""A Hugging Face folder as a distributed Megatron model, with an optimizer if it is trained.
+"""A distributed Megatron model made from a Hugging Face folder, with an optimizer if trained.
 
-Megatron's objects are untyped; this module and `schedule` handle them.
+Megatron's objects are untyped; only this module and `schedule` handle them.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ class ParallelModel:
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of a sequence's padded length: context parallel ranks hold two chunks each."""
+        """A sequence is padded to a multiple of this: a context parallel rank holds two chunks."""
         return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
 
     @property
     def token_multiple(self) -> int:
-        """Divisor of the number of tokens of a micro batch."""
+        """The number of tokens of a micro batch is a multiple of this."""
         shards = self.parallel.tp if self.parallel.sequence_parallel else 1
         aligned = token_alignment(self.chunks[0].config) * shards * self.parallel.cp
         return math.lcm(self.sequence_multiple * shards, aligned)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divisor of the number of micro batches: interleaved stages work in rounds of `pp`."""
+        """The number of micro batches is a multiple of this, `pp` for an interleaved schedule."""
         return self.parallel.pp if self.parallel.vpp else 1
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's rows of the projection to the vocabulary; only on the last pipeline stage."""
+        """This rank's rows of the projection to the vocabulary, on the last pipeline stage only."""
         return output_weight(unwrapped(self.chunks[-1]))
 
     @property
     def logit_cap(self) -> float | None:
-        """The bound of soft-capped logits; None if they are not capped."""
+        """The soft cap of the logits, or None if they are not capped."""
         cap: float | None = getattr(self.chunks[0].config, "logit_cap", None)
         return cap
 
     @property
     def has_engine_bits(self) -> bool:
-        """Whether the model computes with the inference engine's kernels, for bitwise equality."""
+        """Whether the model uses the inference engine's kernels, for bitwise equal results."""
         return getattr(self.chunks[0].config, "agreement", "close") == "bits"
 
     def count_not_finite(self) -> int:
@@ -95,7 +95,7 @@ class ParallelModel:
 
 @dataclass(frozen=True)
 class TrainedModel(ParallelModel):
-    """A model with gradients and optimizer."""
+    """A model with gradients and an optimizer."""
 
     optimizer: Megatron
     # Makes weights of the optimizer's masters.
@@ -113,15 +113,15 @@ class TrainedModel(ParallelModel):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss in the backward pass; 1 without a loss scaler."""
+        """The factor of the loss in the backward pass, 1 without a loss scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
-        `again` recomputes the same gradients. It is called, after the scaler lowered the loss
-        scale, as long as float16 gradients overflow on any rank: no batch is skipped. Raises
-        UntrainableBatch, with unchanged weights and scale, if the norm is not finite.
+        `again` recomputes the same gradients. It is called, at a lower loss scale, as long as
+        float16 gradients overflow on any rank, so no batch is skipped. Raises UntrainableBatch,
+        with unchanged weights and scale, if the norm is not finite.
         """
         before = None if self.scaler is None else self.scaler.state_dict()
         try:
@@ -136,9 +136,9 @@ class TrainedModel(ParallelModel):
             raise
 
     def _prepare_gradients(self) -> bool:
-        """Unscales the gradients; False if they must be recomputed at a lower loss scale.
+        """Unscales the gradients; returns False if they must be recomputed at a lower loss scale.
 
-        Does what Megatron's `prepare_grads` does in each part of the optimizer, but updates the
+        It works like Megatron's `prepare_grads` in each part of the optimizer, but updates the
         shared loss scale only once. Also returns True after an overflow at the lowest scale.
         """
         if self.scaler is None:
@@ -178,7 +178,7 @@ class TrainedModel(ParallelModel):
         return norm
 
     def _faulty(self) -> str:
-        """Returns text on this rank's parameters with infinite or NaN gradients; "" if none."""
+        """Returns text on this rank's parameters with infinite or NaN gradients, or "" if none."""
         trained = {
             name: parameter.main_grad
             for chunk in self.chunks
@@ -204,7 +204,10 @@ class TrainedModel(ParallelModel):
                 )
 
     def gather_parameters(self) -> None:
-        """Runs an all-gather deferred to the next forward pass: exports need all parameters."""
+        """Runs an all-gather that the optimizer deferred to the next forward pass.
+
+        Exports need all parameters before that pass.
+        """
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -222,7 +225,7 @@ Change = Callable[[list[Megatron]], list[Megatron]]
 
 
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes every chunk return hidden states instead of logits; see `logprobs`."""
+    """Makes chunks return hidden states, not logits (see `logprobs`), and returns `chunks`."""
     for chunk in chunks:
         defer_projection(chunk)
     return chunks
@@ -236,7 +239,7 @@ def unwrapped(chunk: Megatron) -> Megatron:
 
 
 def token_alignment(settings: Megatron) -> int:
-    """Returns the divisor of a rank's number of tokens; it is above 1 only for fp8.
+    """Returns a number that must divide a rank's number of tokens; above 1 only for fp8.
 
     Tensor cores take 8-bit operands in blocks of 16 numbers; in mxfp8, 32 numbers share a scale.
     `settings` are the model's.
@@ -247,11 +250,11 @@ def token_alignment(settings: Megatron) -> int:
 
 
 def shared_scaler(optimizer: Megatron) -> Megatron:
-    """Makes all parts of an optimizer share the first part's loss scaler, and returns that scaler.
+    """Makes all parts of an optimizer share the first part's loss scaler, and returns this scaler.
 
-    Megatron gives each part a scaler of its own, but scales the loss only by the first one's:
-    after an overflow in one part the others would divide by a wrong scale. Returns None if the
-    scale is constant, or there is none.
+    Megatron gives each part its own scaler, but scales the loss only by the first one's: after an
+    overflow in one part the others would divide by a wrong scale. Returns None if the scale is
+    constant, or there is none.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 

@@ -1,7 +1,7 @@
-"""Several adapters of one policy, each with its optimizer's state; one at a time is in the model.
+"""Several adapters of one policy, each with its own optimizer state; only one is in the model.
 
 A training step, the publish of an adapter and a save work on the active adapter. So each adapter is
-trained exactly as if it were alone, in every layout: the model holds nothing of the others.
+trained exactly as if it were the only one, in every layout: the model holds nothing of the others.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass
 class _Waiting:
-    """An adapter that is not in the model."""
+    """The values of an adapter that is not in the model."""
 
     # Its parameters and master weights.
     values: list[Tensor]
@@ -32,8 +32,8 @@ class _Waiting:
 class NamedAdapters:
     """The adapters of a model, which all have the same shapes; the first one is in the model.
 
-    `with adapters.active("math"): ...` puts another adapter in its place. Every adapter starts
-    with the same values. Without names there is one adapter, named "", or none.
+    `with adapters.active("math"): ...` replaces it by another adapter. Every adapter starts with
+    the same values. Without names there is one adapter, named "", or none.
     """
 
     def __init__(
