@@ -1,4 +1,4 @@
-"""Main memory that a rollout server uses, and GPU memory that vLLM leaves to new weights."""
+"""Main memory that a rollout server uses, and the share of GPU memory for vLLM."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ _CONTAINER_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 
 def available_bytes() -> int:
-    """Returns the memory of this machine, or the limit of its container if that is lower."""
+    """Returns the bytes of this machine's memory, or its container's limit if that is lower."""
     found = [int(psutil.virtual_memory().total)]
     for path in _CONTAINER_LIMITS:
         # "max" stands in the file of a container without a limit.
@@ -46,7 +46,7 @@ def free_bytes() -> tuple[int, int]:
 
 
 class ProcessMemory:
-    """Resident bytes of this process and all below it; a shared page counts for each of them."""
+    """Resident bytes of this process and all processes below it; each counts its shared pages."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -78,8 +78,8 @@ MOST_OF_SHARE = 1 / 6
 def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
     """Returns the fraction of a GPU's memory for vLLM: the engine's, less that of staged updates.
 
-    `wire_bytes`: size of an update, all of which each worker of an engine receives. Nothing is
-    subtracted if updates are not staged, or if "auto" finds the update too large. Raises
+    `wire_bytes` is the size of an update, all of which each worker of an engine receives. Nothing
+    is subtracted if updates are not staged, or if "auto" finds the update too large. Raises
     ConfigError if `weights.stage_on_server` is true and leaves vLLM nothing.
     """
     share = config.rollout_server.gpu_memory_utilization

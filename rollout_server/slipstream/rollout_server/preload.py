@@ -1,4 +1,4 @@
-"""Imports what a rollout server needs, with the variables that vLLM reads when it is imported."""
+"""Imports the modules of a rollout server, after setting the variables that vLLM then reads."""
 
 import importlib
 import os
@@ -12,7 +12,10 @@ from slipstream.rollout_server import process
 
 
 def preload(arguments: Sequence[str]) -> None:
-    """Imports all that a server with the command-line `arguments` needs; for a fork server."""
+    """Imports the modules that a server with these command-line `arguments` needs.
+
+    A fork server calls it before it forks.
+    """
     import_engine(load_config(Path(arguments[arguments.index("--config") + 1])))
 
 

@@ -1,4 +1,4 @@
-"""The processes below the server: the variables that they get, and how they end with the server."""
+"""The processes below the server: their environment variables, and how they end with the server."""
 
 import atexit
 import contextlib
@@ -44,7 +44,7 @@ _SOCKET_NAME_BYTES = 37
 
 
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
-    """Returns the variables that vLLM reads when it is imported."""
+    """Returns the environment variables that vLLM reads when it is imported."""
     settings, variables = config.rollout_server, _QUIET | _TURNS
     if config.algorithm.agreement == "bits":
         # Rows must not depend on those beside them, nor attention on how many keys there are.
@@ -75,7 +75,7 @@ def engine_folder() -> Iterator[Path]:
 
 
 def check_companions() -> None:
-    """Raises ConfigError if an installed torchvision or torchaudio is broken: vLLM would fail."""
+    """Raises ConfigError if torchvision or torchaudio is installed but broken: vLLM would fail."""
     for name in ("torchvision", "torchaudio"):
         try:
             importlib.import_module(name)
@@ -93,7 +93,7 @@ def is_cpu_build() -> bool:
 
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
-    """Returns all environment variables of an environment worker, which attaches with `token`."""
+    """Returns all environment variables of an environment worker, which connects with `token`."""
     return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
@@ -101,7 +101,7 @@ def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, st
 def limited_start(limit_s: float) -> Iterator[None]:
     """Ends this process with code NOT_STARTED if the block takes more than `limit_s`.
 
-    The start of vLLM has no limit of its own.
+    vLLM itself has no time limit for its start.
     """
 
     def abandon() -> None:
@@ -120,7 +120,7 @@ def limited_start(limit_s: float) -> Iterator[None]:
 def describe_engine_death(said: str, *, oom_kills: int) -> str:
     """Returns why the engine died, from its error `said` and the kernel's count of OOM kills.
 
-    `oom_kills`: `kernel_oom_kills` at the engine's start.
+    `oom_kills` is the value of `kernel_oom_kills` at the engine's start.
     """
     if not any(words in said for words in _GONE):
         return said
@@ -140,7 +140,7 @@ def leave(code: int) -> NoReturn:
 
 
 def bind_children() -> None:
-    """Has every process that is forked later killed when its parent ends, for whatever reason.
+    """Makes Linux kill every process that is forked later when its parent ends, for any reason.
 
     vLLM's engine process does not notice the end of its parent.
     """

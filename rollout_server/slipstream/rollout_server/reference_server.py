@@ -41,7 +41,7 @@ class ReferenceFailed(Exception):
 
 
 class ScoredSequence(NamedTuple):
-    """The tokens of one sequence, and for each of them whether it was sampled."""
+    """The tokens of one sequence, and a flag for each: true if it was sampled."""
 
     token_ids: Sequence[int]
     is_sampled: npt.NDArray[np.bool_]
@@ -70,7 +70,7 @@ class ReferenceServer:
     def __init__(
         self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int, max_tokens: int
     ) -> None:
-        """`top_k`: number of most probable tokens to ask for at each position of a sequence.
+        """Asks for `top_k` most probable tokens at each position of a sequence.
 
         Their ids must be below `vocab_size`, unless that is 0 (unknown). Sequences have at most
         `max_tokens`. Raises ConfigError if the API key's file cannot be read.
@@ -123,7 +123,7 @@ class ReferenceServer:
         return found
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
-        """Returns the log-probabilities of the sampled tokens, or why the answer is not usable."""
+        """Returns the log-probabilities of the sampled tokens, or why the answer cannot be used."""
         tokens, top_k = sequence.token_ids, self._top_k
         try:
             choices = msgspec.json.decode(data, type=_Answer).choices
@@ -159,7 +159,7 @@ class ReferenceServer:
 async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
     """Checks that the server can give log-probabilities for the run's episodes.
 
-    Raises ConfigError, which says what is missing.
+    Raises ConfigError, which says what the server lacks.
     """
     quick = settings.model_copy(update={"max_retries": 1})
     assert config.reference is not None
@@ -202,7 +202,7 @@ async def _check_tokenizer(
     settings: ReferenceServerSection,
     tokenizer: Any,  # noqa: ANN401 - transformers has no type for it
 ) -> None:
-    """Compares the text of every token. Raises ConfigError where one differs."""
+    """Compares the text of every token. Raises ConfigError for the first that differs."""
     # These calls of vLLM's are beside /v1, not below it.
     root = settings.base_url.rstrip("/").removesuffix("/v1")
     for start in range(0, len(tokenizer), _BLOCK):
@@ -231,7 +231,7 @@ def _tokenizer(config: Config) -> Any:  # noqa: ANN401 - transformers has no typ
 
 
 def main() -> int:
-    """Returns 0, or 2 with the first fault as the last line of stderr."""
+    """Checks the server; returns 0, or 2 with the first fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     settings = config.reference.server if config.reference is not None else None
     assert settings is not None, "the settings name no server of a reference"

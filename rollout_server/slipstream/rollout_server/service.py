@@ -1,6 +1,6 @@
 """The whole server: engine, environments, queue, and one session after another.
 
-Consumes: the address of the controller. Produces: a running server, until it is told to stop.
+Consumes: the address of the controller. Produces: a running server, until it is asked to stop.
 Waits for: the controller to answer. Unblocked by: its welcome, or the limit of that wait.
 """
 
@@ -69,7 +69,7 @@ class _Joined:
 
 
 class RolloutServer:
-    """Joins the controller, again after every lost stream, each time in a new epoch."""
+    """Joins the controller, and joins it again in a new epoch after every lost stream."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RolloutServer:
         renderer: Renderer,
         gateway: WorkerGateway,
     ) -> None:
-        """Loads the credentials; raises ConfigError if they or the weights' storage cannot work."""
+        """Loads the credentials; raises ConfigError if they or the weights' storage fail."""
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
         self._engine, self._renderer = engine, renderer
@@ -93,7 +93,7 @@ class RolloutServer:
             self._stored = StoredWeights(config.weights, folder)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set or the controller says so, then drains.
+        """Serves until `stop` is set or the controller orders it to leave, then drains.
 
         Raises ConfigError when the address and the secrets do not fit or the controller refuses the
         server, RunFailed when no controller answers for `controller.fleet_timeout_s`.
@@ -144,7 +144,7 @@ class RolloutServer:
         stop: asyncio.Event,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Runs one session after another, until one is drained or `stop` is set between two."""
+        """Runs one session after another, until one ends drained or `stop` is set between two."""
         following: _Joined | None = joined
         # Sessions whose last trajectories wait for room in the queue: a controller may make some.
         waiting: list[Session] = []
@@ -181,11 +181,11 @@ class RolloutServer:
         stop: asyncio.Event,
         undelivered: Sequence[TrajectoryId] = (),
     ) -> _Joined | None:
-        """Returns a stream that was welcomed, in a new epoch; None when `stop` is set meanwhile.
+        """Returns a stream that the controller welcomed, in a new epoch, or None if `stop` is set.
 
-        `undelivered`: ids of trajectories that the receiver may lack, for the controller. Raises
-        RunFailed without a welcome within `controller.fleet_timeout_s`, ConfigError if the
-        controller refuses.
+        `undelivered` has the ids of trajectories that the controller may lack. Raises RunFailed
+        without a welcome within `controller.fleet_timeout_s`, ConfigError if the controller
+        refuses.
         """
         deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
         cause = told = ""
@@ -250,7 +250,7 @@ class RolloutServer:
         return ServerTraces(traces, self._server_id)
 
     def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
-        """Returns the connection to the reference's server, which `stack` closes, or None.
+        """Returns the connection to the reference's server, which `stack` closes; None if not set.
 
         Raises ConfigError when its key cannot be read.
         """
@@ -268,7 +268,7 @@ class RolloutServer:
 
 
 async def wait_for_controller(address: str, limit_s: float) -> None:
-    """Returns when something listens at `address`. Raises ConfigError when nothing does in time."""
+    """Returns when a process listens at `address`. Raises ConfigError if none does in time."""
     host, port = address_parts(address)
     cause = "no answer"
     deadline_s = time.monotonic() + limit_s

@@ -1,7 +1,7 @@
 """One epoch of a server at its controller: its stream, leases, publishes and heartbeats.
 
-Consumes: the controller's orders. Produces: heartbeats and reports on one stream.
-Waits for: orders, until the stream ends or the server is told to stop.
+Consumes: the controller's orders. Produces: heartbeats and reports on one stream. Waits for:
+orders, until the stream ends or the server is asked to stop.
 """
 
 import asyncio
@@ -61,11 +61,11 @@ class OutgoingMessages:
         self._queue: asyncio.Queue[fleet_pb2.ServerMessage | None] = asyncio.Queue(_MAX_OUTGOING)
 
     def put(self, message: fleet_pb2.ServerMessage) -> None:
-        """Puts a message behind those before it."""
+        """Adds a message at the end of the queue."""
         self._queue.put_nowait(message)
 
     def close(self) -> None:
-        """Ends the stream behind the messages that were put."""
+        """Ends the stream after the messages that are in the queue."""
         self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
@@ -76,7 +76,7 @@ class OutgoingMessages:
 
 @dataclass(frozen=True)
 class SessionServices:
-    """The parts of a server that a session uses and does not own."""
+    """The parts of a server that a session uses but does not close."""
 
     config: Config
     engine: Engine
@@ -94,8 +94,8 @@ class SessionServices:
 class Session:
     """Serves one epoch, from the welcome to the end of the stream.
 
-    serving --`stop` or a drain order--> draining: running episodes may end --> DRAINED
-            --the stream ends--> running episodes may end within the heartbeat's limit --> LOST
+    After `stop` or a drain order running episodes may end; then the epoch ends as DRAINED. If the
+    stream ends, running episodes may end within the heartbeat's limit; then it ends as LOST.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Session:
         services: SessionServices,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Runs its tasks in `group`; the engine must be paused, with no open request."""
+        """Runs its tasks in `group`; the engine must be paused and have no open request."""
         self._welcome, self._outbox, self._services = welcome, outbox, services
         self._ledger = EpochCounters(services.engine.use())
         self._epoch = f"{identity.server_epoch:x}"
@@ -141,9 +141,9 @@ class Session:
         self._reason = "it was told to stop"
 
     async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
-        """Serves until the stream ends, `stop` is set or a drain order comes.
+        """Serves until the stream ends, `stop` is set or a drain order comes; returns how it ended.
 
-        When it returns, no episode runs any more.
+        When it returns, no episode is running.
         """
         publishing = self._group.create_task(self._orders.run())
         heart = self._group.create_task(self._beat())
@@ -178,10 +178,10 @@ class Session:
         self._dispatcher.abandon()
 
     async def _let_finish(self, reader: asyncio.Task[None]) -> None:
-        """Tells the controller that the server drains; then lets running episodes end.
+        """Reports to the controller that the server drains; then lets running episodes end.
 
-        Returns after `rollout_server.drain_timeout_s` at the latest, at once when `reader` ends or
-        the controller gives them no time.
+        Returns after `rollout_server.drain_timeout_s` at the latest; at once when `reader` ends or
+        the controller gives the episodes no time.
         """
         draining = fleet_pb2.Draining(reason=self._reason)
         self._outbox.put(fleet_pb2.ServerMessage(draining=draining))
@@ -200,7 +200,7 @@ class Session:
                 wait.cancel()
 
     async def _read(self, call: JoinCall) -> None:
-        """Reads and takes orders until the stream ends, however it ends."""
+        """Reads and executes orders until the stream ends, in whatever way."""
         try:
             while isinstance(message := await call.read(), fleet_pb2.ControllerMessage):
                 await self._take(message)
@@ -294,7 +294,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 async def _within(wait: Awaitable[object], limit_s: float) -> None:
-    """Awaits `wait` for at most `limit_s`; returns without an error when the time is over."""
+    """Awaits `wait` for at most `limit_s`; returns without an error when that time is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await wait

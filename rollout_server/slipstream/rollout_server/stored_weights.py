@@ -49,7 +49,8 @@ _DIGEST_BYTES = 32
 class Fetched:
     """A weight version fetched from storage to the file at `path`, and the cost of the fetch.
 
-    `delta`: describes a file that has only the changes to a base; None if it has all weights.
+    `delta` describes a file that has only the changes to a base; it is None for a file with all
+    weights.
     """
 
     layout: weights_pb2.WeightLayout
@@ -65,8 +66,8 @@ class StoredWeights:
 
     The file holds all buckets, one after the other. A fetch that fails midway invalidates the file,
     and the next fetch begins with a whole version. A delta is written to a second file, of changes.
-    If the disk has no room for that one, the fetch fails, but the first file has the new version,
-    which the next fetch returns whole.
+    If the disk has no room for the second file, the fetch fails, but the first file has the new
+    version, which the next fetch returns whole.
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
@@ -86,13 +87,12 @@ class StoredWeights:
     def fetch(
         self, stored: weights_pb2.StoredWeights, abandoned: threading.Event, base: bytes = b""
     ) -> Fetched:
-        """Brings the file to the version of the manifest `stored`, and returns what to load.
+        """Updates the file to the version of the manifest `stored`; returns the weights to load.
 
-        `base`: the content name of the engine's weights if it takes deltas, else b"". The result is
-        a delta if the file held the same weights and the manifest's links continue from them,
-        otherwise the whole file. Setting `abandoned` ends the fetch.
-        Raises WeightSyncError when the storage lacks something, has other bytes than the manifest
-        says, or is late, and when the disk is full.
+        `base` is the content name of the engine's weights if it takes deltas, else b"". The result
+        is a delta if the file held the same weights and the manifest's links continue from them,
+        otherwise the whole file. Setting `abandoned` ends the fetch. Raises WeightSyncError when an
+        object in storage is missing, late or not as the manifest says, and when the disk is full.
         """
         until = Until.after(self._limit_s, abandoned)
         started_s = time.monotonic()
@@ -123,8 +123,7 @@ class StoredWeights:
     ) -> weights_pb2.Delta | None:
         """Writes the file of changes; returns the delta, or None if all buckets would be whole.
 
-        Raises WeightSyncError when the disk does not take it; the file of all buckets keeps its
-        version.
+        Raises WeightSyncError when the disk is full; the file of all buckets keeps its version.
         """
         try:
             return changes.write(self._changes_path, base, file.elements)
@@ -162,10 +161,10 @@ class StoredWeights:
         changes: JoinedChanges | None,
         until: Until,
     ) -> int:
-        """Applies a link of a manifest, whole version or delta, to the file; returns its bytes.
+        """Applies a link of a manifest to the file; returns the number of bytes that it fetched.
 
-        The bytes are those fetched. Adds what changed to `changes`, if given. Raises
-        WeightSyncError for a wrong digest.
+        A link is a whole version or a delta. Adds the changed elements to `changes`, if given.
+        Raises WeightSyncError for a wrong digest.
         """
         self._held = b""
         changed = list(link.delta.changed) if link.HasField("delta") else None
@@ -191,10 +190,10 @@ class StoredWeights:
 
 
 class _Buckets:
-    """The file of all buckets, mapped into memory inside a `with`."""
+    """The file of all buckets, mapped into memory inside a `with` block."""
 
     def __init__(self, path: Path, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """`anew`: the file is created, or emptied if it exists; otherwise it must exist."""
+        """With `anew` the file is created, or emptied if it exists; otherwise it must exist."""
         self.buckets = tuple(buckets)
         self._path, self._anew = path, anew
         self._starts = [0, *accumulate(bucket.num_bytes for bucket in buckets)]
@@ -218,7 +217,7 @@ class _Buckets:
         del self._bytes, self._map
 
     def put(self, place: int, data: memoryview, changed: int) -> Places | None:
-        """Writes a whole bucket (returns None) or `changed` elements (returns their places)."""
+        """Writes a bucket: whole (returns None), or `changed` elements (returns their indices)."""
         bucket = self.buckets[place]
         if len(data) == bucket.num_bytes:
             self._at(place)[:] = np.frombuffer(data, dtype=np.uint8)
@@ -229,7 +228,7 @@ class _Buckets:
             raise WeightSyncError(f"bucket {place}: {error}") from error
 
     def elements(self, place: int) -> Elements:
-        """Returns a view of a bucket's elements in the file."""
+        """Returns a view of the bucket's 16-bit elements in the file."""
         return self._at(place).view(np.uint16)
 
     def digest(self, place: int) -> bytes:
@@ -241,7 +240,7 @@ class _Buckets:
 
 
 def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
-    """Returns the links after the version named `held`, or all if it is not among them."""
+    """Returns the links after the version with the content name `held`, or all if none has it."""
     for place in range(len(links) - 1, -1, -1):
         if held and content_name(links[place].bucket_digests) == held:
             return list(links[place + 1 :])
@@ -253,10 +252,9 @@ def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
 
 
 class JoinedChanges:
-    """Collects which elements of each bucket changed over several versions, in 4 bytes each.
+    """Collects the elements of each bucket that changed over several versions; 4 bytes each.
 
-    changes = JoinedChanges(buckets)
-    changes.add(place, places)  # for each bucket of each version
+    changes = JoinedChanges(buckets) changes.add(place, places)  # for each bucket of each version
     delta = changes.write(path, base, elements_of)  # with the last version's values
     """
 
@@ -266,7 +264,7 @@ class JoinedChanges:
         self._places: list[list[npt.NDArray[np.uint32]] | None] = [[] for _ in buckets]
 
     def add(self, place: int, places: Places | None) -> None:
-        """Notes changes of bucket `place`; None stands for all of its elements."""
+        """Adds changed elements of bucket `place`; None stands for all of its elements."""
         earlier = self._places[place]
         if places is None or earlier is None:
             self._places[place] = None
@@ -278,8 +276,8 @@ class JoinedChanges:
     ) -> weights_pb2.Delta | None:
         """Writes all buckets to `path` in wire format, one after the other; returns their delta.
 
-        Returns None, and writes nothing, where every bucket would travel whole. Raises OSError when
-        the disk does not take it.
+        Returns None, and writes nothing, if every bucket would travel whole. Raises OSError when
+        the disk is full.
         """
         joined = [self._joined(place) for place in range(len(self._buckets))]
         # A number with which the bucket travels whole.
@@ -325,7 +323,7 @@ class FetchOrders:
         report: Callable[[fleet_pb2.PublishReport], None],
         group: asyncio.TaskGroup,
     ) -> None:
-        """`stored`: None for a server that takes its weights from the trainer."""
+        """`stored` is None for a server that takes its weights from the trainer."""
         self._stored, self._report, self._group = stored, report, group
         self._abandoned = threading.Event()
         # The publish whose version lies in the file.
@@ -334,7 +332,7 @@ class FetchOrders:
         self._served = b""
 
     def start(self, order: fleet_pb2.PreparePublish) -> None:
-        """Begins to fetch the version of `order`; abandons the fetch under way, if any."""
+        """Begins to fetch the version of `order`; abandons an unfinished fetch."""
         self._abandoned.set()
         self._abandoned, self._ready = threading.Event(), None
         self._group.create_task(self._fetch(order, self._abandoned))
@@ -362,14 +360,14 @@ class FetchOrders:
         return message
 
     def note(self, report: fleet_pb2.PublishReport) -> None:
-        """Notes which weights the engine serves; forgets the fetched version if loading failed."""
+        """Records which weights the engine serves; drops the fetched version if loading failed."""
         if report.phase == FAILED:
             self._forget()
         elif report.phase == SERVING and report.stages.takes_deltas:
             self._served = content_name(report.bucket_digests)
 
     def close(self) -> None:
-        """Abandons the fetch under way."""
+        """Abandons an unfinished fetch."""
         self._abandoned.set()
 
     def _forget(self) -> None:

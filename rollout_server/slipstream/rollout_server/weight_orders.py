@@ -1,8 +1,8 @@
 """The publish orders of the controller, carried out on this server's engine one after the other.
 
-Consumes: prepare, receive, commit, abort, verdict, rest, wake. Produces: one report for each but
-abort, verdict and wake. Waits for: the next order, the engine. Unblocked by: the controller, the
-engine's deadlines, the limit of a verdict.
+Consumes: prepare, receive, commit, abort, verdict, rest, wake. Produces: one report for each order
+except abort, verdict and wake. Waits for: the next order, the engine. Unblocked by: the controller,
+the engine's deadlines, the limit of a verdict.
 """
 
 import asyncio
@@ -71,11 +71,10 @@ class _Publish:
 
 
 class WeightOrders:
-    """Carries out publish orders in turn; `Phase` has the phases of a publish.
+    """Carries out publish orders in turn; `Phase` lists the phases of a publish.
 
-    orders = WeightOrders(engine, dispatcher, report)  # the engine is paused
-    running = tasks.create_task(orders.run())
-    orders.put(order)  # for each order, in the controller's order
+    orders = WeightOrders(engine, dispatcher, report)  # the engine is paused running =
+    tasks.create_task(orders.run()) orders.put(order)  # for each order, in the controller's order
     orders.close(carry_out=True)  # `run` ends, with the engine paused
     """
 
@@ -105,16 +104,16 @@ class WeightOrders:
 
     @property
     def phase(self) -> Phase | None:
-        """The phase of the newest publish; None before the first one."""
+        """The phase of the newest publish, or None before the first one."""
         return None if self._publish is None else self._publish.phase
 
     @property
     def paused_s(self) -> float:
-        """Seconds during which generation was paused for new weights, or rested."""
+        """The seconds during which generation was paused for new weights, or rested."""
         return self._pauses.total_s + self._rest.total_s
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
-        """Queues an order; `run` carries it out after those before it."""
+        """Queues an order; `run` carries it out after the orders before it."""
         kind = order.WhichOneof("message")
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
@@ -127,7 +126,7 @@ class WeightOrders:
     def close(self, *, carry_out: bool) -> None:
         """Ends `run` after its current order, or with `carry_out` after all queued orders.
 
-        A draining server carries them out: the other members of a publish wait for it.
+        A draining server uses `carry_out`, since the other members of a publish wait for it.
         """
         if not carry_out:
             self._preparing.abandon()
@@ -136,7 +135,7 @@ class WeightOrders:
         self._orders.put_nowait(None)
 
     async def run(self) -> None:
-        """Carries out orders until `close`; afterwards the engine is paused."""
+        """Carries out orders until `close`; when it returns, the engine is paused."""
         while True:
             limit_s = VERDICT_LIMIT_S if self.phase is Phase.PROBING else None
             try:
@@ -173,7 +172,7 @@ class WeightOrders:
                 await self._wake()
 
     async def _wake(self) -> None:
-        """Resumes a resting engine unless a publish has done so or its weights may not be used."""
+        """Resumes a resting engine, unless a publish has done so or its weights may not be used."""
         may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
         if self._rests and may_sample and self.version is not None:
             self._rests = False
@@ -206,7 +205,7 @@ class WeightOrders:
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
-        """Prepares the engine while old weights serve: waiting for other members costs no pause.
+        """Prepares the engine while old weights serve; the wait for other members is no pause.
 
         Raises WeightSyncError when preparing fails or the publish is aborted meanwhile.
         """
@@ -285,7 +284,7 @@ class WeightOrders:
             await self._reject(verdict.message)
 
     async def _reject(self, reason: str) -> None:
-        """Takes rejected weights out of use: no token that they sampled may be trained."""
+        """Stops using rejected weights: no token that they sampled may be trained."""
         log.error("the new weights are rejected: %s", reason)
         if self._publish is not None:
             self._publish.move(Phase.FAILED)
@@ -313,7 +312,7 @@ class WeightOrders:
         return self._pauses.end(now_s)
 
     async def _discard(self, publish_id: str, message: str) -> None:
-        """Pauses the engine, which then accepts requests but runs none, and reports the failure."""
+        """Pauses the engine, which then accepts requests but runs none; reports the failure."""
         await self._pause()
         self._fail(publish_id, message)
 
@@ -338,7 +337,7 @@ class WeightOrders:
 
 
 class PauseClock:
-    """Seconds of all pauses, by `time.monotonic`; a pause that has begun counts up to now."""
+    """Adds up the seconds of all pauses, by `time.monotonic`; an open pause counts up to now."""
 
     def __init__(self) -> None:
         # The time at which the present pause began; None if there is none.
@@ -347,16 +346,16 @@ class PauseClock:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all pauses so far."""
+        """The seconds of all pauses so far."""
         return self._ended_s + (0.0 if self.begun_s is None else time.monotonic() - self.begun_s)
 
     def begin(self) -> None:
-        """Begins a pause, unless one has begun."""
+        """Begins a pause, unless one is open."""
         if self.begun_s is None:
             self.begun_s = time.monotonic()
 
     def end(self, now_s: float) -> float:
-        """Ends the pause, if one has begun; returns its seconds."""
+        """Ends the open pause, if any; returns its seconds, or 0 without one."""
         seconds = 0.0 if self.begun_s is None else now_s - self.begun_s
         self._ended_s += seconds
         self.begun_s = None
@@ -370,12 +369,12 @@ class Abandonable:
         self._abandoned: asyncio.Future[None] | None = None
 
     def abandon(self) -> None:
-        """Ends the call under way, if there is one."""
+        """Cancels the current call, if there is one."""
         if self._abandoned is not None and not self._abandoned.done():
             self._abandoned.set_result(None)
 
     async def run(self, call: Coroutine[Any, Any, None]) -> bool:
-        """Awaits `call` and raises its error; returns False, once it has ended, if abandoned."""
+        """Awaits `call` and raises its error; returns False if `abandon` cancelled it."""
         abandoned = self._abandoned = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(call)
         try:

@@ -28,7 +28,7 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker together with all processes that it has started; 0: no limit."""
+    """Limits of a worker and all processes that it has started; 0 means no limit."""
 
     memory_bytes: int = 0
     processes: int = 0
@@ -47,7 +47,7 @@ NO_LIMITS = WorkerLimits()
 
 
 class WorkerProcess:
-    """Owns a keeper process and two memory files: its worker's calls, and the cause of its end.
+    """Owns a keeper process and two memory files: its worker's calls, and its cause of death.
 
     `close` ends the process and frees the files.
     """
@@ -65,7 +65,8 @@ class WorkerProcess:
     ) -> Self:
         """Starts a keeper that runs `command --record FD` with its output in the descriptor `log`.
 
-        `token`: see `WorkerGateway.expect`. Raises OSError when no process can be started.
+        The worker authenticates with `token`, as in `WorkerGateway.expect`. Raises OSError when no
+        process can be started.
         """
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
@@ -92,7 +93,7 @@ class WorkerProcess:
         return cls(process, record, cause)
 
     def calls(self) -> CallRecord:
-        """Returns the calls that the worker is executing, or was executing when it ended."""
+        """Returns the calls that the worker is answering, or was answering when it ended."""
         return CallRecord.read(self._record)
 
     @property
@@ -111,12 +112,12 @@ class WorkerProcess:
         return f"worker exited with code {code}"
 
     def end(self) -> None:
-        """Tells the keeper to end everything."""
+        """Asks the keeper to end the worker and all processes below it; does not wait."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
     async def close(self) -> None:
-        """Ends the worker; returns when it and all that it has started are gone."""
+        """Ends the worker; returns when it and all processes that it has started have ended."""
         if self._process.returncode is None:
             self.end()
             try:

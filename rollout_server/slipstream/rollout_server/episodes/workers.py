@@ -1,7 +1,7 @@
 """One environment worker process, from its start to its exit.
 
 Consumes: an environment's spec. Produces: sessions of its episodes. Waits for: the worker to
-attach, to load, to exit. Unblocked by: the worker, or the limit of the wait.
+connect, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LOST_WORKERS = 2
 class EnvironmentWorker:
     """One worker process, from its start to its exit; it is not started again.
 
-    States: started -> attached -> loaded -> ended. Its open episodes are lost when it ends.
+    States: started -> connected -> loaded -> ended. Its open episodes are lost when it ends.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class EnvironmentWorker:
         *,
         try_reset: bool = False,
     ) -> None:
-        """`suspects` notes the tasks that were lost with the worker, and those that have passed.
+        """`suspects` records the tasks that were lost with the worker, and those that have passed.
 
-        `try_reset`: before the worker counts as loaded, its first task must answer `reset`, and an
-        agent must make its first call, which is not answered.
+        With `try_reset` the worker counts as loaded only when its first task has answered `reset`
+        and, for an agent, made its first call, which is not answered.
         """
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects
@@ -63,12 +63,12 @@ class EnvironmentWorker:
 
     @property
     def table(self) -> CallTable:
-        """The calls to this worker; only after it has attached."""
+        """The calls to this worker; available once it has connected."""
         return self._stream.table.result()
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal has ended the process; only after `run`."""
+        """Whether a signal has ended the process; False until `run` has returned."""
         return self._gone.is_set() and self._process.was_killed
 
     def open(
@@ -79,7 +79,10 @@ class EnvironmentWorker:
         *,
         closed: Callable[[bool], None] = lambda _: None,
     ) -> StreamSession:
-        """Opens a session; at its end `closed` gets whether it was judged and the worker lives."""
+        """Opens a session; at its end `closed` is called.
+
+        Its argument is True if the environment gave a verdict and the worker lives.
+        """
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
@@ -98,10 +101,10 @@ class EnvironmentWorker:
         )
 
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
-        """Runs until the worker is gone, and returns why.
+        """Runs until the worker has ended, and returns the cause.
 
         `loaded` is called with the number of tasks when the environment has loaded. Open calls fail
-        with the cause that is returned. The process is gone after a cancellation too.
+        with the cause that is returned. A cancellation of `run` ends the process too.
         """
         try:
             self._process = await self._start(index)
@@ -171,7 +174,7 @@ class EnvironmentWorker:
             session.close()
 
     async def _see_first_call(self, session: StreamSession) -> None:
-        """Waits for the first call of an agent, which is not answered; raises EnvironmentFailed."""
+        """Waits for the first call of an agent, without answering it; raises EnvironmentFailed."""
         limit_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -200,8 +203,8 @@ class EnvironmentWorker:
     def _lose(self, cause: str, in_call: Collection[str]) -> None:
         """Fails all calls with `cause`, and reports the lost episodes' tasks to `Suspects`.
 
-        `in_call`: keys of the episodes with a call in progress. The failure's kind is BYSTANDER if
-        several episodes shared the worker, else ENVIRONMENT.
+        `in_call` has the keys of the episodes with a call in progress. The failure's kind is
+        BYSTANDER if several episodes shared the worker, else ENVIRONMENT.
         """
         tasks = self.episodes
         self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
@@ -262,12 +265,12 @@ class Suspects:
         return task in self._suspected
 
     def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:
-        """Notes a dead worker that ran `tasks`; those `in_call` had a call in progress."""
+        """Records the end of a worker that ran `tasks`; those `in_call` had a call in progress."""
         self._lost.update(set(tasks))
         often = {task for task, times in self._lost.items() if times >= MAX_LOST_WORKERS}
         self._suspected |= often | set(in_call)
 
     def passed(self, task: int) -> None:
-        """Notes that an episode of this task was judged and its worker lived on."""
+        """Records that an episode of this task was judged and its worker survived it."""
         self._suspected.discard(task)
         self._lost.pop(task, None)

@@ -1,1 +1,1 @@
-"""Parts of inference outside vLLM: drafts, prompts, memory, usage."""
+"""Parts of inference that do not use vLLM: drafts, prompt waits, CUDA graph sizes, usage."""

@@ -1,12 +1,12 @@
 """N-gram drafts for speculative decoding, made from an engine's own texts, and their length.
 
 Members of a group, earlier epochs of a task and a reply itself repeat text. A table maps the hash
-of each n-gram (n is in `RUNS`) to the tokens that followed it last. A draft is what followed the
-longest known n-gram at the end of a reply. Drafts may be wrong: the engine samples from its own
-distribution all the same. All shapes are static and nothing is read back, so no step waits for the
-host.
+of each n-gram (n is in `RUNS`) to the tokens that followed it last. A draft is the tokens that
+followed the longest known n-gram at the end of a reply. A wrong draft does no harm: the engine
+samples from its own distribution anyway. All shapes are static and nothing is read back, so no step
+waits for the host.
 
-A step of few tokens is bound by reading the weights: more tokens cost next to nothing. A step of
+A step of few tokens is bound by reading the weights, so more tokens cost next to nothing. A step of
 many tokens is bound by compute, and each rejected token costs as much as a sampled one. The limit
 between them depends on model and GPU, the acceptance rate on the task: `DraftRule` times steps with
 and without drafts.
@@ -41,7 +41,8 @@ _SLOT_BITS = 40
 class DraftTable:
     """Maps the n-grams of an engine's texts to the tokens that followed them.
 
-    The caller keeps the texts as rows of a table of tokens; `places` and `ends` are column indices.
+    The caller passes the texts as rows of a table of tokens; `places` and `ends` are column
+    indices.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class DraftTable:
     ) -> None:
         """Stores the tokens from each place on as the draft of the n-grams that end before it.
 
-        Skips places where `counts` is False. The caller must set it to False where less than a
-        whole draft follows: replies that advance together would otherwise draft each other's
-        unfinished ends.
+        Skips places where `counts` is False. The caller must set it to False where fewer tokens
+        follow than a draft has: otherwise replies that advance together would use each other's
+        unfinished ends as drafts.
         """
         hashes, slots, whole = self._hashed(texts, rows, places)
         slots = slots.where(whole & counts[:, None], self._mask + 1)
@@ -75,7 +76,7 @@ class DraftTable:
         self._drafts[slots] = drafts[:, None].expand(-1, len(RUNS), -1)
 
     def draft(self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Returns a draft, int64, for each of the texts that end at `ends`.
+        """Returns drafts, int64 [texts, draft tokens], of the texts that end before `ends`.
 
         Where no n-gram is known, the draft repeats the last token.
         """
@@ -89,7 +90,10 @@ class DraftTable:
     def _hashed(
         self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns hash and slot of each n-gram before `ends`, and whether the text is that long."""
+        """Returns hash, slot and a flag of each n-gram before `ends`: [rows, n-gram lengths] each.
+
+        The flag says whether the text has that many tokens.
+        """
         before = (ends[:, None] + self._before).clamp(0, texts.shape[1] - 1)
         tokens = texts[rows[:, None], before].long() + 1
         hashes = (tokens[:, :, None] * self._factors).sum(1)
@@ -98,7 +102,7 @@ class DraftTable:
 
 
 def _factors() -> torch.Tensor:
-    """Returns the hash factors [longest n, n-gram lengths]: constants, 0 outside an n-gram."""
+    """Returns the hash factors [longest n, n-gram lengths]: odd constants, 0 outside an n-gram."""
     chosen = torch.Generator().manual_seed(20)
     factors = torch.randint(-(1 << 62), 1 << 62, (_LONGEST, len(RUNS)), generator=chosen)
     places = torch.arange(_LONGEST)[:, None]
@@ -106,7 +110,7 @@ def _factors() -> torch.Tensor:
 
 
 class DraftRule:
-    """Tries steps with drafts, then steps without, and keeps to the faster way for a while."""
+    """Times some steps with drafts, then some without, and uses the faster way for a while."""
 
     def __init__(
         self,
@@ -116,7 +120,7 @@ class DraftRule:
         kept_steps: int = 512,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`trial_steps` (above 4): steps of each trial; `kept_steps`: steps between two trials."""
+        """A trial has `trial_steps` steps (above 4); between two trials are `kept_steps` steps."""
         self._draft_tokens = draft_tokens
         self._trial_steps, self._kept_steps, self._clock = trial_steps, kept_steps, clock
         # Whether replies are drafted now, and for how many steps more.
@@ -131,8 +135,8 @@ class DraftRule:
     def next_length(self, *, num_replies: int, sampled: int) -> int:
         """Returns how many tokens to draft for each reply of the next step.
 
-        `sampled`: number of tokens sampled in the step that has just ended. `num_replies`: number
-        of running replies.
+        `sampled` is the number of tokens sampled in the step that has just ended, `num_replies` the
+        number of running replies.
         """
         now_s = self._clock()
         if self._last_s is not None and not self._keeps:

@@ -1,8 +1,8 @@
 """Rules that keep the steps of an engine inside captured CUDA graphs.
 
 A step with a prompt needs more than one CUDA graph, and costs a small model a third more time than
-a step without. Requests begin and end all the time, so that nearly every step would have a prompt:
-new prompts therefore wait for each other.
+a step without. Requests begin and end all the time, so nearly every step would have a prompt. So
+new prompts wait, to be prefilled together.
 
 vLLM captures steps of up to 512 tokens by default. With 512 running replies a step with a prompt
 has more: the engine's thread must then start each of its kernels, which limits a small model.
@@ -28,9 +28,9 @@ def prompts_wait(
     most_steps: int,
     replies_per_prompt: int = REPLIES_PER_PROMPT,
 ) -> bool:
-    """Whether the next step takes none of the `num_ready` prompts, although it has room for them.
+    """Whether the next step leaves the `num_ready` prompts waiting, although it has room for them.
 
-    `num_steps`: steps that the first of them has waited. No prompt waits in an engine without
+    The first of them has waited for `num_steps` steps. No prompt waits in an engine without
     replies.
     """
     return num_steps < most_steps and 0 < num_ready * replies_per_prompt < num_replies
@@ -79,8 +79,8 @@ def graph_values(
 ) -> dict[str, object]:
     """Returns vLLM's arguments for graphs and prompt waits.
 
-    Prompts wait at most `wait_steps` steps; None: the device's default. Graph sizes are left out if
-    `passed`, the user's own arguments of vLLM, names any.
+    Prompts wait at most `wait_steps` steps; None means the device's default. Graph sizes are left
+    out if `passed`, the user's own arguments of vLLM, has any.
     """
     has_graphs = section.has_graphs(on_cpu=on_cpu)
     default = MOST_STEPS if has_graphs else 0
@@ -94,7 +94,7 @@ def graph_values(
 
 
 def graph_sizes(max_episodes: int) -> list[int]:
-    """Returns the sizes, in tokens, of the steps to capture as CUDA graphs, in order."""
+    """Returns the sizes, in tokens, of the steps to capture as CUDA graphs, ascending."""
     largest = max_episodes + PROMPT_TOKENS
     sizes, start = {1, 2, 4, max_episodes, largest}, 8
     for stride, end in _STRIDES:

@@ -1,4 +1,4 @@
-"""The times at which an engine had work, and the watchdog for an engine that makes no step."""
+"""The time in which an engine had work, and the watchdog for an engine that makes no step."""
 
 import time
 from collections.abc import Callable
@@ -16,17 +16,17 @@ class UseClock:
 
     @property
     def busy_s(self) -> float:
-        """Seconds with an open request, up to now."""
+        """The seconds with an open request, up to now."""
         return self._busy_s + (self._now_s() - self._started_s if self._open else 0.0)
 
     def enter(self) -> None:
-        """Notes that a request was opened."""
+        """Records that a request was opened."""
         if not self._open:
             self._started_s = self._now_s()
         self._open += 1
 
     def leave(self) -> None:
-        """Notes that a request ended."""
+        """Records that a request has ended."""
         self._open -= 1
         if not self._open:
             self._busy_s += self._now_s() - self._started_s
@@ -38,7 +38,7 @@ SILENCE_LIMIT_S = 300.0
 
 
 class EngineWatchdog:
-    """Compares the time of the engine's last step with a limit, each time it is checked."""
+    """Checks that the time since an engine's last step does not exceed a limit."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -48,7 +48,7 @@ class EngineWatchdog:
     def check(self, *, heard_s: float, num_requests: int) -> None:
         """Raises EngineDied when the engine had requests and made no step within the limit.
 
-        `heard_s`: time.monotonic of its last step. `num_requests`: 0 while it is paused.
+        `heard_s` is the time.monotonic of its last step. `num_requests` is 0 while it is paused.
         """
         now_s = time.monotonic()
         if not num_requests:

@@ -1,13 +1,13 @@
-"""vLLM's scheduler, changed to hand out the tokens of a reply in chunks instead of one by one.
+"""vLLM's scheduler, changed to output the tokens of a reply in chunks instead of one by one.
 
-vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled
-token's log-probability it holds three small arrays more, which costs a fifth to a third of the
-throughput of a small model. No caller here needs every token at once. The tokens and
-log-probabilities of a request are therefore kept together in the engine's process, and leave it as
-one object for every `CHUNK_TOKENS`. The values are those of the sampler, untouched.
+vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled token's
+log-probability it holds three small arrays more, which costs a fifth to a third of the throughput
+of a small model. No caller here needs every token at once. The tokens and log-probabilities of a
+request are therefore kept together in the engine's process, and leave it as one object for every
+`CHUNK_TOKENS`. The values are those of the sampler, unchanged.
 
-A chunk never holds tokens of two versions: a pause hands out all held tokens, before vLLM calls the
-pause complete. The held tokens of a cancelled request are dropped.
+A chunk never holds tokens of two versions: a pause outputs all held tokens before vLLM reports the
+pause as complete. The held tokens of a cancelled request are dropped.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError unless `fields`, those of vLLM's outputs, are the ones joined here."""
+    """Raises ConfigError unless `fields`, those of vLLM's outputs, are all handled here."""
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
@@ -72,7 +72,7 @@ def check_outputs(fields: Iterable[str]) -> None:
 
 @dataclass(slots=True)
 class Chunk:
-    """The sampled outputs of a request that are not handed out yet."""
+    """The sampled tokens of a request that have not been output yet."""
 
     client_index: int
     limit: int
@@ -87,7 +87,7 @@ class Chunk:
     prompt_logprobs: Any = None
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Takes the fields other than tokens: first-step fields, events and recorded experts."""
+        """Adds the output's other fields: first-step fields, events and recorded experts."""
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:
@@ -98,7 +98,7 @@ class Chunk:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors
 
     def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Moves everything that is held into `output`, and returns it."""
+        """Moves the whole content of the chunk into `output`, and returns it."""
         if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
             raise RuntimeError(
                 f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
@@ -124,10 +124,10 @@ class Chunk:
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Returns the number of KV-cache blocks to use: enough for twice the most running requests.
+    """Returns the number of KV-cache blocks to use: twice those of the most running requests.
 
-    These are counted at full length; the second half is for cached prefixes. A small model has room
-    for millions of blocks, and vLLM creates an object for each.
+    Each request counts at full length; the second half is for cached prefixes. A small model has
+    room for millions of blocks, and vLLM creates an object for each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
@@ -137,11 +137,11 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
 
 
 class _Chunking(DraftingScheduler):
-    """Hands out the tokens of a reply in chunks.
+    """Outputs the tokens of a reply in chunks.
 
     Requests for top log-probabilities or cumulative outputs get each token at once. For others
-    `add_request` opens a chunk, `update_from_output` fills it and hands it out when it is full or
-    the request ends; a pause hands out all chunks. `finish_requests` drops it.
+    `add_request` opens a chunk, and `update_from_output` fills it and outputs it when it is full or
+    the request ends. A pause outputs all chunks; `finish_requests` drops a request's chunk.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Chunking(DraftingScheduler):
         self._planner = SteadyPlanner(self) if plans else None
 
     def add_request(self, request: Request) -> None:
-        """See vLLM; opens the request's chunk."""
+        """Overrides vLLM's method; opens the request's chunk."""
         super().add_request(request)
         parameters = request.sampling_params
         if parameters is None:
@@ -194,16 +194,16 @@ class _Chunking(DraftingScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """See vLLM; drops held tokens: the server has built the last output already."""
+        """Overrides vLLM's method; drops held tokens: the server has the last output."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._forget(request.request_id)
         return finished
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See vLLM; prompts wait for each other by the rule of `PromptGathering`.
+        """Overrides vLLM's method; prompts wait as long as `PromptGathering` says.
 
-        When a step had no room for all gathered prompts, vLLM takes the rest in the next step.
+        When a step has no room for all gathered prompts, vLLM takes the rest in the next step.
         """
         along = takes_a_prompt(self.running, self.waiting)
         num_ready = 0 if along else len(self.waiting)
@@ -219,7 +219,7 @@ class _Chunking(DraftingScheduler):
         return chunk is not None and chunk.steady is not None
 
     def has_requests(self) -> bool:
-        """See vLLM; also true while a pause must still hand out held tokens."""
+        """Overrides vLLM's method; also true while a pause must still output held tokens."""
         return bool(super().has_requests()) or (
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
@@ -229,7 +229,10 @@ class _Chunking(DraftingScheduler):
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> SchedulerStats | None:
-        """See vLLM; makes them once in `STATS_S` seconds and after the last request."""
+        """Overrides vLLM's method; makes statistics at most once in `STATS_S` seconds.
+
+        After the last request it makes them at once; otherwise it returns None.
+        """
         now_s = time.monotonic()
         if now_s < self._next_stats_s and self.requests:
             return None
@@ -239,7 +242,7 @@ class _Chunking(DraftingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See vLLM; leaves out the outputs of requests whose chunk is not full."""
+        """Overrides vLLM's method; leaves out the outputs of requests whose chunk is not full."""
         logprobs = model_runner_output.logprobs
         if logprobs is not None and not self._streamed:
             model_runner_output.logprobs = None
@@ -276,8 +279,8 @@ class _Chunking(DraftingScheduler):
     ) -> tuple[dict[str, int], list[tuple[Chunk, EngineCoreOutput]]]:
         """Adds the tokens of requests in the middle of a reply to their chunks.
 
-        Returns the numbers of scheduled tokens of all other requests, by id, and the chunks that
-        are full, each with an empty output to fill.
+        Returns the number of scheduled tokens of each other request, by id, and the chunks that are
+        full, each with an empty output to fill.
         """
         others: dict[str, int] = {}
         full: list[tuple[Chunk, EngineCoreOutput]] = []
@@ -315,7 +318,7 @@ class _Chunking(DraftingScheduler):
         logprobs: list[float] | None,
         starts: list[int] | None,
     ) -> list[EngineCoreOutput]:
-        """Puts outputs into their requests' chunks; returns the outputs to hand out now.
+        """Adds outputs to their requests' chunks; returns the outputs to send in this step.
 
         `logprobs` has a value for each sampled token. Those of a request begin at its row in `rows`
         or, if `starts` is given, at `starts[row]`.
@@ -356,11 +359,11 @@ class _Chunking(DraftingScheduler):
 
 
 class ChunkingScheduler(_Chunking):
-    """Chunks on top of vLLM's synchronous scheduler."""
+    """vLLM's synchronous scheduler with chunks."""
 
 
 class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
-    """Chunks on top of vLLM's scheduler that plans a step while the step before it runs."""
+    """vLLM's asynchronous scheduler with chunks; it plans a step while the previous step runs."""
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:

@@ -1,9 +1,10 @@
 """Repairs of vLLM on CPUs: draft verification, and batch-invariant matrix products.
 
 vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
-writes floating-point values into a copy and drops that, so that drafts are verified with whatever
-the memory held. `repair_expansion` mends that. `compute_by_rows` replaces matrix products and norms
-by batch-invariant ones: a row does not depend on other rows. Import this module on CPUs only.
+writes floating-point values into a copy and drops the copy, so that drafts are verified with
+whatever the memory held. `repair_expansion` corrects this. `compute_by_rows` replaces matrix
+products and norms by batch-invariant ones: a row does not depend on other rows. Import this module
+on CPUs only.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ class SharedTextProposer:
     """Drafts tokens for speculative decoding from the texts of all requests of an engine."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """See vLLM, which makes one in each worker."""
+        """Takes vLLM's configuration; vLLM makes one proposer in each worker."""
         self._length = int(vllm_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
         self._table = DraftTable(self._length)
@@ -38,7 +39,7 @@ class SharedTextProposer:
         token_ids: npt.NDArray[np.int32],
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> list[list[int]]:
-        """See vLLM; a request without a new token or at the maximum length gets no draft."""
+        """Implements vLLM's method; a request without a new token or room gets no draft."""
         chosen = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not chosen:
@@ -55,10 +56,10 @@ class SharedTextProposer:
         return drafts
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        """See vLLM; loads nothing."""
+        """Implements vLLM's method; loads nothing."""
 
     def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
-        """Returns the places in a row that have had a whole draft after them only since this step.
+        """Returns the places in a row after which a whole draft follows only since this step.
 
         If the row has a new request, they are among its last `PROMPT_TOKENS` tokens.
         """
@@ -70,7 +71,7 @@ class SharedTextProposer:
 
 
 def repair_expansion() -> None:
-    """Replaces vLLM's expansion of sampling values by `expand`, also in later forks."""
+    """Replaces vLLM's expansion of sampling values by `expand`, in this process and later forks."""
     cpu_triton_utils._expand_kernel_impl = expand
 
 

@@ -1,8 +1,8 @@
 """vLLM's worker for CPUs, which also returns the experts that each token was routed to.
 
 vLLM (0.32.0) returns experts only from its newer model runner, which needs Triton. CPUs run the
-older one: this worker feeds the same connector, so that scheduler, cached prefixes and outputs are
-vLLM's own. Import this module on CPUs only: its imports change torch.
+older model runner. This worker feeds the same connector, so that scheduler, cached prefixes and
+outputs are vLLM's own. Import this module on CPUs only: its imports change torch.
 """
 
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
     _pending: PendingAuxOutput | None = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        """See vLLM; afterwards the routers report the experts that they choose."""
+        """Overrides vLLM's method; afterwards the routers report the experts that they choose."""
         super().initialize_from_config(kv_cache_config)
         self._connector = get_aux_output_connector(
             self.model_runner.get_model(), self.vllm_config, kv_cache_config
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """See vLLM; returns None when `sample_tokens` is to follow."""
+        """Overrides vLLM's method; returns None if `sample_tokens` must be called next."""
         self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
         output = super().execute_model(scheduler_output)
         if output is None:
@@ -48,7 +48,7 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """See vLLM; adds the experts of the tokens that `execute_model` computed."""
+        """Overrides vLLM's method; adds the experts of the tokens that `execute_model` computed."""
         output = super().sample_tokens(grammar_output)
         pending, self._pending = self._pending, None
         if pending is not None:

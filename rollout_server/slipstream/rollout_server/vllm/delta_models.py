@@ -1,4 +1,4 @@
-"""vLLM's Qwen3.5, with or without torchvision.
+"""vLLM's Qwen3.5, usable with or without torchvision.
 
 Importing its kernels starts CUDA, so only the engine's processes import this module.
 """

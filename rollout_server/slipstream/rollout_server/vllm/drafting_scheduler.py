@@ -1,9 +1,9 @@
-"""vLLM's scheduler with shorter pauses, and with drafts of replies where they pay.
+"""vLLM's scheduler with shorter pauses, and with drafts of replies where they save time.
 
-vLLM verifies a draft in one step: it samples the token behind each drafted one, and keeps the
-sampled tokens up to the first that differs. Whatever a draft says, replies and log-probabilities
-are those of the model. All tokens of a step are sampled by that step's weights, so that a draft
-made before an update is verified by the new ones.
+vLLM verifies a draft in one step: it samples the token after each drafted token, and keeps the
+sampled tokens up to the first that differs. Replies and log-probabilities are those of the model,
+whatever the drafts. All tokens of a step are sampled by that step's weights, so a draft made before
+an update is verified by the new weights.
 """
 
 import logging
@@ -36,9 +36,9 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
     _num_resumes = 0
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
-        """See vLLM, which would go through all blocks; it is given only the cached ones.
+        """Overrides vLLM's method, which visits all blocks, to visit only the cached blocks.
 
-        Only these have anything to reset, and the engine is paused meanwhile.
+        Only cached blocks have anything to reset, and the engine is paused meanwhile.
         """
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks
@@ -50,10 +50,10 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
             pool.blocks = every
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """See vLLM; on a resume sends the mark `resumed N` to the server at once.
+        """Overrides vLLM's method; on a resume sends the mark `resumed N` to the server at once.
 
-        An engine that is resumed without a pause has new weights too: cached prefixes, which a
-        pause would have forgotten, are forgotten here.
+        An engine that is resumed without a pause has new weights too. Its cached prefixes, which a
+        pause would have discarded, are discarded here.
         """
         resumes = pause_state is PauseState.UNPAUSED
         if resumes and self.pause_state is PauseState.UNPAUSED:
@@ -77,8 +77,8 @@ def _cached_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
 def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:
     """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for.
 
-    Without drafts, or with too many episodes for them to pay, there are none. On GPUs the workers
-    make the drafts, which lets vLLM plan a step ahead.
+    Returns none without drafts, or with too many episodes for drafts to save time. On GPUs the
+    workers make the drafts, which lets vLLM plan a step ahead.
     """
     if section.drafts == "off":
         return {}
@@ -104,7 +104,7 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
 
 
 def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
-    """Returns the length of drafts in tokens; the index is the number of replies in a step."""
+    """Returns the length of drafts, in tokens, by the number of replies in a step as index."""
     return [
         max(0, min(draft_tokens, MOST_STEP_TOKENS // max(1, replies) - 1))
         for replies in range(most_replies + 1)
@@ -114,8 +114,8 @@ def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
 class DraftingScheduler(PausingScheduler):
     """Gives running requests drafts as `DraftRule` allows, if vLLM's settings have drafts.
 
-    Workers draft after each step. With asynchronous scheduling the plan of a step tells them the
-    length of drafts; otherwise the scheduler truncates their drafts.
+    Workers draft after each step. With asynchronous scheduling the plan of a step has the length of
+    its drafts; otherwise the scheduler truncates the workers' drafts.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class DraftingScheduler(PausingScheduler):
         )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """See vLLM, which calls it only without asynchronous scheduling; truncates the drafts."""
+        """Overrides vLLM's method, which only synchronous scheduling calls; truncates drafts."""
         length = self._next_length()
         drafts = [tokens[:length] for tokens in draft_token_ids.draft_token_ids]
         super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, drafts))
@@ -149,7 +149,7 @@ class DraftingScheduler(PausingScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """See vLLM; counts the steps, and sets the length of the drafts that are planned next."""
+        """Overrides vLLM's method; counts the steps, and sets the length of the next drafts."""
         self._sampled = sum(map(len, model_runner_output.sampled_token_ids))
         self._num_steps += self._sampled > 0
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(
@@ -164,7 +164,10 @@ class DraftingScheduler(PausingScheduler):
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> SchedulerStats | None:
-        """See vLLM; `step_counter`, for data parallel engines in vLLM, is the number of steps."""
+        """Overrides vLLM's method; reports the number of steps as `step_counter`.
+
+        vLLM uses that field for data parallel engines only.
+        """
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             stats.step_counter = self._num_steps
@@ -190,7 +193,7 @@ class DraftingScheduler(PausingScheduler):
         num_invalid_spec_tokens: Mapping[str, int] | None,
         request_id: str,
     ) -> None:
-        """See vLLM; counts the drafted and accepted tokens of a request in a step."""
+        """Overrides vLLM's method; counts a request's drafted and accepted tokens in a step."""
         if self._draft_stats is None:
             self._draft_stats = SpecDecodingStats.new(self.num_spec_tokens)
         self._draft_stats.observe_draft(num_draft_tokens, num_accepted_tokens)

@@ -1,7 +1,7 @@
 """vLLM's worker for GPUs with drafts from `DraftTable`, made after each step on the GPU itself.
 
-vLLM's asynchronous scheduler plans a step before it knows the tokens of the step before. It can do
-so with these drafts too: they are made on the GPU, where those tokens are.
+vLLM's asynchronous scheduler plans a step before it knows the tokens of the previous step. It can
+do so with these drafts too: they are made on the GPU, where those tokens are.
 """
 
 from collections.abc import Callable
@@ -32,17 +32,17 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         states: RequestState,
         agreed: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """`states`: the worker's request tables. `agreed` returns the first rank's tensor."""
+        """`states` has the worker's request tables; `agreed` returns the first rank's tensor."""
         self._length, self._device = draft_tokens, device
         self._states, self._agreed = states, agreed
         self._table = DraftTable(self._length, device=device)
         self._back = torch.arange(self._length + 1, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:  # noqa: ANN401 - vLLM's
-        """See vLLM; drafts need no graph."""
+        """Implements vLLM's method; does nothing, since drafts need no graph."""
 
     def capture(self) -> None:
-        """See vLLM; drafts need no graph."""
+        """Implements vLLM's method; does nothing, since drafts need no graph."""
 
     @torch.inference_mode()
     def propose(
@@ -53,7 +53,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         num_speculative_tokens: int | None = None,
         **kwargs: Any,  # noqa: ANN401 - vLLM's
     ) -> torch.Tensor:
-        """See vLLM; adds the step's tokens to the table, and returns drafts for the next step."""
+        """Implements vLLM's method: adds the step's tokens to the table; returns new drafts."""
         rows = input_batch.idx_mapping
         nothing = torch.zeros(len(rows), self._length, dtype=torch.int64, device=self._device)
         if dummy_run:
@@ -82,7 +82,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
 
 
 def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and positions of a step's prompt tokens that have a whole draft after them."""
+    """Returns rows and positions of the step's prompt tokens after which a whole draft follows."""
     rows, places = [], []
     for index in np.flatnonzero(batch.is_prefilling_np):
         first = int(batch.num_computed_tokens_np[index])
@@ -98,7 +98,7 @@ class DraftingWorker(Worker):  # type: ignore[misc]
     """vLLM's GPU worker with speculative decoding: drafts come from the texts of all requests."""
 
     def _make_model_runner(self) -> Any:  # noqa: ANN401 - vLLM's
-        """See vLLM.
+        """Overrides vLLM's method to add the drafts.
 
         Raises RuntimeError if vLLM chose its older model runner, which cannot take these drafts.
         """

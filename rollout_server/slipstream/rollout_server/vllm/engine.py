@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM, in this process and its children; never on a port of its own.
+"""vLLM's AsyncLLM, in this process and its children, without a port.
 
-Consumes: prompts as token ids. Produces: sampled tokens with log-probabilities and versions.
-Waits for: the engine process. Unblocked by: its answers, a cancelled request, or its death.
+Consumes: prompts as token ids. Produces: sampled tokens with log-probabilities and versions. Waits
+for: the engine process. Unblocked by: its answers, a cancelled request, or its death.
 """
 
 from __future__ import annotations
@@ -139,32 +139,32 @@ class VllmEngine:
 
     @property
     def num_workers(self) -> int:
-        """See `Engine`."""
+        """The number of ranks in a communicator; see `Engine`."""
         return int(self._llm.vllm_config.parallel_config.world_size)
 
     @property
     def version(self) -> PolicyVersion | None:
-        """See `Engine`."""
+        """The version of the newest `resume`, or None before the first; see `Engine`."""
         return self._pauses.version
 
     @property
     def max_model_len(self) -> int:
-        """See `Engine`."""
+        """The largest number of tokens of a sequence; see `Engine`."""
         return int(self._llm.model_config.max_model_len)
 
     @property
     def num_experts(self) -> int:
-        """See `Engine`."""
+        """The number of experts of a layer, or 0 without experts; see `Engine`."""
         return int(self._llm.model_config.get_num_experts())
 
     @property
     def keeps_start(self) -> bool:
-        """See `Engine`."""
+        """Whether the engine can also sample from the initial model; see `Engine`."""
         return self._adapters.are_apart
 
     @property
     def vllm_parts(self) -> VllmParts:
-        """See `Engine`."""
+        """The parts that vLLM's HTTP application needs; see `Engine`."""
         return VllmParts(self._llm.vllm_config, self._llm.renderer)
 
     @property
@@ -173,7 +173,7 @@ class VllmEngine:
         return self._requests
 
     def use(self) -> EngineUse:
-        """See `Engine`."""
+        """Returns the counters since the engine's start; see `Engine`."""
         return self._requests.use()
 
     async def generate(
@@ -186,7 +186,7 @@ class VllmEngine:
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """See `Engine`."""
+        """Samples a reply, and returns its tokens; see `Engine`."""
         requests = self._requests
         asked = parameters(sampling, max_tokens, experts_from=experts_from)
         async with requests.admitted(request_id) as is_wanted:
@@ -210,7 +210,7 @@ class VllmEngine:
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
-        """See `Engine`."""
+        """Samples a reply, and yields its tokens and text in parts; see `Engine`."""
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
@@ -238,25 +238,25 @@ class VllmEngine:
         yield dataclasses.replace(last, generation=end)
 
     async def cancel(self, request_id: str) -> None:
-        """See `Engine`."""
+        """Ends an open generation; see `Engine`."""
         await self._requests.cancel(request_id)
 
     async def pause(self) -> None:
-        """See `Engine`."""
+        """Pauses all requests and discards cached prefixes; see `Engine`."""
         await self._pauses.pause()
 
     async def rest(self, *, give_back: bool) -> None:
-        """See `Engine`."""
+        """Pauses all requests, and may free the GPU memory; see `Engine`."""
         await self._pauses.rest(give_back=give_back)
 
     async def resume(self, version: PolicyVersion) -> None:
-        """See `Engine`."""
+        """Resumes generation with the weights of `version`; see `Engine`."""
         await self._pauses.resume(version)
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """See `Engine`."""
+        """Prepares to receive new weights; see `Engine`."""
         self._adapters.check(layout)
         await self._pauses.wake_weights()
         await self._updates.prepare(
@@ -264,7 +264,7 @@ class VllmEngine:
         )
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """See `Engine`."""
+        """Pauses and loads the weights of `prepare_weights`; see `Engine`."""
         if self._requests.num_open:
             # The order to pause waits for late answers; the update must not overtake it.
             await self._pauses.settle()
@@ -276,7 +276,7 @@ class VllmEngine:
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        """See `Engine`."""
+        """Returns the log-probabilities of given sequences' tokens; see `Engine`."""
         # Sequences behind the last named adapter are scored without one.
         names = [*adapters, *[""] * len(sequences)]
         await self._pauses.let_in(PROBE_PREFIX)
@@ -297,7 +297,7 @@ class VllmEngine:
         return await self._requests.next(request_id, collector)
 
     async def watch(self) -> None:
-        """See `Engine`."""
+        """Raises EngineDied when the engine has ended or hangs; see `Engine`."""
         watchdog = EngineWatchdog(SILENCE_LIMIT_S)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
@@ -307,7 +307,7 @@ class VllmEngine:
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
-        """See `Engine`."""
+        """Stops the engine and all of its processes; see `Engine`."""
         self._workers.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
@@ -328,7 +328,7 @@ class VllmEngine:
         gc.collect()
 
     async def refresh_kept_linears(self, *, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off, for a test of the probe without it."""
+        """Turns the repacking of tied heads on or off, to test the probe without repacking."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
 
 
@@ -341,8 +341,8 @@ class WorkerCalls:
     async def call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Returns all workers' answers to a call of `method`.
 
-        Raises EngineDied, or WeightSyncError when vLLM's call fails. A call once made runs to its
-        end, also when its caller no longer waits.
+        Raises EngineDied, or WeightSyncError when vLLM's call fails. A call that was made runs to
+        its end, even if its caller no longer waits.
         """
         # With arguments it must not overtake the order to pause, which goes through vLLM.
         if method in _BESIDE_ENGINE and not arguments and self._line.is_up:

@@ -1,4 +1,4 @@
-"""Builds vLLM's configuration from our own settings and from `rollout_server.engine`."""
+"""Builds vLLM's configuration from the run's settings and from `rollout_server.engine`."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _WORKER_EXTENSION = f"{_PACKAGE}.weights.worker_extension.WorkerExtension"
 def engine_config(config: Config, seed: int) -> VllmConfig:
     """Builds vLLM's whole configuration, before a model is loaded.
 
-    Raises ConfigError if vLLM refuses.
+    Raises ConfigError if vLLM refuses the configuration.
     """
     passed: dict[str, object] = dict(config.rollout_server.engine)
     for problem in table_problems(config.rollout_server.engine):
@@ -81,7 +81,7 @@ def _memory_share(config: Config) -> float:
 
 
 def check_precision(quantization: str) -> None:
-    """Raises ConfigError when this machine's GPUs do not compute with `quantization`."""
+    """Raises ConfigError if this machine's GPUs cannot compute with `quantization`."""
     if quantization != "off" and not current_platform.supports_fp8():
         raise ConfigError(
             f"rollout_server.quantization = {quantization!r} needs a GPU of compute capability 8.9 "
@@ -90,7 +90,7 @@ def check_precision(quantization: str) -> None:
 
 
 def own_values(config: Config, seed: int) -> dict[str, object]:
-    """Returns the values of our own settings under vLLM's names."""
+    """Returns the values of the run's own settings under vLLM's names."""
     settings, sampling = config.rollout_server, config.sampling
     table = read_model_table(config.model.path)
     longest = table.get("max_position_embeddings", math.inf)

@@ -1,8 +1,8 @@
 """Pauses vLLM's engine, and holds the requests that arrive during a pause.
 
 Consumes: orders to pause and to resume. Waits for: the engine's answers or marks; held requests
-wait to be let in. Unblocked by: these, or the limit of an answer, after which the engine counts as
-hung. A held request is unblocked by `resume`, `pause` or `release`.
+wait for their admission. Unblocked by: these, or the limit of an answer, after which the engine
+counts as hung. A held request is unblocked by `resume`, `pause` or `release`.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ ANSWER_LIMIT_S = 120.0
 class EnginePause:
     """Pauses and resumes one engine, and holds requests that arrive in between.
 
-    Calls if the engine has requests: `pause_for_update`, the update, `resume(version)`. If it is
-    idle: `hold_requests`, the update and `resume_idle(version)` at once, `resume(version)`. If
-    weights are rejected: `pause`, after which requests wait in the engine. If the learner trains on
-    the engine's GPU: `rest`, then `wake_weights` and an update, or `resume` with the version that
-    it had.
+    Order of calls, if the engine has requests: `pause_for_update`, the update, `resume(version)`.
+    If it is idle: `hold_requests`; then, at once, the update and `resume_idle(version)`;
+    `resume(version)`. If weights are rejected: `pause`, after which requests wait in the engine. If
+    the learner trains on the engine's GPU: `rest`, then `wake_weights` and an update, or `resume`
+    with the previous version.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class EnginePause:
         *,
         recompute_context: bool = True,
     ) -> None:
-        """`recompute_context`: see the setting of `rollout_server`."""
+        """`recompute_context` is the setting of that name in `rollout_server`."""
         self._llm, self._line = llm, line
         # Orders that the engine has marked as carried out, before vLLM's answers.
         self._late: list[asyncio.Task[None]] = []
@@ -58,7 +58,7 @@ class EnginePause:
 
     @property
     def salt(self) -> str | None:
-        """The `cache_salt` of vLLM for new requests; None if they may use any cached prefix.
+        """The `cache_salt` of vLLM for new requests, or None if they may use any cached prefix.
 
         A request uses only prefixes that were cached under its own salt.
         """
@@ -67,15 +67,15 @@ class EnginePause:
         return _stamp(self.version)
 
     async def pause(self) -> None:
-        """See `Engine`; held requests are let in, and wait in the engine.
+        """Pauses as `Engine` says; held requests are admitted, and wait in the engine.
 
-        The engine forgets all cached prefixes: the weights that computed them may not be used.
+        The engine discards all cached prefixes: the weights that computed them may not be used.
         """
         await self._pause(0.0, clear_cache=True)
         self._let_all_in()
 
     async def resume(self, version: PolicyVersion) -> None:
-        """See `Engine`."""
+        """Resumes generation with `version`, and admits the held requests; see `Engine`."""
         if self._ahead != version:
             resuming = asyncio.gather(*self._resuming(version))
             await self._sooner(f"resumed {self._num_resumes}", self._call(resuming))
@@ -85,8 +85,8 @@ class EnginePause:
     async def pause_for_update(self, update_limit_s: float, mark: str = "") -> None:
         """Pauses all requests; drops their KV cache if the new weights are to recompute it.
 
-        `update_limit_s`: the time limit of an update that is ordered at the same time, since the
-        engine may carry that out first. The workers send `mark` when the pause is complete; the
+        `update_limit_s` is the time limit of an update that is ordered at the same time, since the
+        engine may execute that first. The workers send `mark` when the pause is complete; the
         engine may still be dropping the cache then, but does so before it takes another order.
         """
         if not self._recompute:
@@ -95,7 +95,7 @@ class EnginePause:
         await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
 
     def check(self) -> None:
-        """Raises the error of a late answer from vLLM: one that came after the order's mark."""
+        """Raises the error of a late answer from vLLM, one that came after the order's mark."""
         for task in [task for task in self._late if task.done()]:
             self._late.remove(task)
             task.result()
@@ -110,7 +110,7 @@ class EnginePause:
         await self._sooner(mark, self._call(pausing, update_limit_s))
 
     async def rest(self, *, give_back: bool) -> None:
-        """See `Engine`; requests that come meanwhile wait in the engine."""
+        """Pauses as `Engine` says; requests that come meanwhile wait in the engine."""
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return
@@ -119,12 +119,12 @@ class EnginePause:
         await self._call(self._llm.engine_core.sleep_async(1, "keep"))
 
     async def wake_weights(self) -> None:
-        """Takes the memory of the weights again, if it was given back; the engine stays paused."""
+        """Allocates the memory of the weights again, if it was freed; the engine stays paused."""
         if self._gave_back:
             await self._call(self._llm.engine_core.wake_up_async(["weights"]))
 
     def hold_requests(self) -> None:
-        """Holds every new request; only for an engine in which nothing runs."""
+        """Holds every new request; call it only while the engine has no running request."""
         self.is_paused = True
         self._lets_in = False
 
@@ -132,13 +132,13 @@ class EnginePause:
         """Gives an idle engine its new version at once; requests stay held until `resume`.
 
         The engine need not be paused: a pause would wait for all work on the device, buckets too.
-        Its scheduler forgets cached prefixes. For `update_limit_s` see `pause_for_update`.
+        Its scheduler discards cached prefixes. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
         await self._call(asyncio.gather(*self._resuming(version)), update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
-        """Waits until a request may be handed to the engine, or is released."""
+        """Waits until a request may be passed to the engine, or is released."""
         if self._lets_in:
             return
         held = self._held[request_id] = asyncio.get_running_loop().create_future()
@@ -161,7 +161,7 @@ class EnginePause:
     def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[object]]:
         """Returns the two calls to resume, in the order in which the engine takes them.
 
-        Await both at once.
+        Await both at the same time.
         """
         self._num_resumes += 1
         stamping = self._llm.update_weight_version(_stamp(version))
@@ -173,7 +173,7 @@ class EnginePause:
     async def settle(self) -> None:
         """Waits for vLLM's late answers, so that the next order reaches the engine at once.
 
-        An answer is late if the mark of its order came first.
+        An answer is late if the order's mark came before it.
         """
         await asyncio.gather(*self._late)
         self._late.clear()

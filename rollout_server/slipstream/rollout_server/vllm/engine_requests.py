@@ -1,6 +1,6 @@
 """The open requests of a vLLM engine: admitted, added, cancelled and counted.
 
-Prompts are exact tokens, with pixels of our own where there are images. Consumes: requests.
+Prompts are exact tokens; the pixels of their images are computed here. Consumes: requests.
 Produces: vLLM's outputs. Waits for: the end of a pause, the next output. Unblocked by: these, or a
 cancelled request.
 """
@@ -67,7 +67,7 @@ class EngineRequests:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests, admitted or waiting to be admitted."""
+        """The number of open requests, admitted or waiting to be admitted."""
         return len(self._open)
 
     def use(self) -> EngineUse:
@@ -110,7 +110,7 @@ class EngineRequests:
         adapter: LoRARequest | None,
         images: Sequence[PlacedImage] = (),
     ) -> RequestOutputCollector:
-        """Hands a request to vLLM; returns the collector of its outputs."""
+        """Passes a request to vLLM; returns the collector of its outputs."""
         with as_ours():
             collector = await self._llm.add_request(
                 request_id,
@@ -139,7 +139,10 @@ class EngineRequests:
         *,
         is_judged: bool = False,
     ) -> Generation:
-        """Counts the tokens of a finished reply, and returns it; `is_judged`: a judge's reply."""
+        """Counts the tokens of a finished reply, and returns the reply.
+
+        `is_judged` says that a judge gave it, not the policy.
+        """
         num_tokens = len(record.token_ids)
         self._returned_tokens += num_tokens
         if asked.stop:
@@ -162,8 +165,8 @@ class Prompts:
     ) -> TokensInput | MultiModalInput:
         """Returns vLLM's input. Raises ValueError for an image that cannot be read.
 
-        vLLM caches image features by name. New weights give other features, so names contain the
-        version.
+        vLLM caches image features by the image's name. New weights give other features, so names
+        contain the version.
         """
         if not images:
             return tokens_input(list(token_ids), cache_salt=pauses.salt)
@@ -184,7 +187,7 @@ class Prompts:
         )
 
     def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
-        """Returns an image's pixels for vLLM, and a mask of its tokens that take image features."""
+        """Returns an image's pixels for vLLM, and a mask of its tokens that take features."""
         processor = load_processor(self._folder)
         pixels = processor.pixels(data)
         rows, columns = (side // processor.merge for side in pixels.grid[1:])
@@ -213,7 +216,7 @@ def _name(data: bytes) -> str:
 
 
 class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
-    """Counts the tokens that vLLM hands out, in place of its Prometheus metrics."""
+    """Counts the tokens that vLLM outputs, in place of its Prometheus metrics."""
 
     generated_tokens = 0
     # Tokens that were proposed before they were sampled, and those of them that were sampled.
@@ -234,7 +237,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     @classmethod
     def among(cls, loggers: Iterable[object]) -> TokenCounter:
-        """Returns the one TokenCounter among vLLM's stat loggers."""
+        """Returns the only TokenCounter among vLLM's stat loggers."""
         (counter,) = (logger for logger in loggers if isinstance(logger, cls))
         return counter
 
@@ -245,7 +248,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """See vLLM; counts the tokens that one message brings, without those of probes."""
+        """Overrides vLLM's method; counts the tokens of one message, without those of probes."""
         self.heard_s = time.monotonic()
         if scheduler_stats is not None:
             self._take(scheduler_stats)
@@ -269,17 +272,17 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
             self.accepted_tokens += stats.spec_decoding_stats.num_accepted_tokens
 
     def log_engine_initialized(self) -> None:
-        """See vLLM; logs nothing."""
+        """Overrides vLLM's method; logs nothing."""
 
     def log(self) -> None:
-        """See vLLM; logs nothing."""
+        """Overrides vLLM's method; logs nothing."""
 
 
 class EngineCollector:
     """A Prometheus collector (`registry.Collector`) of the engine's load at each scrape.
 
-    vLLM's own metrics would cost an observation for each token. Here are its newest statistics,
-    which its scheduler sends once a second while it works.
+    vLLM's own metrics would cost an observation for each token. This collector has vLLM's newest
+    statistics, which the scheduler sends once a second while it works.
     """
 
     def __init__(self, requests: EngineRequests) -> None:

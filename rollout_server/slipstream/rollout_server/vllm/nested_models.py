@@ -1,7 +1,7 @@
-"""vLLM's Gemma 3 and Mistral 3, with or without torchvision.
+"""vLLM's Gemma 3 and Mistral 3, usable with or without torchvision.
 
-vLLM's modules name transformers' image processors, which need torchvision. Where it is missing
-transformers' PIL modules take their places: pixels come from `slipstream.core.models.vision`.
+vLLM's modules name transformers' image processors, which need torchvision. If torchvision is
+missing, transformers' PIL modules replace them: pixels come from `slipstream.core.models.vision`.
 """
 
 from slipstream.rollout_server.vllm.vision_models import ImagesAlone, stand_in_for_torchvision
@@ -26,4 +26,4 @@ class _Mistral3Info(ImagesAlone, mistral3.Mistral3ProcessingInfo):  # type: igno
     dummy_inputs=mistral3.Mistral3DummyInputsBuilder,
 )
 class Mistral3ForConditionalGeneration(mistral3.Mistral3ForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Mistral 3."""
+    """vLLM's Mistral 3, with images as its only input besides text."""

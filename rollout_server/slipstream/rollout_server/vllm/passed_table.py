@@ -55,7 +55,7 @@ def parser_problems(server: RolloutServerSection) -> Iterator[str]:
 def argument_types() -> dict[str, Any]:
     """Returns the type of each of vLLM's engine arguments, by name.
 
-    It is None for a type that vLLM names only for type checkers.
+    It is None if vLLM imports the type for type checkers only.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(AsyncEngineArgs):
@@ -70,7 +70,7 @@ def argument_types() -> dict[str, Any]:
 
 
 def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN401 - any type
-    """Returns why `value` is not of type `kind`; "" if it is, or if only vLLM can tell."""
+    """Returns why `value` is not of type `kind`, or "" if it is, or if only vLLM can check it."""
     if kind is None:
         return ""
     try:

@@ -1,11 +1,12 @@
 """Reduces the scheduler's work for requests in the middle of a reply, which get one token a step.
 
-vLLM's scheduler is ready for much more: drafts, grammars, images, connectors, windows. It asks for
-all of that once for each request and step, and goes through all requests three times. That is more
+vLLM's scheduler supports much more: drafts, grammars, images, connectors, windows. It checks for
+all of these once for each request and step, and goes through all requests three times. That is more
 than half of the work of the engine's thread, and with a small model and hundreds of requests it
-limits an engine. Here the answers are known beforehand: vLLM plans a step without requests, which
-keeps its state right, the requests are added to that plan, and their state changes as vLLM would
-change it. vLLM still handles the first and the last step of a reply, and all unusual steps.
+limits an engine. In the middle of a reply the results of these checks are known. So vLLM plans a
+step without requests, which keeps its state right; the requests are added to that plan, and their
+state changes as vLLM would change it. vLLM still handles the first and the last step of a reply,
+and all unusual steps.
 """
 
 import logging
@@ -53,13 +54,13 @@ def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bo
 
 
 class KnownSlots:
-    """Replaces `KVCacheManager.allocate_slots`; skips it for tokens inside a KV-cache block.
+    """Replaces `KVCacheManager.allocate_slots`, and skips it for tokens inside a KV-cache block.
 
     A token that is neither the first nor the last of a block needs no new block, and fills none.
     """
 
     def __init__(self, manager: KVCacheManager, block_size: int) -> None:
-        """`manager` belongs to a scheduler for which `decodes_plainly` is true."""
+        """Takes the manager of a scheduler for which `decodes_plainly` is true."""
         self._allocate: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
         self._none = manager.empty_kv_cache_blocks
         self._block_size = block_size
@@ -72,7 +73,7 @@ class KnownSlots:
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> KVCacheBlocks | None:
-        """Returns new blocks for the tokens; None when there are not enough."""
+        """Returns the new blocks for the tokens, perhaps none, or None if too few are free."""
         if (
             num_new_tokens == 1
             and 0 < request.num_computed_tokens % self._block_size < self._last
@@ -83,7 +84,7 @@ class KnownSlots:
 
 
 class SteadyRequest:
-    """A request whose steps in the middle of its reply yield a token and nothing else."""
+    """A request whose steps in the middle of its reply output a token and nothing else."""
 
     __slots__ = ("_ends_at", "_request", "_stops")
 
@@ -122,7 +123,7 @@ class SteadyRequest:
         request.append_output_token_ids(token_id)
 
     def append_ahead(self, token_id: int, manager: KVCacheManager, block_size: int) -> None:
-        """Appends a token where steps are planned before it is known, see `AsyncScheduler`."""
+        """Appends a token when steps are planned before it is known; see `AsyncScheduler`."""
         self.append(token_id)
         request = self._request
         request.num_output_placeholders -= 1
@@ -132,12 +133,12 @@ class SteadyRequest:
 
 
 def plans_ahead(scheduler: Scheduler) -> bool:
-    """Whether `scheduler` plans a step before it knows the tokens of the step before."""
+    """Whether `scheduler` plans a step before it knows the tokens of the previous step."""
     return isinstance(scheduler, AsyncScheduler)
 
 
 class SteadyPlanner:
-    """Plans steady steps for a scheduler for which `decodes_plainly` is true."""
+    """Plans steps that only decode, for a scheduler for which `decodes_plainly` is true."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -152,7 +153,7 @@ class SteadyPlanner:
 
     @staticmethod
     def fits(scheduler: Scheduler) -> bool:
-        """Whether `plan` covers everything vLLM would do in a steady step."""
+        """Whether `plan` does everything that vLLM would do in a step that only decodes."""
         return not (
             scheduler.needs_kv_cache_zeroing
             or scheduler.defer_block_free
@@ -161,9 +162,10 @@ class SteadyPlanner:
         )
 
     def steady_requests(self, steady: Callable[[str], bool]) -> list[Request]:
-        """The running requests, if the next step only decodes them; [] if vLLM must plan the step.
+        """Returns the running requests if the next step only decodes them, else [].
 
-        `steady` says for a request's id whether its next output is nothing but a token.
+        For [] vLLM must plan the step. `steady` says for a request's id whether its next output is
+        nothing but a token.
         """
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
@@ -201,7 +203,7 @@ class SteadyPlanner:
     def plan(
         self, requests: Iterable[Request], schedule: Callable[[], SchedulerOutput]
     ) -> SchedulerOutput:
-        """Plans a step of `requests`, found by `steady_requests`; `schedule` is vLLM's method."""
+        """Plans a step of `requests` from `steady_requests`; `schedule` is vLLM's own method."""
         scheduler = self._scheduler
         plan = self._plan_nothing(schedule)
         manager, block_size = self._manager, self._block_size
@@ -244,7 +246,7 @@ class SteadyPlanner:
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
-    """Whether the next step has a prefill in any case, so that other prompts may join it.
+    """Whether the next step has a prefill in any case, which other prompts may then join.
 
     This is so in the middle of a chunked prefill, or when a waiting request asks for
     log-probabilities of its prompt: such requests are probes of new weights.

@@ -1,9 +1,9 @@
-"""vLLM's vision models, with images as their only input besides text; torchvision is optional.
+"""vLLM's vision models, with images as their only input besides text, even without torchvision.
 
-vLLM computes pixels with transformers' processors, whose video half needs torchvision. Here
-requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the same
-bits. vLLM imports this module by name wherever it looks at a model: see `tower_values`. It must
-not start CUDA: the server forks the engine.
+vLLM computes pixels with transformers' processors, whose video half needs torchvision. In this
+project requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the
+same bits. vLLM imports this module by name wherever it inspects a model: see `tower_values`. It
+must not start CUDA: the server forks the engine.
 """
 
 import functools
@@ -22,7 +22,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 def stand_in_for_torchvision(family: str, name: str) -> None:
     """Replaces a family's image processor by transformers' PIL version if torchvision is missing.
 
-    `name`: the class that vLLM's models import. They also import functions, which both modules
+    `name` is the class that vLLM's models import. They also import functions, which both modules
     have.
     """
     folder = f"transformers.models.{family}.image_processing"
@@ -40,19 +40,19 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_
 class ImagesAlone:
     """Tells vLLM that images are a model's only inputs besides text.
 
-    It also tells the most tokens of one image.
+    It also reports the most tokens of one image.
     """
 
     ctx: Any
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Returns the modalities besides text, with the most inputs of each; None: no limit."""
+        """Returns the modalities besides text, with the most inputs of each, None for no limit."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Returns the tokens of the largest image."""
+        """Returns the number of tokens of the largest image."""
         processor = load_processor(self.ctx.model_config.model)
         return {"image": min(seq_len, processor.max_tokens)}
 
@@ -71,7 +71,7 @@ class _Qwen3MixtureInfo(ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # 
 
 class _Qwen35Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
     def get_hf_config(self) -> PretrainedConfig:
-        """Returns the model's configuration; Qwen3-VL's class would demand its own."""
+        """Returns the model's configuration; Qwen3-VL's method accepts only its own class."""
         return self.ctx.get_hf_config()
 
 
@@ -83,7 +83,7 @@ class _Qwen35Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[
 class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
     qwen2_5_vl.Qwen2_5_VLForConditionalGeneration  # type: ignore[misc]
 ):
-    """vLLM's Qwen2.5-VL."""
+    """vLLM's Qwen2.5-VL, with images as its only input besides text."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -92,7 +92,7 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen3VLForConditionalGeneration(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Qwen3-VL."""
+    """vLLM's Qwen3-VL, with images as its only input besides text."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -103,7 +103,7 @@ class Qwen3VLForConditionalGeneration(qwen3_vl.Qwen3VLForConditionalGeneration):
 class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration  # type: ignore[misc]
 ):
-    """vLLM's Qwen3-VL with experts."""
+    """vLLM's Qwen3-VL with experts, with images as its only input besides text."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -112,15 +112,15 @@ class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen35Images:
-    """Tells vLLM about a Qwen3.5's images without importing its class in `delta_models`."""
+    """Describes a Qwen3.5's images to vLLM without importing the model class in `delta_models`."""
 
 
 @functools.cache
 def ask_images_of_qwen35() -> None:
     """Makes vLLM ask `Qwen35Images`, so that the server does not import the model's own class.
 
-    That module starts CUDA when it is imported. vLLM would then start the engine as a new program,
-    which knows nothing of what was registered here and outlives a server that is killed.
+    The module of that class starts CUDA when it is imported. vLLM would then start the engine as a
+    new program, which lacks everything registered here and outlives a server that is killed.
     """
     of_model = MULTIMODAL_REGISTRY._get_model_cls
 

@@ -47,7 +47,7 @@ class VllmParts:
 def parameters(
     sampling: Sampling, max_tokens: int, *, experts_from: int, options: TextOptions | None = None
 ) -> SamplingParams:
-    """Returns vLLM's parameters of one request; `options` is None if its text is not read."""
+    """Returns vLLM's parameters of one request; `options` is None if no caller reads its text."""
     text = options or TextOptions(skip_special_tokens=False)
     stop = [*sampling.stop, *text.stop]
     is_streamed = text.is_streamed
@@ -87,21 +87,21 @@ def scoring_parameters() -> SamplingParams:
 
 
 class ReplyRecord:
-    """The reply to one request, gathered from its outputs; the last one completes it."""
+    """The reply to one request, gathered from its outputs; the last output completes it."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._logprobs: list[float] = []
 
     def take(self, output: RequestOutput) -> CompletionOutput:
-        """Adds an output's new tokens to the record, and returns its completion."""
+        """Adds an output's new tokens to the record, and returns the output's completion."""
         (completion,) = output.outputs
         self.token_ids += completion.token_ids
         self._logprobs += _sampled_logprobs(completion.logprobs)
         return completion
 
     def part(self, output: RequestOutput, *, with_logprobs: bool) -> TextPart:
-        """Adds an output to the record, and returns the text that it adds to the reply."""
+        """Adds an output to the record, and returns its tokens and text as a part of the reply."""
         new = self.take(output)
         return TextPart(
             token_ids=new.token_ids,
@@ -113,7 +113,7 @@ class ReplyRecord:
     def generation(self, last: RequestOutput) -> Generation:
         """Returns the whole reply after its last output.
 
-        Raises GenerationFailed if parts are missing.
+        Raises GenerationFailed if tokens or log-probabilities are missing.
         """
         (completion,) = last.outputs
         spans = []
@@ -139,7 +139,7 @@ class ReplyRecord:
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """Converts errors that vLLM raises in the block to the project's own."""
+    """Re-raises errors of vLLM in the block as the project's own."""
     try:
         yield
     except EngineDeadError as error:
@@ -163,7 +163,7 @@ def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's Fl
 def scores_of(
     outputs: Sequence[RequestOutput | BaseException], sequences: Sequence[Sequence[int]]
 ) -> LogprobArray:
-    """Returns the log-probability of every token but each sequence's first, in one array.
+    """Returns the log-probability of every token but each sequence's first, in one flat array.
 
     Raises the first exception among `outputs`.
     """
@@ -177,7 +177,7 @@ def scores_of(
 
 
 def is_read_by_us(options: TextOptions) -> bool:
-    """Whether a reply without stop texts is detokenised by `ReplyText`, not by vLLM.
+    """Whether `ReplyText`, not vLLM, detokenises a reply without stop texts.
 
     vLLM detokenises one token at a time, and the tokens of log-probabilities too. That takes most
     of the server's time; detokenising all new tokens at once takes next to none.
@@ -186,11 +186,11 @@ def is_read_by_us(options: TextOptions) -> bool:
 
 
 class ReplyText:
-    """Detokenises one reply incrementally, to the text that vLLM gets token by token.
+    """Detokenises one reply incrementally, to the same text that vLLM gets token by token.
 
     The text lacks the stop token, unless `TextOptions.with_stop` asks for it, and the bytes of an
-    incomplete last character. Invalid UTF-8 inside a reply becomes U+FFFD; vLLM loses some of the
-    text behind it.
+    incomplete last character. Invalid UTF-8 inside a reply becomes U+FFFD; vLLM instead loses some
+    of the text after it.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class ReplyText:
         self._start, self._told, self._said = 0, len(self._ids), 0
 
     def read(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
-        """Returns the text that the reply's next tokens add.
+        """Returns the text that the next tokens add to the reply.
 
-        `finish_reason` is vLLM's; None if more tokens come.
+        `finish_reason` is vLLM's, None if more tokens come.
         """
         self._ids += token_ids
         if finish_reason == "stop" and not self._options.with_stop:

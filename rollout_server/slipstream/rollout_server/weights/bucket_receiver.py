@@ -25,9 +25,9 @@ class Seat:
 class Incoming:
     """The description of one weight update that a transport's receiver needs.
 
-    `own_buffers`: every bucket gets memory that is never written again. Otherwise a bucket is valid
-    until the next one is requested. `digested`: False for deltas, whose payloads have no digests.
-    `memory`: a buffer for each bucket; if empty, the receiver allocates what it needs.
+    With `own_buffers` every bucket gets memory that is never written again; otherwise a bucket is
+    valid until the next one is requested. `digested` is False for deltas, whose payloads have no
+    digests. `memory` has a buffer for each bucket; if it is empty, the receiver allocates buffers.
     """
 
     buckets: tuple[Bucket, ...]
@@ -54,42 +54,42 @@ class BucketReceiver(ABC):
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         """Prepares to receive while generation continues.
 
-        Returns the buffer of each bucket in order; empty if buffers are not known beforehand.
+        Returns the buffer of each bucket in order, or an empty sequence if they are not yet known.
         """
 
     @abstractmethod
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """Yields each bucket in order, in a uint8 tensor of its size, valid on the current stream.
 
-        Work that the caller puts on the current stream before it asks for the next bucket is done
-        before the memory is written again. Raises WeightSyncError when a bucket misses its
-        deadline; a transport with a stream of its own may notice that only in `digests`.
+        Work that the caller enqueues on the current stream before it asks for the next bucket is
+        done before the memory is written again. Raises WeightSyncError when a bucket misses its
+        deadline; a transport with its own stream may notice that only in `digests`.
         """
 
     def digests(self) -> list[bytes]:
         """Returns the digests of the last `receive`, after its end; waits for all its buckets.
 
-        Returns none if it was not `digested`.
+        Returns [] if the update was not `digested`.
         """
         assert self._digests is not None
         return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
 
     def take_wire(self) -> Wire:
-        """Returns the wire time of the last `receive`, after `digests`; 0 where it is not timed."""
+        """Returns the wire time of the last `receive`, after `digests`; 0 if it is not timed."""
         return Wire()
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves the communicator, also when its other members are gone."""
+        """Leaves the communicator, even if its other members are gone."""
 
     @property
     def _handle(self) -> int:
-        """The current stream of the device."""
+        """The CUDA handle of the device's current stream, as an integer; 0 on a CPU."""
         is_gpu = self._device.type == "cuda"
         return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
 
     def _open_digests(self, incoming: Incoming) -> BucketDigests:
-        """Returns the object that computes an update's digests; reused for the same buckets."""
+        """Returns the object that computes an update's digests; reuses it for the same buckets."""
         kind = incoming.buckets, incoming.digested
         if self._digests is None or self._digested != kind:
             self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
@@ -100,17 +100,17 @@ class BucketReceiver(ABC):
 class NoDigests:
     """Takes the place of `BucketDigests` for the payloads of a delta; computes no digests.
 
-    `read` waits for the current stream all the same.
+    `read` still waits for the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def add(self, place: int, pointer: int, stream: int) -> None:
-        """See `BucketDigests`."""
+        """Does nothing."""
 
     def read(self, stream: int) -> list[list[bytes]]:
-        """See `BucketDigests`."""
+        """Waits for the current stream, and returns []."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return []
@@ -119,7 +119,7 @@ class NoDigests:
 def open_digests(
     buckets: tuple[Bucket, ...], device: torch.device, *, digested: bool = True
 ) -> BucketDigests:
-    """Returns an object that computes digests on `device`; a `NoDigests` unless `digested`."""
+    """Returns an object that computes digests on `device`, or a `NoDigests` unless `digested`."""
     if not digested:
         return NoDigests(device)
     if device.type != "cuda":

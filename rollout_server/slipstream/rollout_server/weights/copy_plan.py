@@ -1,9 +1,10 @@
 """The work of a model's own loader, recorded once as copies and replayed.
 
-`record` runs `load_weights` over buckets without changing anything and notes every copy from a
+`record` runs `load_weights` over buckets without changing anything, and records every copy from a
 bucket into a parameter; for a fused or sharded parameter it is a copy of slices. A plan is valid
 only if its copies write every element of every parameter exactly once. `PlanCheck` compares, bit by
-bit, the parameters that the loader filled with the result of these copies; `Replay` makes them.
+bit, the parameters that the loader filled with the result of these copies; `Replay` makes the
+copies.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class View:
         return torch.as_strided(tensor, self.shape, self.strides, base + self.offset)
 
     def runs(self) -> NDArray[np.int64]:
-        """Returns the (start, end) of every stretch of adjacent elements: [stretches, 2]."""
+        """Returns each stretch of adjacent elements as a row (start, end): [stretches, 2]."""
         dims = [d for d in zip(self.shape, self.strides, strict=True) if d[0] != 1]
         dims.sort(key=lambda dim: dim[1])
         length = 1
@@ -67,7 +68,7 @@ class View:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of a plan; `source` counts in elements of `dtype` from the start of the bucket."""
+    """One copy of a plan; `source` counts elements of `dtype` from the start of the bucket."""
 
     bucket: int
     dtype: torch.dtype
@@ -100,8 +101,8 @@ def record(
 ) -> CopyPlan:
     """Returns the copies that `load_weights` makes into `parameters`; writes nothing.
 
-    Allocates as much memory on `device` as the largest bucket has. Raises NotCopied if the loader
-    does anything else to a parameter, or does not write each of its elements exactly once.
+    Allocates memory of the largest bucket's size on `device`. Raises NotCopied if the loader does
+    anything else to a parameter, or does not write each of its elements exactly once.
     """
     empty = [name for name, tensor in parameters.items() if not tensor.numel()]
     if empty:
@@ -131,7 +132,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants: list[tuple[str, View]] = []
 
     def begin(self, place: int) -> None:
-        """Starts bucket `place`: the copies that follow come from it."""
+        """Starts bucket `place`; the following copies come from it."""
         self._place, self.copies = place, []
 
     def __torch_dispatch__(
@@ -141,7 +142,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Records or executes an operation; torch calls it for every one below autograd."""
+        """Records or executes an operation; torch calls it for every operation below autograd."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             # A parameter that is written with this value would look like a constant.
             raise NotCopied("the loader reads the value of an element")
@@ -220,7 +221,7 @@ def _check_coverage(
 
 
 def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
-    """Returns the sorted union of all runs, adjacent ones joined, and whether no two overlap."""
+    """Returns the sorted union of all runs, with adjacent runs joined, and whether none overlap."""
     runs = np.concatenate([view.runs() for view in views])
     runs = runs[np.argsort(runs[:, 0], kind="stable")]
     ends = np.maximum.accumulate(runs[:, 1])
@@ -231,13 +232,12 @@ def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
 
 
 class PlanCheck:
-    """Compares the parameters that the loader filled with what a plan's copies would give.
+    """Compares the parameters that the loader filled with the result of a plan's copies.
 
-    check = PlanCheck(plan, parameters)
-    check.add(place, buffer)  # for each bucket, after the loader was given it
-    check.failure()  # after the loader has finished
+    check = PlanCheck(plan, parameters) check.add(place, buffer)  # for each bucket, after the
+    loader was given it check.failure()  # after the loader has finished
 
-    The loader may finish a parameter several buckets later: a bucket's memory is held until the
+    The loader may finish a parameter several buckets later. So a bucket's memory is held until the
     parameters equal every copy that the plan makes from it.
     """
 
@@ -246,7 +246,7 @@ class PlanCheck:
         self._open: list[tuple[Copy, torch.Tensor]] = []
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
-        """Takes a bucket that the loader was given; `buffer` must not be written any more."""
+        """Adds a bucket that the loader was given; `buffer` must not be written any more."""
         self._take(place, buffer)
         self._settle()
 
@@ -276,14 +276,14 @@ def _pair(
 
 
 def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Returns whether `destination` has the bits that a copy of `source` would give it."""
+    """Whether `destination` has the bits that a copy of `source` would give it."""
     bits = _BITS[destination.element_size()]
     expected = source.to(destination.device, destination.dtype)
     return torch.equal(destination.view(bits), expected.view(bits))
 
 
 class Replay:
-    """Makes the copies of a plan out of the memory in which its buckets arrive."""
+    """Makes the copies of a plan from the memory in which its buckets arrive."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
         self._plan, self._parameters = plan, parameters
@@ -292,7 +292,7 @@ class Replay:
         self._unfinished: frozenset[int] = frozenset()
 
     def prepare(self, place: int, buffer: torch.Tensor) -> None:
-        """Cuts all views for a bucket that will arrive in `buffer`."""
+        """Prepares all views for a bucket that will arrive in `buffer`."""
         key = place, buffer.data_ptr()
         if key in self._batches:
             return
@@ -311,23 +311,23 @@ class Replay:
         self._batches[key] = list(batches.values())
 
     def run(self, place: int, buffer: torch.Tensor) -> None:
-        """Makes the copies of a bucket, on the current stream."""
+        """Enqueues the copies of a bucket on the current stream."""
         self.prepare(place, buffer)
         for batch in self._batches[place, buffer.data_ptr()]:
             batch.copy(batch.destinations, batch.sources)
 
     def collect(self, place: int, buffer: torch.Tensor) -> None:
-        """Copies in reverse: from the parameters back to their places in `buffer`."""
+        """Copies in reverse: from the parameters to the bucket in `buffer`."""
         self.prepare(place, buffer)
         for batch in self._batches[place, buffer.data_ptr()]:
             batch.copy(batch.sources, batch.destinations)
 
     def only_copies(self, place: int) -> bool:
-        """Whether copies alone complete the bucket's parameters: no quantisation follows them."""
+        """Whether copies alone complete the bucket's parameters, without quantisation."""
         return place not in self._unfinished
 
     def forget_buffers(self) -> None:
-        """Drops the views of `prepare`: their memory will not be used again."""
+        """Drops the views of `prepare`, because their memory will not be used again."""
         self._batches.clear()
 
 

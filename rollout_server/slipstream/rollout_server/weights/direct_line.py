@@ -1,21 +1,20 @@
 """A line of sockets between the server and its engine's workers, which bypasses vLLM.
 
 vLLM takes a call, and its answer, through two queues and three threads, each of which must wake up.
-That is half a millisecond there and more back, for an update that is 3 ms on the wire. vLLM's
-processes are forked from the server's, and each worker inherits one end of a pair of sockets.
+That takes half a millisecond to the workers and more back, for an update that is 3 ms on the wire.
+vLLM's processes are forked from the server's, and each worker inherits one end of a socket pair.
 
 Most calls go through vLLM; workers answer them both through vLLM and on the line. Two kinds of call
 may use the line alone, and run in a second thread of each worker: the beginning of an update of an
-idle engine, and the end of an update that was begun. The engine's own thread hands out outputs and
-preempts requests meanwhile.
+idle engine, and the end of an update that was begun. Meanwhile the engine's own thread outputs
+tokens and preempts requests.
 
 The engine also sends marks: one when a pause is complete, one when it takes steps again. vLLM
 reports both too, but after the outputs of the last step, which take milliseconds with hundreds of
 requests.
 
-Consumes: calls to all workers, marks. Produces: their answers, from vLLM or the line,
-whichever is faster.
-Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the end of the line.
+Consumes: calls to all workers, marks. Produces: their answers, from vLLM or the line, whichever is
+faster. Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the end of the line.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _inherited: list[socket.socket] = []
 
 
 def tell(mark: str) -> None:
-    """Sends `mark`, an event's name, to the server for all workers; does nothing without a line."""
+    """Sends `mark`, an event's name, to the server on behalf of all workers, if there is a line."""
     for theirs in _inherited:
         _send(theirs, [mark, None])
 
@@ -49,7 +48,7 @@ def _send(line: socket.socket, message: list[Any], flags: int = socket.MSG_DONTW
 
 
 class WorkerEnd:
-    """The worker's end of the line, in the process of `rank`; without a line it does nothing."""
+    """The worker's end of the line, in the process of `rank`; does nothing if there is no line."""
 
     def __init__(self, rank: int) -> None:
         self._socket = _inherited[rank] if rank < len(_inherited) else None
@@ -58,7 +57,7 @@ class WorkerEnd:
     def answer(self, call: int, answer: dict[str, Any]) -> None:
         """Sends the answer to call number `call`; drops it if the line is full.
 
-        Only the thread of `serve` waits for room: its answers do not go through vLLM too.
+        Only the thread of `serve` waits for room, because its answers do not also go through vLLM.
         """
         if self._socket is not None:
             is_alone = threading.current_thread() is self._thread
@@ -125,9 +124,9 @@ class DirectLine:
     async def answers(self, call: Callable[[int], Awaitable[list[Any]]]) -> list[Any]:
         """Makes a call through vLLM; returns the workers' answers, in any order.
 
-        `call` gets the number that the workers must put on their answers. Raises what `call`
-        raises, unless the workers answered first. A call once made runs to its end, also when its
-        caller no longer waits.
+        `call` is called with the number that the workers must put on their answers. Raises the
+        error of `call`, unless the workers answered first. A call that was made runs to its end,
+        even if its caller no longer waits.
         """
         with self._open() as (number, found):
             through_vllm = asyncio.ensure_future(call(number))
@@ -135,9 +134,9 @@ class DirectLine:
             return await found
 
     async def call(self, method: str) -> list[Any]:
-        """Returns all workers' answers to a call on the line. Raises EngineDied when the line ends.
+        """Returns all workers' answers to a call on the line. Raises EngineDied if the line ends.
 
-        Call it only on a line that `is_up`, one call after another.
+        Call it only if the line `is_up`, one call after another.
         """
         with self._open() as (number, found):
             self._alone = found
@@ -159,7 +158,7 @@ class DirectLine:
             del self._heard[mark]
 
     def close(self) -> None:
-        """Closes the line: no further answer is received, and a call on it raises EngineDied."""
+        """Closes the line: no further answer is received, and calls on it raise EngineDied."""
         self.is_up = False
         if self._alone is not None and not self._alone.done():
             self._alone.set_exception(EngineDied("the engine is gone"))
@@ -189,7 +188,7 @@ class DirectLine:
         self.close()
 
     def _hear(self, ours: socket.socket) -> bool:
-        """Reads all messages that have arrived; returns False at the end of the stream."""
+        """Reads all messages that have arrived; returns False if the stream has ended."""
         while True:
             try:
                 data = ours.recv(_MAX_BYTES)

@@ -1,4 +1,4 @@
-"""The engine's own weights as the base of a delta: no copy is kept of them.
+"""The engine's own weights as the base of a delta, so that no copy of them is needed.
 
 `LiveParts` applies deltas in place to a bucket whose tensors are contiguous in the live parameters.
 For any other bucket a copy plan is run backwards: the bucket is gathered from the live parameters
@@ -54,12 +54,12 @@ _ELEMENT = torch.int16
 
 
 class LiveBase:
-    """Applies deltas to the parameters of a replay: `expect`, `take` each bucket, then `read`."""
+    """Applies deltas to the parameters of a replay: `expect`, then `take` each bucket, `read`."""
 
     def __init__(
         self, plan: CopyPlan, replay: Replay, parameters: Parameters, device: torch.device
     ) -> None:
-        """Raises NotCopied if a copy of the plan converts its elements or broadcasts one."""
+        """Takes plan and replay; raises NotCopied if a copy converts elements or broadcasts one."""
         for copy in (copy for part in plan.copies for copy in part):
             if parameters[copy.parameter].dtype != copy.dtype:
                 raise NotCopied(f"{copy.parameter} has another element type than its bucket")
@@ -93,7 +93,7 @@ class LiveBase:
 
     @property
     def holds_all(self) -> bool:
-        """Whether the worker holds every tensor whole, not a shard."""
+        """Whether the worker holds every tensor whole, not only a shard."""
         return all(self._holds_all)
 
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
@@ -102,15 +102,15 @@ class LiveBase:
         return on_the_wire(self._buckets, changed)
 
     def prepare(self) -> None:
-        """Allocates the buffer for one bucket, if some bucket needs it, and cuts views of it."""
+        """Allocates the buffer for one bucket, if any bucket needs it, and prepares its views."""
         for place, parts in enumerate(self._parts):
             if parts is None or travels_whole(self._buckets[place], self._changed[place]):
                 self._replay.prepare(place, self._bucket(place))
 
     def take(self, place: int, payload: Tensor) -> None:
-        """Applies the payload of a bucket, or the whole bucket, on the current stream.
+        """Applies the payload of a bucket, or a whole bucket, on the current stream.
 
-        Whatever the payload holds, nothing outside the bucket is written.
+        Nothing outside the bucket is written, whatever the payload contains.
         """
         bucket, changed, parts = self._buckets[place], self._changed[place], self._parts[place]
         is_whole = travels_whole(bucket, changed)
@@ -187,8 +187,8 @@ def _open_kernels(device: torch.device) -> CudaChanges | None:
 def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor) -> None:
     """Writes a payload's changed elements to their places in `elements`; never synchronises.
 
-    `elements` covers whole blocks. A payload of undefined bytes, as after an abort, names no place
-    outside of them.
+    `elements` covers whole blocks. A payload of undefined bytes, as after an abort, cannot cause a
+    write outside of them.
     """
     first, second, _ = payload_parts(bucket, changed)
     places = places_of(payload, bucket, changed)
@@ -218,7 +218,7 @@ class LiveParts:
     """
 
     def __init__(self, bucket: Bucket, views: list[Tensor], kernels: CudaChanges | None) -> None:
-        """`views`: each tensor as int16. `kernels`: required on a GPU, None on a CPU."""
+        """Takes each tensor as a view of int16, and the kernels, which only a GPU needs."""
         addresses = [view.data_ptr() for view in views]
         self._views, self._kernels = views, kernels
         self._offsets = [span.offset_bytes for span in bucket.spans]
@@ -264,7 +264,7 @@ class LiveParts:
 def live_parts(
     plan: CopyPlan, place: int, parameters: Parameters, kernels: CudaChanges | None
 ) -> LiveParts | None:
-    """Returns the parts of bucket `place`; None if a tensor is not contiguous and aligned."""
+    """Returns the parts of bucket `place`, or None if a tensor is not contiguous and aligned."""
     bucket = plan.buckets[place]
     by_start: dict[int, Tensor] = {}
     for copy in plan.copies[place]:
@@ -298,7 +298,7 @@ def places_of(payload: Tensor, bucket: Bucket, changed: int) -> Tensor:
 def whole_digests(workers: Sequence[Sequence[Share]]) -> list[bytes]:
     """Returns the digest of each bucket, from each worker's shares of all buckets.
 
-    A tensor's digest is a sum over its words, so the digests of its shares add up. A share that
+    A tensor's digest is a sum over its words, so the sums of its shares add up to it. A share that
     several workers hold counts once; shares that overlap in part give a wrong digest.
     """
     return [_whole_digest(shares) for shares in zip(*workers, strict=True)]

@@ -1,7 +1,8 @@
 """The transports besides nccl: gloo over TCP, files from storage, and ipc within one host.
 
-Buckets of the first two arrive in main memory. With ipc they are read straight out of the learner's
-buffers: by CUDA IPC, also where learner and engine share one GPU, or in shared memory on CPUs.
+With gloo and storage, buckets arrive in main memory. With ipc they are read directly from the
+learner's buffers: by CUDA IPC, even if learner and engine share one GPU, or in shared memory on
+CPUs.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ class HostReceiver(BucketReceiver):
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketReceiver`; without `own_buffers` two buffers alternate."""
+        """Prepares memory: two buffers in turn, or with `own_buffers` one for each bucket."""
         if incoming.own_buffers:
             self._buffers = []
             return []
@@ -43,7 +44,7 @@ class HostReceiver(BucketReceiver):
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketReceiver`; the tensors lie in main memory, or in `incoming.memory`."""
+        """Yields each bucket in main memory, or in `incoming.memory`; see `BucketReceiver`."""
         digests, memory = self._open_digests(incoming), self.prepare(incoming)
         self._begin(incoming)
         for place, bucket in enumerate(incoming.buckets):
@@ -53,7 +54,7 @@ class HostReceiver(BucketReceiver):
             yield incoming.memory[place].copy_(buffer) if incoming.memory else buffer
 
     def _begin(self, incoming: Incoming) -> None:
-        """Begins an update."""
+        """Prepares for the first bucket of an update."""
 
     def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
         """Fills `buffer` with the next bucket. Raises WeightSyncError after `deadline_s`."""
@@ -61,7 +62,7 @@ class HostReceiver(BucketReceiver):
 
 
 class GlooReceiver(HostReceiver):
-    """See `BucketReceiver`: the sender of each bucket broadcasts it; `receive` blocks on each."""
+    """A `BucketReceiver` over gloo: the sender of each bucket broadcasts it; `receive` blocks."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
@@ -92,10 +93,10 @@ class GlooReceiver(HostReceiver):
             ) from error
 
     def close(self) -> None:
-        """See `BucketReceiver`.
+        """Leaves the communicator.
 
         The other members notice at once, by their connections. A thread that waits for a bucket
-        waits until its deadline, and the other members with it: gloo has no abort that wakes it.
+        waits until its deadline, and so do the other members: gloo has no abort that wakes it.
         """
         self._group = self._store = None
 
@@ -116,10 +117,10 @@ class GlooReceiver(HostReceiver):
 
 
 class StorageReceiver(HostReceiver):
-    """See `BucketReceiver`: every worker of the engine reads the same file."""
+    """A `BucketReceiver` of files; every worker of the engine reads the same file."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
-        """Opens the file that the order names. Raises WeightSyncError when it is not there."""
+        """Opens the file that the order names. Raises WeightSyncError if it is missing."""
         super().__init__()
         path = membership.communicator.path
         if not path:
@@ -131,7 +132,7 @@ class StorageReceiver(HostReceiver):
         self._next = 0
 
     def close(self) -> None:
-        """See `BucketReceiver`."""
+        """Closes the file."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -154,7 +155,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class IpcReceiver(BucketReceiver):
-    """See `BucketReceiver`: bucket k of an update lies in buffer k modulo the number of buffers."""
+    """A `BucketReceiver` over ipc; bucket k of an update is in buffer k modulo their number."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator and opens the learner's buffers.
@@ -190,7 +191,7 @@ class IpcReceiver(BucketReceiver):
         self._number = 0
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketReceiver`."""
+        """Returns the learner's buffer of each bucket, or [] with `own_buffers`."""
         largest = max(bucket.num_bytes for bucket in incoming.buckets)
         if largest > self._memory[0].numel():
             raise WeightSyncError(
@@ -203,7 +204,7 @@ class IpcReceiver(BucketReceiver):
         return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketReceiver`."""
+        """Yields each bucket in the learner's memory; see `BucketReceiver`."""
         self.prepare(incoming)
         digests = self._digests
         assert digests is not None
@@ -227,7 +228,7 @@ class IpcReceiver(BucketReceiver):
                 yield data
 
     def close(self) -> None:
-        """See `BucketReceiver`; also unmaps the buffers, which the engine's weights do not use."""
+        """Leaves the communicator and unmaps the buffers, which the engine's weights do not use."""
         self._link.close()
         # Buffers that are still being read stay mapped for ever: unmapping them would break a copy.
         if self._copying.acquire(timeout=_CLOSE_LIMIT_S):
@@ -247,7 +248,7 @@ class IpcReceiver(BucketReceiver):
     def _wait_done(self, deadline_s: float) -> None:
         """Waits for the current stream's work. Raises WeightSyncError after the deadline.
 
-        The work takes a fraction of a millisecond: sleeping would take longer.
+        It polls without sleeping: the work takes a fraction of a millisecond, less than a sleep.
         """
         if self._device.type != "cuda":
             return

@@ -5,8 +5,9 @@ them and their digests. Waits for: each bucket, on a thread. Unblocked by: the b
 bucket's deadline.
 
 `Copying` copies one update in two calls, of which the first never waits. Consumes: the buckets of a
-receiver, or staged ones. Produces: copies, one digest for each bucket. Waits for: the device, and
-for buckets unless the receiver only enqueues. Unblocked by: the bytes, or the bucket's deadline.
+receiver, or staged buckets. Produces: copies, one digest for each bucket. Waits for: the device,
+and for buckets unless the receiver only enqueues. Unblocked by: the bytes, or the bucket's
+deadline.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _ALIGNMENT_BYTES = 512
 class Staging:
     """Receives one update after another, each on a thread: `begin`, `is_done`, `clear`.
 
-    Its memory grows to the largest update and is kept for the next one.
+    Its memory grows to the size of the largest update and is reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,16 +50,16 @@ class Staging:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an update is on its way or has arrived."""
+        """Whether an update is arriving or has arrived."""
         return self._thread is not None
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that are kept for the next update."""
+        """The bytes of memory that are kept for the next update."""
         return 0 if self._memory is None else self._memory.numel()
 
     def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
-        """Receives an update, each bucket into memory of its own."""
+        """Starts to receive an update, each bucket into its own memory."""
         self._error = None
         self._thread = threading.Thread(
             target=self._receive, args=(receiver, incoming), name="weight-staging", daemon=True
@@ -66,7 +67,7 @@ class Staging:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether all buckets have arrived. Raises WeightSyncError when they never will."""
+        """Whether all buckets have arrived. Raises WeightSyncError if receiving has failed."""
         assert self._thread is not None
         if self._thread.is_alive():
             return False
@@ -75,7 +76,7 @@ class Staging:
         return True
 
     def clear(self) -> None:
-        """Forgets the update; the thread of one that is still on its way ends by its deadlines."""
+        """Drops the update; if it is still arriving, its thread ends by the buckets' deadlines."""
         if self._thread is not None and self._thread.is_alive():
             # That thread may still write there.
             self._memory = None
@@ -134,7 +135,7 @@ Take = Callable[[int, torch.Tensor], None]
 
 
 class Copying:
-    """Copies one update: `begin`, which may be left out, then `finish`."""
+    """Copies one update: call `begin`, which is optional, then `finish`."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Copying:
         *,
         device: torch.device,
     ) -> None:
-        """`staging`: holds all buckets already; None if they come from `receiver`."""
+        """`staging` holds all buckets already; it is None if they come from `receiver`."""
         self._device = device
         self._take, self._receiver, self._incoming = take, receiver, incoming
         self._staging = staging
@@ -156,7 +157,7 @@ class Copying:
         self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """Copies, if no copy has to wait for a bucket; otherwise leaves the work to `finish`.
+        """Copies, unless a copy would wait for a bucket; then `finish` does all the work.
 
         Raises WeightSyncError as in `BucketReceiver.receive`.
         """
@@ -164,7 +165,7 @@ class Copying:
             self._copy()
 
     def finish(self) -> list[bytes]:
-        """Copies unless `begin` did; returns the digests when all buckets have arrived.
+        """Copies unless `begin` did; when all buckets have arrived, returns their digests.
 
         Raises WeightSyncError after a missed deadline.
         """
@@ -181,7 +182,7 @@ class Copying:
     def began_s(self) -> float:
         """Returns when the device reached the copies, on the clock of `time.perf_counter`.
 
-        Call it when `finish` has returned and the device has just ended its work.
+        Call it after `finish`, as soon as the device has ended its work.
         """
         assert self._started_s is not None
         if not self._marks:

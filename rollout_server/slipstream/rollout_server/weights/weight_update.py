@@ -1,7 +1,8 @@
 """A publish on one engine: the calls to its workers, their order and their time limits.
 
 Consumes: orders and layouts. Produces: one result of all workers. Waits for: the workers' answers.
-Unblocked by: the answers, or the sum of the update's own deadlines, after which they count as hung.
+Unblocked by: the answers, or the sum of the update's own deadlines, after which workers count as
+hung.
 """
 
 import asyncio
@@ -45,8 +46,9 @@ ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 class LoadResult:
     """How a worker loaded an update: it waited `receive_s` for buckets, the rest took `load_s`.
 
-    `wire_s`: from the first broadcast's start to the end of the last; 0 where it cannot be timed.
-    `by_plan`: a copy plan loaded it; `has_plan`: one will load the next update of this layout.
+    `wire_s` lasted from the first broadcast's start to the end of the last; 0 if it cannot be
+    timed. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load the
+    next update of this layout.
     """
 
     digests: list[str]
@@ -85,7 +87,7 @@ class WeightUpdate:
     """
 
     def __init__(self, call_all: CallAll, pause: Pause, *, stage: StageSetting) -> None:
-        """`stage`: the setting `weights.stage_on_server`."""
+        """`stage` is the setting `weights.stage_on_server`."""
         self._call_all, self._pause, self._stage = call_all, pause, stage
         # A worker that stages receives the buckets in `prepare`; a worker that loads receives them
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan
@@ -118,9 +120,9 @@ class WeightUpdate:
     ) -> None:
         """Prepares membership, memory and views of an update; generation continues meanwhile.
 
-        An empty `layout` stands for that of the update before. Calls to the workers delay the
-        engine's steps: an update like the one before needs none, unless it is staged. All buckets
-        of a staged update arrive here. `is_busy`: requests run; only then does "auto" stage an
+        An empty `layout` means that of the previous update. Calls to the workers delay the engine's
+        steps. An update like the previous one needs none, unless it is staged: all buckets of a
+        staged update arrive here. `is_busy` says that requests run; only then does "auto" stage an
         update.
         """
         self._announced = None
@@ -153,7 +155,7 @@ class WeightUpdate:
     ) -> LoadedWeights:
         """Receives and loads the update that was prepared; afterwards the engine is paused.
 
-        `resume_idle`: given for an idle engine whose requests are held until `resume`. If all
+        `resume_idle` is given for an idle engine whose requests are held until `resume`. If all
         workers have a copy plan, it is called in place of a pause and a resume, even if the update
         then fails.
         """
@@ -233,7 +235,7 @@ class WeightUpdate:
     def _digests_of(self, results: Sequence[Any]) -> list[bytes]:
         """Returns the digests of all buckets.
 
-        Raises WeightSyncError when workers got different bytes.
+        Raises WeightSyncError when workers received different bytes.
         """
         shares = [result["shares"] for result in results]
         whole = whole_digests(shares) if all(shares) else []
@@ -268,7 +270,7 @@ class WeightUpdate:
         return await self._finish(announced)
 
     async def _begin(self, announced: _Announced, *mark: str) -> None:
-        """Lets the workers begin to copy; they send `mark`, if given, once the engine pauses."""
+        """Makes the workers begin to copy; they send `mark`, if given, once the engine pauses."""
         try:
             await self._carry_out("slipstream_begin", announced.limit_s, *mark)
         except WeightSyncError:

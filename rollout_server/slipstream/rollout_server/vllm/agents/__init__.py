@@ -1,1 +1,1 @@
-"""Lets agents talk to the application of vLLM that speaks the APIs of OpenAI and Anthropic."""
+"""Serves agents with vLLM's own HTTP application, which has the APIs of OpenAI and Anthropic."""

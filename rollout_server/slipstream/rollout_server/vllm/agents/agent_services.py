@@ -1,4 +1,4 @@
-"""Opens the parts of vLLM's server that episodes need on first use: most runs need none.
+"""Opens, on first use, the parts of vLLM's server that episodes need: most runs need none.
 
 Agents need its HTTP API, other environments the parsers of replies.
 """
@@ -42,9 +42,9 @@ class Agents:
         return self._settings.tool_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
-        """Returns the parser of replies to these inputs; None if there is nothing to parse.
+        """Returns the parser of replies to prompts with `inputs`, or None if none is needed.
 
-        The first call opens it, in a thread; raises ConfigError if it does not start.
+        The first call opens the parser, in a thread; raises ConfigError if it does not start.
         """
         if not inputs.tools and self._settings.reasoning_parser is None:
             return None
@@ -55,7 +55,7 @@ class Agents:
     async def api(self) -> AgentApi:
         """Returns the API.
 
-        The first call opens it, in a thread; raises ConfigError if it does not start.
+        The first call opens the API, in a thread; raises ConfigError if it does not start.
         """
         if self._opening is None:
             self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))

@@ -1,8 +1,8 @@
-"""vLLM's own HTTP application, in this process and without a port, over our engine.
+"""vLLM's own HTTP application, in this process and without a port, over this server's engine.
 
 It answers chat completions, responses, Anthropic's messages and the list of models. vLLM's server
-has more paths, a metrics registry and middlewares, all of which are left out. Prompts are the exact
-tokens of a conversation that continues, and its images.
+has more paths, a metrics registry and middlewares, all of which are left out. A prompt that
+continues a conversation has its exact tokens and images.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class PromptRenderer:
         *,
         template: str | None = None,
     ) -> None:
-        """`images` is None without vision, `template` is None for the tokenizer's own."""
+        """`images` is None for a model without vision, `template` for the tokenizer's own."""
         self._inner = renderer
         self._images = images
         # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
@@ -119,7 +119,7 @@ class PromptRenderer:
         tok_params: TokenizeParams | None = None,
         **options: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[list[list[Message]], list[TokensInput]]:
-        """See vLLM; the prompt of the current call comes from the call's recorder."""
+        """Implements vLLM's method; the prompt of the current call comes from its recorder."""
         current = CURRENT.get()
         if current is None:
             with _refusals():
@@ -172,10 +172,10 @@ class PromptRenderer:
     def _render(
         self, messages: list[Message], params: ChatParams, found: Found | None, most: int
     ) -> list[int] | None:
-        """Returns the tokens of the messages after `found`; None if it cannot be continued.
+        """Returns the tokens of the messages after `found`, or None if it cannot be continued.
 
-        If `found` is None, all messages are tokenized. A text of more than `most` characters gives
-        placeholders, too many for any limit.
+        If `found` is None, all messages are tokenized. A text of more than `most` characters is not
+        tokenized: the result is placeholders, more than any limit allows.
         """
         if found is None:
             return self._tokens(self._text(messages, params), most)
@@ -226,7 +226,7 @@ class PromptRenderer:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns a ValueError about messages into vLLM's error, which is reported to the agent."""
+    """Re-raises a ValueError about messages as vLLM's error, which is reported to the agent."""
     try:
         yield
     except ValueError as error:
@@ -236,7 +236,7 @@ def _refusals() -> Iterator[None]:
 def without_images(
     messages: Sequence[Mapping[str, Any]], *, sees_images: bool
 ) -> tuple[list[Mapping[str, Any]], list[list[bytes]]]:
-    """Returns the messages, each image replaced by a mark, and a list of images for each message.
+    """Returns the messages with a mark in place of each image, and each message's list of images.
 
     Raises ValueError for a part that is neither text nor an image in a data URL, or for an image
     unless the model `sees_images`.
@@ -272,7 +272,7 @@ def text_of_an_image(
     tokenizer: Any,  # noqa: ANN401 - transformers' own
     template: str | None,
 ) -> str:
-    """Returns the text that the chat `template` (None: the tokenizer's) renders for an image."""
+    """Returns the text that `template`, or the tokenizer's if None, renders for an image."""
     parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
     message = {"role": "user", "content": parts}
     text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
@@ -293,10 +293,10 @@ class RecordingClient:
         self.renderer = parts.renderer
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """See vLLM; admits every call."""
+        """Implements vLLM's method; admits every call."""
 
     async def is_tracing_enabled(self) -> bool:
-        """See vLLM; returns False."""
+        """Implements vLLM's method; returns False."""
         return False
 
     def generate(
@@ -306,7 +306,7 @@ class RecordingClient:
         request_id: str,
         **others: Any,  # noqa: ANN401 - vLLM's own
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See vLLM; uses only the parameters that the run lets a request choose."""
+        """Implements vLLM's method with only the parameters that a request may choose in this run."""
         current = CURRENT.get()
         call = None if current is None else current[1].call
         if current is None or call is None:
@@ -363,9 +363,9 @@ async def _outputs(
 def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple[FastAPI, FastAPI]:
     """Returns vLLM's applications for requests without tools and for requests with tools.
 
-    Without a tool parser both are the same. With one, vLLM would cut tool calls out of replies to
-    requests without tools too, and lose them. Call this in a thread: it takes a second or two and
-    needs no event loop.
+    Without a tool parser both are the same. With a tool parser, vLLM would cut tool calls out of
+    replies to requests without tools too, and lose them. Call this in a thread: it takes a second
+    or two and needs no event loop.
     """
     model = parts.vllm_config.model_config
     shown = model.multimodal_config

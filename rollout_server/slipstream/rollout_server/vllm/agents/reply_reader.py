@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools in replies, read by the parsers of vLLM that agents' calls use."""
+"""Reads reasoning and tool calls in replies, by the same parsers of vLLM that agents' calls use."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ class ReplyReader:
     """Parses whole replies into reasoning, tool calls and text; stateless."""
 
     def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
-        """Raises what vLLM raises for parsers that do not fit the tokenizer."""
+        """Opens the parsers; raises vLLM's error for parsers that do not fit the tokenizer."""
         model = parts.vllm_config.model_config
         self._model = model
         self._tokenizer: Any = parts.renderer.get_tokenizer()
@@ -65,7 +65,7 @@ class ReplyReader:
     ) -> ParsedReply:
         """Returns the parsed parts of a sampled reply to `prompt`.
 
-        Raises GenerationFailed if the parser breaks.
+        Raises GenerationFailed if the parser fails.
         """
         request = self._request(inputs)
         # A special token at the end has ended the reply, and is no part of its text.

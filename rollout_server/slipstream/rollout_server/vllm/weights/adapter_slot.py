@@ -1,6 +1,6 @@
 """The adapters of an engine: vLLM's arguments for them, their tensors and their activation.
 
-Their tensors are handed over between two steps of the engine; requests name them by their ids.
+Their tensors are replaced between two steps of the engine; requests refer to adapters by id.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from vllm.model_executor.models.interfaces import supports_lora
 class AdapterRequests:
     """Maps the adapter names in `lora` to the LoRARequests by which vLLM finds them.
 
-    vLLM would load an adapter that it does not hold from `lora_path`, which does not exist: the
-    request then fails, instead of running without the adapter.
+    If vLLM lacks an adapter, it tries to load it from `lora_path`, which does not exist. So the
+    request fails, instead of running without the adapter.
     """
 
     def __init__(self, lora: LoraSection) -> None:
@@ -45,10 +45,10 @@ class AdapterRequests:
         return len(self._requests)
 
     def request(self, name: str, *, by_start: bool = False) -> LoRARequest | None:
-        """Returns vLLM's request for an adapter, or None for the model without one.
+        """Returns vLLM's request for an adapter, or None for the model without an adapter.
 
-        `by_start` asks for the model as the run started. Raises GenerationFailed when the run has
-        no such adapter.
+        `by_start` asks for the model as it was at the start of the run. Raises GenerationFailed
+        when the run has no such adapter.
         """
         if by_start:
             return None
@@ -71,7 +71,7 @@ WITHOUT_ADAPTERS = AdapterRequests(LoraSection())
 
 
 def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
-    """Returns vLLM's arguments for the adapters of `lora`; none if they are published merged.
+    """Returns vLLM's arguments for the adapters of `lora`; {} if they are published merged.
 
     For a request without an adapter vLLM's CPU kernels compute with the last adapter slot (index
     -1), so on CPUs there is one more slot, which stays empty.
@@ -88,7 +88,7 @@ def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
 
 
 def check_adapted(settings: VllmConfig) -> None:
-    """Raises ConfigError when vLLM's model takes no adapters; vLLM says so only after loading."""
+    """Raises ConfigError if vLLM's model supports no adapters; vLLM fails only after loading."""
     model = settings.model_config
     found, name = model.registry.resolve_model_cls(model.architectures, model)
     if not supports_lora(found):
@@ -96,21 +96,21 @@ def check_adapted(settings: VllmConfig) -> None:
 
 
 class Arriving:
-    """The adapters of one layout while they arrive: `keep` for each bucket, then `put_on`."""
+    """The adapters of one layout while they arrive: call `keep` for each bucket, then `put_on`."""
 
     def __init__(
         self, buckets: tuple[Bucket, ...] = (), scale: float = 0.0, *, number: int = 1
     ) -> None:
-        """Expects `number` adapters of LoRA scale `scale`, each with an equal part of `buckets`.
+        """Expects `number` adapters of LoRA scale `scale`, each in an equal part of `buckets`.
 
-        Without `buckets` there are no adapters.
+        Without `buckets` it expects no adapters.
         """
         self.buckets, self._scale = buckets, scale
         self._of_each = len(buckets) // number
         self._tensors: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
 
     def keep(self, place: int, buffer: torch.Tensor) -> None:
-        """Copies the tensors of bucket `place`; the memory of `buffer` may be used again."""
+        """Copies the tensors of bucket `place`; the caller may then overwrite `buffer`."""
         tensors = cut(buffer, self.buckets[place])
         own = self._tensors[place // self._of_each]
         own |= {name: tensor.clone() for name, tensor in tensors}
@@ -118,7 +118,7 @@ class Arriving:
     def put_on(self, model: torch.nn.Module) -> None:
         """Replaces the engine's adapters by those that arrived; call it between two steps.
 
-        After a WeightSyncError the engine lacks an adapter.
+        After a WeightSyncError an adapter may be missing in the engine.
         """
         arrived, self._tensors = self._tensors, [{} for _ in self._tensors]
         for adapter_id, tensors in enumerate(arrived, 1):
@@ -128,7 +128,7 @@ class Arriving:
 def _put_on(
     model: torch.nn.Module, adapter_id: int, tensors: Mapping[str, torch.Tensor], scale: float
 ) -> None:
-    """Activates the adapter made of `tensors`, which have PEFT's names and are changed.
+    """Activates the adapter made of `tensors`, which have PEFT's names; modifies these tensors.
 
     Raises WeightSyncError when the engine has no room for adapters, or when the tensors do not
     belong to exactly the layers that it computes with an adapter.

@@ -1,11 +1,11 @@
 """A copy plan for a model some of whose matrices vLLM keeps in FP8.
 
-Such a matrix is copied to a landing, an unquantised buffer beside the engine's weights. After its
-last copy it is quantised from there into the live matrix, in place, as vLLM's loader would do it.
+Such a matrix is copied to a landing, an unquantised buffer apart from the engine's weights. After
+its last copy it is quantised from the landing into the live matrix, as vLLM's loader would do it.
 Matrices that arrive at different times share a landing.
 
 vLLM keeps such a layer's matrix transposed in float8, with a scale for each of its rows. No
-checkpoint holds that form: a loader needs the unquantised matrix.
+checkpoint has that form: a loader needs the unquantised matrix.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Fp8Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The numbers of rows and columns."""
         rows, columns = self.weight.shape
         return rows, columns
 
     @property
     def plain_bytes(self) -> int:
-        """Size of the matrix before quantising."""
+        """The size in bytes of the matrix before quantising."""
         return self.weight.numel() * self.dtype.itemsize
 
     def like(self) -> Fp8Linear:
@@ -66,9 +66,9 @@ class Fp8Linear:
         return Fp8Linear(weight, torch.empty_like(self.scale), self.dtype)
 
     def quantise(self, plain: torch.Tensor, largest: torch.Tensor) -> None:
-        """Quantises `plain` into the buffers, bit for bit as vLLM's loader; never synchronises.
+        """Quantises `plain` into the buffers, bit for bit like vLLM's loader; never synchronises.
 
-        `largest` [rows, 1] has the greatest absolute value of each whole row, also where a tensor
+        `largest` [rows, 1] has the greatest absolute value of each whole row, even if a tensor
         parallel worker holds only a part of the row.
         """
         low, high = get_fp8_min_max()
@@ -89,10 +89,10 @@ def fp8_linears(model: torch.nn.Module) -> dict[str, Fp8Linear]:
 
 @contextlib.contextmanager
 def loadable(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the parameters of `model` as its loader takes them, none of them quantised.
+    """Yields the parameters of `model`, by name, in the form that its loader takes: unquantised.
 
-    In the block, unquantised stand-ins in main memory replace quantised weights. Nothing may be
-    written to these: their pages were never touched.
+    In the block, unquantised stand-ins in main memory replace quantised weights. The caller must
+    not write to these stand-ins: their pages are not allocated.
     """
     kept = []
     try:
@@ -151,7 +151,7 @@ class Fp8Plan(CopyPlan):
     ) -> Fp8Plan:
         """Returns the plan; raises NotCopied unless copies of quantised matrices fill whole rows.
 
-        `keeps_plain`: the unquantised matrices are kept too, each in a landing of its own.
+        With `keeps_plain` the unquantised matrices are kept too, each in its own landing.
         """
         found = cls(plan.buckets, plan.copies, linears, keeps_plain)
         found.parts()
@@ -169,7 +169,7 @@ class Fp8Plan(CopyPlan):
 
 @dataclass(frozen=True)
 class _Part:
-    """One copy of a matrix part into plain memory, with the rows whose maxima set FP8 scales."""
+    """The copy of a part of a matrix into its landing, and the rows that this part completes."""
 
     copy: Copy
     rows: slice
@@ -201,7 +201,7 @@ class _Part:
         return cls(copy, slice(start, start + count), measured)
 
     def measure(self, buffer: torch.Tensor, landing: _Landing) -> None:
-        """Writes each row's greatest absolute value to `landing.largest`; the copy must be done."""
+        """Writes each row's greatest absolute value to `landing.largest`, after the copy."""
         found = landing.plain[self.rows]
         if self.measured != self.copy.source:
             # Other workers have the rest. The bucket may lie in main memory, slow to look through.
@@ -230,12 +230,12 @@ class _Landing:
 
 
 class Fp8Replay(Replay):
-    """Makes the copies of a plan and quantises; without quantised matrices it is a `Replay`."""
+    """Makes the copies of a plan and quantises; without quantised matrices, like a `Replay`."""
 
     def __init__(
         self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
     ) -> None:
-        """Uses the landings in `kept`, or allocates landings that matrices share."""
+        """Uses the landings in `kept`; if it is None, allocates landings that matrices share."""
         self._linears, parts_by_name = plan.linears, plan.parts()
         self._landings = kept or _landings(plan.linears, parts_by_name)
         plain = {name: landing.plain for name, landing in self._landings.items()}
@@ -252,7 +252,7 @@ class Fp8Replay(Replay):
 
     @property
     def landing_bytes(self) -> int:
-        """Memory of all landings."""
+        """The size of all landings in bytes."""
         storages = [landing.plain.untyped_storage() for landing in self._landings.values()]
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
@@ -278,13 +278,13 @@ class Fp8Check(PlanCheck):
         self._arrived: dict[str, list[torch.Tensor]] = {name: [] for name in plan.linears}
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
-        """See `PlanCheck`; the buckets of a quantised matrix are held until it is checked."""
+        """Adds a bucket as in `PlanCheck`; holds a quantised matrix's buckets until its check."""
         for name, parts in self._parts.items():
             self._arrived[name] += [buffer for part in parts if part.copy.bucket == place]
         super().add(place, buffer)
 
     def failure(self) -> str | None:
-        """See `PlanCheck`."""
+        """Returns the name of a parameter that the plan gets wrong, or None."""
         return super().failure() or next(iter(self._parts), None)
 
     def _take(self, place: int, buffer: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 """One update through vLLM's own loader, and the copy plan that is recorded from it.
 
-Consumes: buckets. Produces: a loaded model, and its copy plan or a log line why it has none. Waits
-for: each bucket. Unblocked by: the bucket, or its deadline.
+Consumes: buckets. Produces: a loaded model, and its copy plan or a log line on why it has none.
+Waits for: each bucket. Unblocked by: the bucket, or its deadline.
 
-Some layers of vLLM transform their weights after loading: for them a copy is not enough.
+Some layers of vLLM transform their weights after loading, so that copies alone do not suffice.
 """
 
 import re
@@ -57,7 +57,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def check_layers(model: torch.nn.Module) -> None:
-    """Raises NotCopied if a layer transforms its weights, or computes others from them."""
+    """Raises NotCopied if a layer transforms its weights, or computes other tensors from them."""
     for name, module in model.named_modules():
         method = vars(module).get("quant_method")
         if method is not None and type(method) not in (*PLAIN_METHODS, Fp8PtpcOnlineLinearMethod):
@@ -85,7 +85,7 @@ def loaded_name(parameter: str) -> str:
 
 
 def repack_kept_linears(model: torch.nn.Module) -> None:
-    """Repacks the weights of modules that keep `.weight` beside a prepacked matrix.
+    """Repacks the weights of modules that keep `.weight` next to a prepacked matrix.
 
     vLLM for CPU packs a tied head at the start. No weight arrives under the head's name later, so
     the head would compute with the old weights for ever (0.32.0).
@@ -99,12 +99,12 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
 
 
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
-    """Hands `tensors` to the loader of `model`; returns the names that the loader returns.
+    """Passes `tensors` to the loader of `model`; returns the names that the loader returns.
 
     The loader of gpt-oss copies attention sinks, and all experts of a layer at once, into
     parameters without calling the parameters' own loaders. During a reload the parameters have no
     memory: the copy is lost without an error, and the engine keeps its old experts and sinks
-    (0.32.0). Here sinks and experts go to those loaders one by one.
+    (0.32.0). So this function passes sinks and experts to the parameters' own loaders one by one.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or not family.engine.copies_parameters:
@@ -117,7 +117,7 @@ def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] |
 def _one_by_one(
     model: torch.nn.Module, tensors: Iterable[Named], sinks: set[str]
 ) -> Iterator[Named]:
-    """Yields the tensors for gpt-oss's loader, each expert as a tensor of its own.
+    """Yields the tensors for gpt-oss's loader, each expert as a separate tensor.
 
     Loads attention sinks itself, without yielding them, and adds their parameters' names to
     `sinks`.
@@ -153,7 +153,7 @@ def recorded_plan(
     device: torch.device,
     vllm_config: VllmConfig,
 ) -> Fp8Plan | None:
-    """Returns the copy plan of `buckets`; None, with a line in the log, if the model has none."""
+    """Returns the copy plan of `buckets`, or None, with the reason in the log, if there is none."""
     try:
         if vllm_config.parallel_config.enable_eplb:
             raise NotCopied("experts change their places while the engine runs")
@@ -176,9 +176,9 @@ def recorded_plan(
 def proved_replay(
     plan: Fp8Plan, check: Fp8Check, before: Parameters, model: torch.nn.Module
 ) -> Fp8Replay | None:
-    """Returns the replay of a plan; None, with a line in the log, if the loader's result differs.
+    """Returns the replay of a plan, or None if the loader's result differs; logs the difference.
 
-    `before`: the parameters before the loader's work, which must be the same objects after it.
+    `before` are the parameters before the load, which must be the same objects after it.
     """
     different = check.failure()
     parameters = dict(model.named_parameters())
@@ -195,7 +195,7 @@ def proved_replay(
 
 
 def live_base(plan: Fp8Plan, replay: Fp8Replay, device: torch.device) -> LiveBase | None:
-    """Returns the base of deltas; None, with a line in the log, if the plan cannot be reversed."""
+    """Returns the base of deltas, or None, with the reason in the log, if there can be none."""
     try:
         base = LiveBase(plan, replay, replay.readable, device)
         if plan.linears and not base.holds_all:
@@ -207,14 +207,14 @@ def live_base(plan: Fp8Plan, replay: Fp8Replay, device: torch.device) -> LiveBas
 
 
 def log_loader(reason: str) -> None:
-    """Logs `reason`, for which vLLM's loader handles every update."""
+    """Logs `reason`, which is why vLLM's loader handles every update."""
     log.warning("weights go through vLLM's loader at every update: %s", reason)
 
 
 class LoaderUpdate:
     """Reloads a model through vLLM's loader: `receive` fills the layers, `finish` completes them.
 
-    After an error the reload must be finalised, and the model needs a whole new update.
+    After an error `finish` must still be called, and the model needs a whole new update.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -240,7 +240,7 @@ class LoaderUpdate:
         num_weights: int,
         keep_adapters: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Receives all buckets, each within its deadline, and hands their tensors to the model.
+        """Receives all buckets, each within its deadline, and passes their tensors to the model.
 
         The first `num_weights` buckets hold weights; `keep_adapters` takes the others.
         """
@@ -277,7 +277,7 @@ class LoaderUpdate:
                     kernel.fused_experts.process_weights_after_loading(module)
 
     def result(self, shares: list[tuple[str, str]], *, has_plan: bool) -> LoadResult:
-        """Returns digests and times up to now, with the given `shares` and `has_plan`."""
+        """Returns the digests and times so far, with the given `shares` and `has_plan`."""
         return LoadResult(
             digests=[digest.hex() for digest in self._digests],
             shares=shares,

@@ -1,7 +1,7 @@
 """The nccl transport: buckets arrive in the memory of the worker's GPU.
 
-All broadcasts are enqueued ahead on a stream of their own. The communicator's watchdog keeps the
-deadline of each bucket; the worker's thread waits once, in `digests`.
+All broadcasts are enqueued in advance on a separate stream. The communicator's watchdog enforces
+the deadline of each bucket; the worker's thread waits once, in `digests`.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def launched_nccl_variables() -> Iterator[None]:
     """Undoes, in the block, the NCCL variables that vLLM sets for batch-invariant engines.
 
     The trainer sets none of them, and members with different values hang. vLLM's own
-    `unpinned_nccl_env` needs NCCL 2.29.7. An older NCCL reads its variables once, at the first
-    communicator, which is the one for weights: such an engine has one worker.
+    `unpinned_nccl_env` needs NCCL 2.29.7. An older NCCL reads its variables once, for the first
+    communicator. With one worker, that is the communicator for weights.
     """
     pinned = _nccl_variables()
     _set_nccl_variables(_LAUNCHED)
@@ -54,7 +54,7 @@ def _set_nccl_variables(variables: Mapping[str, str]) -> None:
 
 
 class NcclReceiver(BucketReceiver):
-    """See `BucketReceiver`: broadcasts fill two buffers in turn, or a buffer for each bucket."""
+    """A `BucketReceiver` whose broadcasts fill two buffers in turn, or a buffer for each bucket."""
 
     enqueues = True
 
@@ -80,7 +80,7 @@ class NcclReceiver(BucketReceiver):
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketReceiver`."""
+        """Returns the buffers that the buckets will arrive in; see `BucketReceiver`."""
         self._backend.use()
         self._open_digests(incoming)
         if incoming.own_buffers:
@@ -99,7 +99,7 @@ class NcclReceiver(BucketReceiver):
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketReceiver`; never blocks the host, so `digests` shows a missed deadline."""
+        """Yields each bucket; never blocks the host, so `digests` shows a missed deadline."""
         memory, digests = self.prepare(incoming), self._digests
         assert digests is not None
         buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
@@ -138,18 +138,18 @@ class NcclReceiver(BucketReceiver):
             self._stream.wait_stream(consumer)
 
     def digests(self) -> list[bytes]:
-        """See `BucketReceiver`."""
+        """Waits for all buckets, and returns their digests; see `BucketReceiver`."""
         # The stream gets here after the last bucket, or when the communicator is aborted.
         found = super().digests()
         self._group.wait()
         return found
 
     def take_wire(self) -> Wire:
-        """See `BucketReceiver`."""
+        """Returns the wire time of the last `receive`; see `BucketReceiver`."""
         return self._group.take_wire()
 
     def close(self) -> None:
-        """See `BucketReceiver`."""
+        """Leaves the communicator; see `BucketReceiver`."""
         self._group.abort()
 
     def _room(self, num_bytes: int) -> torch.Tensor:
@@ -166,10 +166,10 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream without pending work, a new one if needed.
+    """Returns a stream without pending work, a new stream if needed.
 
     The stream of a communicator that could not be aborted stays busy. Torch has 32 streams in all:
-    with a new one for each communicator, two users would sooner or later share a stream.
+    with a new stream for each communicator, two users would sooner or later share a stream.
     """
     streams = _streams(device)
     for stream in streams:

@@ -6,7 +6,7 @@ continues) and each bucket. Unblocked by: the bytes, or the deadline of that wai
 
 The first update goes through vLLM's own loader and checks a copy plan; later updates replay the
 plan. A model that the plan does not cover goes through the loader every time. Low-rank adapters
-arrive behind the weights that they are put on, or alone.
+arrive after the weights of the same update, or alone.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Joining:
         self._thread.start()
 
     def result(self) -> BucketReceiver | None:
-        """Returns the receiver, or None while it joins.
+        """Returns the receiver, or None while it is still joining.
 
         Raises WeightSyncError when it could not join.
         """
@@ -74,7 +74,7 @@ class Joining:
             return self._receiver
 
     def close(self) -> None:
-        """Leaves the communicator, at once or as soon as the thread has joined it."""
+        """Leaves the communicator, at once or as soon as the thread has joined."""
         with self._lock:
             self._closed = True
             receiver, self._receiver = self._receiver, None
@@ -109,7 +109,7 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """vLLM's argument of an update that `prepare` announced.
 
-    `abandon`: fails at once, which clears vLLM's flag of an open update.
+    With `abandon` the update fails at once, which clears vLLM's flag of an open update.
     """
 
     abandon: bool = False
@@ -184,9 +184,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
-        """Announces an update; its tensors have the layout given to the last `learn`.
+        """Announces an update; its tensors have the layout passed to the last `learn`.
 
-        `stage`: receive it beside the live weights, if a plan can copy it.
+        With `stage` it is received into separate memory while old weights serve, if a plan can copy
+        it.
         """
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
@@ -210,7 +211,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._staging.clear()
 
     def is_ready(self) -> bool:
-        """Whether an update can be received now. Raises WeightSyncError when it never will."""
+        """Whether an update can be received now. Raises WeightSyncError if it never can."""
         if self._joining is None or self._incoming is None:
             raise WeightSyncError("no update was announced")
         if self._receiver is None:
@@ -243,12 +244,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         return self._copying is not None
 
     def room(self) -> int:
-        """Returns the bytes that an update may take beside the live weights."""
+        """Returns the bytes that an update may take in addition to the live weights."""
         held_bytes = 0 if self._staging is None else self._staging.held_bytes
         return room(self.device, held_bytes, self.parallel_config.world_size)
 
     def begin_copies(self) -> None:
-        """Begins to copy an update, without waiting; `copy_weights` does the rest."""
+        """Begins to copy an update, without waiting; `copy_weights` copies the rest."""
         receiver, incoming = self._receiver, self._incoming
         if receiver is None or incoming is None or not self.can_copy:
             raise WeightSyncError("no update was announced")
@@ -331,7 +332,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self.result = loading.result(shares, has_plan=self._replay is not None)
 
     def put_adapters_on(self) -> None:
-        """Ends an update: hands the engine the adapters that arrived with it."""
+        """Ends an update: activates the adapters that arrived with it."""
         if self._adapters.buckets:
             started_s = time.perf_counter()
             self._adapters.put_on(self.model)
@@ -360,7 +361,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             raise
 
     def _take(self, place: int, buffer: torch.Tensor) -> None:
-        """Copies a bucket into the parameters, or keeps its adapters."""
+        """Copies a bucket into the parameters, or keeps it if it holds adapters."""
         if place >= len(self._weights):
             self._adapters.keep(place - len(self._weights), buffer)
             return

@@ -1,4 +1,4 @@
-"""The calls that vLLM's workers answer besides vLLM's own.
+"""The calls that vLLM's workers answer in addition to vLLM's own.
 
 vLLM imports this module in every worker (`worker_extension_cls`), and with it the weight-transfer
 engine, which registers itself.
@@ -26,8 +26,8 @@ from slipstream.v1 import weights_pb2
 class WorkerExtension:
     """The methods that vLLM adds to every worker; `self` is the worker.
 
-    Each answers {"value": ...} or {"error": message} and never raises. With several workers vLLM
-    would raise the first error and leave the answers of the others behind, for the next call to
+    Each returns {"value": ...} or {"error": message} and never raises. With several workers vLLM
+    would raise the first error and leave the answers of the others unread, for the next call to
     read. `call` is the number under which `DirectLine` receives the same answer.
     """
 
@@ -43,7 +43,7 @@ class WorkerExtension:
     def slipstream_prepare(
         self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
     ) -> dict[str, Any]:
-        """Prepares an update; answers whether it can be received already.
+        """Prepares an update; returns whether it can be received already.
 
         Begins to join a communicator if `order` names a new one.
         """
@@ -69,11 +69,11 @@ class WorkerExtension:
         return self._answer(call, prepare)
 
     def slipstream_is_ready(self, call: int) -> dict[str, Any]:
-        """Answers whether the announced update can be received now."""
+        """Returns whether the announced update can be received now."""
         return self._answer(call, self.weight_transfer_engine.is_ready)
 
     def slipstream_room(self, call: int) -> dict[str, Any]:
-        """Answers the bytes that an update may take beside the live weights."""
+        """Returns the bytes that an update may take in addition to the live weights."""
         return self._answer(call, self.weight_transfer_engine.room)
 
     def slipstream_begin(self, call: int, pausing: str = "") -> dict[str, Any]:
@@ -81,7 +81,7 @@ class WorkerExtension:
 
         `pausing` is the mark that the worker sends to the server once the engine has paused. An
         empty `pausing` means that the engine is idle: then this may run outside the engine's
-        thread. The engine takes other calls before `slipstream_finish`.
+        thread. The engine may take other calls before `slipstream_finish`.
         """
 
         def begin() -> None:
@@ -91,9 +91,9 @@ class WorkerExtension:
         return self._answer(call, begin)
 
     def slipstream_finish(self, call: int) -> dict[str, Any]:
-        """Finishes the update that `slipstream_begin` began; answers the fields of a `LoadResult`.
+        """Finishes the update that `slipstream_begin` began; returns the fields of a `LoadResult`.
 
-        May run outside the engine's thread: the engine plans no step before the server has the
+        It may run outside the engine's thread: the engine plans no step before the server has the
         answer.
         """
 
@@ -107,7 +107,7 @@ class WorkerExtension:
         return self._answer(call, finish)
 
     def slipstream_receive(self, call: int) -> dict[str, Any]:
-        """Receives and loads the announced update; answers the fields of a `LoadResult`."""
+        """Receives and loads the announced update; returns the fields of a `LoadResult`."""
 
         def receive() -> dict[str, Any]:
             engine = self.weight_transfer_engine
@@ -121,14 +121,14 @@ class WorkerExtension:
         return self._answer(call, receive)
 
     def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off, for a test of the probe without it."""
+        """Turns the repacking of tied heads on or off, to test the probe without repacking."""
         self.weight_transfer_engine.refresh_kept_linears = enabled
 
     def _tell_when_paused(self, mark: str) -> None:
         """Sends `mark` to the server when vLLM synchronises the device, which completes a pause.
 
-        While new weights are copied the synchronisation is skipped: the steps before the copies are
-        over, and the engine preempts its requests meanwhile.
+        While new weights are copied the synchronisation is skipped: the steps before the copies
+        have ended, and the engine preempts its requests meanwhile.
         """
         self._pausing = mark
         if "synchronize_device" in vars(self):
@@ -153,7 +153,7 @@ class WorkerExtension:
 def _unlink_shared_memory() -> None:
     """Removes the names of the memory that the workers of an engine on a CPU share.
 
-    All of them have opened it by now. vLLM leaves 4 MB for each worker, however the engine ends.
+    All workers have opened it by now. vLLM leaves 4 MB for each worker, however the engine ends.
     """
     if engine := os.environ.get("VLLM_DIST_IDENT"):
         for path in Path("/dev/shm").glob(f"{glob.escape(engine)}-*cpushm_*"):
@@ -161,7 +161,7 @@ def _unlink_shared_memory() -> None:
 
 
 def _enqueueing(work: Callable[[int], object], device: torch.device) -> Callable[[int], object]:
-    """Returns `work` for another thread, with the engine's current CUDA stream as its stream.
+    """Returns `work`, to be called in another thread, bound to the current CUDA stream.
 
     Call this in the engine's thread.
     """
