@@ -306,7 +306,7 @@ class RecordingClient:
         request_id: str,
         **others: Any,  # noqa: ANN401 - vLLM's own
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Implements vLLM's method with only the parameters that a request may choose in this run."""
+        """Implements vLLM's method; uses only the parameters that a request may choose here."""
         current = CURRENT.get()
         call = None if current is None else current[1].call
         if current is None or call is None:
