@@ -64,7 +64,7 @@ def open_policy(
 
     Without `load_weights` the weights are random, and the folder needs only config.json. `activity`
     counts the bytes read from the folder. Raises ConfigError for a model or a setting that cannot
-    work. The caller closes the policy's `ranks`.
+    work. The caller must close the policy's `ranks`.
     """
     cpu.install()
     compat.install()
@@ -98,7 +98,7 @@ def load_trained(
 
     `ranks` must have this layout, and it must be in force. If `config.checkpoint.load` is set, the
     weights come from there. Raises ConfigError if the attention kernel computes wrong gradients or
-    the model's values exceed the range of float16. With `load_weights=False` neither is checked.
+    the model's values exceed the range of float16. Without `load_weights` neither is checked.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -205,7 +205,7 @@ def _load(
 
 
 def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
-    """Returns hooks that compute shared prefixes once in `chunks`; None if off or unsupported."""
+    """Returns hooks by which `chunks` compute shared prefixes once; None if off or unsupported."""
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
 
     min_tokens = config.learner.shared_prefix_tokens
@@ -230,7 +230,7 @@ def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:
-    """Counts each tensor that Bridge reads as activity, as loading a large model takes minutes."""
+    """Counts each tensor that Bridge reads as activity, as a large model takes minutes to load."""
     load = source.load_tensors
 
     def noted(names: list[str]) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ def _note_reads(source: Megatron, activity: Activity) -> None:
 
 
 def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
-    """Returns how many logits fit into `debug.kept_logits_share` of GPU memory; 0 on a CPU."""
+    """Returns how many logits fit into the `debug.kept_logits_share` of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
     memory = torch.cuda.get_device_properties(ranks.device).total_memory

@@ -1,4 +1,4 @@
-"""Imports what a trainer rank needs: torch, Megatron and Bridge, with what they lack on a CPU."""
+"""Imports the modules of a trainer rank: torch, Megatron and Bridge, with stand-ins on a CPU."""
 
 import importlib
 from collections.abc import Sequence

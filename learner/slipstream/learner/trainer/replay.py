@@ -38,7 +38,7 @@ class RecordedStep:
 
 
 def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
-    """Yields the steps of a journal in order. Raises ProtocolError if it is damaged."""
+    """Yields the steps of a journal in order; raises ProtocolError if the journal is damaged."""
     records = list(read_records(journal))
     digests = {
         record["step"]: str(record["digest"]) for record in records if record["kind"] == "step"
@@ -50,7 +50,7 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 
 def check_functions(config: Config, journal: Path) -> None:
-    """Raises ConfigError unless every start of the run used the functions that exist now."""
+    """Raises ConfigError if the user's functions differ from those of any start of the run."""
     here = source_digests(config.algorithms)
     used = used_functions(config.model_copy(update={"sources": here}))
     for record in read_records(journal):
@@ -67,7 +67,7 @@ def check_functions(config: Config, journal: Path) -> None:
 def main() -> int:
     """Replays a run; returns 0 if every digest equals the recorded one, 1 if one differs.
 
-    The code is 2 if the run cannot be replayed, and 3 if a step failed.
+    It returns 2 if the run cannot be replayed, and 3 if a step failed.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")

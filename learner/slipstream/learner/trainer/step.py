@@ -54,7 +54,7 @@ BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The result of a step; the same on every rank, except for the times."""
+    """The result of a training step, the same on every rank except for the times."""
 
     metrics: dict[str, float]
     wall_s: float
@@ -66,7 +66,7 @@ class TrainedStep:
 
 @dataclass
 class _Totals:
-    """The sums over the mini-batches of a step, in all passes."""
+    """The sums over the mini-batches of a step, in all its passes over the batch."""
 
     statistics: StepStatistics
     grad_norms: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Totals:
 
 
 class TrainingStep:
-    """Trains a policy, one batch at a time; on CPU the same batches give the same bits.
+    """Trains a policy, one batch at a time; on CPU equal batches give bitwise equal weights.
 
     `roles` are the other models that the algorithm needs.
     """
@@ -107,17 +107,17 @@ class TrainingStep:
 
     @property
     def policy(self) -> Policy:
-        """The policy that is trained."""
+        """The policy that is being trained."""
         return self._policy
 
     def run(self, batch: Batch) -> TrainedStep:
-        """Trains the batch; collective, and every rank passes the same batch.
+        """Trains the batch; collective, and every rank must pass the same batch.
 
         Raises StalenessError for a token that is too old. Raises UntrainableBatch, on all ranks,
         for images that cannot be read, for experts of another model, or for a loss or gradient that
         is not finite although the weights are. This happens before the faulty mini-batch changes a
-        weight; `num_updates` says if an earlier mini-batch changed weights. Raises RunFailed when
-        the weights are at fault.
+        weight; `num_updates` says if an earlier mini-batch changed weights. Raises RunFailed if the
+        weights are not finite.
         """
         self.num_updates = 0
         if self._policy.sharing is not None:
@@ -239,7 +239,7 @@ class TrainingStep:
         return totals
 
     def _check_bits(self, step: int, found: StepStatistics) -> None:
-        """Raises RunFailed if `agreement` is "bits" and learner and engine log-probs differ."""
+        """Raises RunFailed if `agreement` is "bits" and log-probs of learner and engine differ."""
         # In later passes the ratios are those to the first.
         number = found.unequal_tokens
         if self._config.algorithm.agreement == "bits" and number:
@@ -319,7 +319,7 @@ class TrainingStep:
     ) -> RunFailed:
         """Returns the error that names the cause of a mini-batch loss that is not finite.
 
-        All ranks must call it. `fault` is what the user's own function did wrong, or "".
+        All ranks must call it. `fault` is the fault of the user's own function, or "".
         """
         cause = f"the loss is {total}; the weights were not changed"
         chosen = [sequences[index] for index in members]
@@ -348,7 +348,7 @@ class TrainingStep:
         return untrainable(batch, faulty, cause)
 
     def _check_weights(self, fault: UntrainableBatch) -> None:
-        """Raises RunFailed when the weights of a model are not finite; collective."""
+        """Raises RunFailed if the weights of a model are not finite; collective."""
         models: dict[str, ParallelModel] = {"policy": self._policy}
         if self._roles.critic is not None:
             models["critic"] = self._roles.critic.model
@@ -389,7 +389,7 @@ _FALLEN: dict[DecayKind, Callable[[float], float]] = {
 
 
 class StageTimes:
-    """Timers of this rank's training stages: seconds since the last `take` and since the start."""
+    """Timers of this rank's training stages: seconds since the last `take`, and since the start."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(ALWAYS, 0.0)
@@ -400,7 +400,7 @@ class StageTimes:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Adds the time of the block, which on a GPU ends when the GPU's work is done."""
+        """Adds the time of the block to a stage; on a GPU it waits for the GPU's work to end."""
         with self._lock:
             self._begun[stage] = started = time.monotonic()
         try:
@@ -417,7 +417,7 @@ class StageTimes:
     def totals(self) -> dict[str, float]:
         """Returns the seconds of each stage since the start, by its name; works on any thread.
 
-        The time of the present stage up to now is included.
+        The current stage counts up to now.
         """
         with self._lock:
             now = time.monotonic()
@@ -428,7 +428,7 @@ class StageTimes:
             }
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds of each stage by the names `STAGE_s`, and starts again at 0."""
+        """Returns the seconds of each stage under the name `STAGE_s`, and resets them to 0."""
         taken = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(ALWAYS, 0.0)
         return taken

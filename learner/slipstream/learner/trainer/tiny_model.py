@@ -1,4 +1,4 @@
-"""Makes the model of the quickstart: a tiny random Llama with a tokenizer of 28 words."""
+"""Creates the model of the quickstart: a tiny random Llama with a tokenizer of 28 words."""
 
 import argparse
 import string
@@ -46,9 +46,9 @@ def make_model(
     max_position_embeddings: int = 256,
     seed: int,
 ) -> None:
-    """Saves a random Llama in float32.
+    """Saves a random Llama in float32 into `folder`.
 
-    Its heads have 32 dimensions, the smallest that vLLM's CPU attention takes.
+    Its heads have 32 dimensions, the fewest that vLLM's CPU attention supports.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepCost:
-    """Metrics of the cost of a step: FLOPs, their rate, and the largest memory of any rank."""
+    """Metrics of a step's cost: FLOPs, FLOPs per second, and the largest memory use of any rank."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -75,7 +75,7 @@ class StepCost:
     def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
         """Returns the metrics of the step that trained `batch`; collective.
 
-        `mfu` is left out if the peak rate of the device is not known.
+        `mfu` is left out if the peak FLOPs of the device are not known.
         """
         sizes = batch.lengths()
         flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
@@ -111,7 +111,7 @@ class ProfileWindow:
     """Runs torch's profiler over the steps and ranks that `section` selects."""
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
-        """Creates an idle profiler for rank `rank`; traces go into `folder`."""
+        """Creates a profiler that is not running yet; traces go into `folder`."""
         self._section, self._folder, self._rank = section, folder, rank
         self._profiler: profile | None = None
         self._steps: list[int] = []
@@ -162,11 +162,11 @@ TERMINATED = "the trainer was told to terminate"
 
 
 class StartAgain(Exception):  # noqa: N818
-    """Raised when a step fails after it changed weights: the trainer restarts from a checkpoint."""
+    """Raised if a step fails after it changed weights: the trainer restarts from a checkpoint."""
 
 
 class Trainer:
-    """One rank of the trainer; every method is collective, only rank 0 uses `client`."""
+    """One rank of the trainer; every method is collective, but only rank 0 uses `client`."""
 
     def __init__(self, config: Config, policy: Policy, client: ControllerClient) -> None:
         self._config, self._policy = config, policy
@@ -255,7 +255,7 @@ class Trainer:
 
     @functools.cached_property
     def _gpus(self) -> list[str]:
-        """The driver's identifier of this rank's GPU, in a list; empty on a CPU."""
+        """The driver's identifier of this rank's GPU, as a list; [] on a CPU."""
         device = self._ranks.device
         return gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
 
@@ -324,7 +324,7 @@ class Trainer:
                 self._save()
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
-        """Asks the controller to set the batch aside, and raises `fault` if it refuses.
+        """Asks the controller to set the batch aside, and raises `fault` if it does not.
 
         Raises StartAgain if an earlier mini-batch or the policy's part of the step changed weights.
         """
@@ -374,7 +374,7 @@ class Trainer:
         self._ranks.activity.note()
 
     def _store(self, order: trainer_pb2.StoreOrder) -> None:
-        """Begins to write the weights to storage; `VersionWriter` reports the end."""
+        """Begins to write the weights to storage; `VersionWriter` reports when it is done."""
         if self._writer is None or version_from_pb(order.version) != self._version:
             raise RunFailed(
                 f"version {order.version.step} cannot be stored, the weights are of version "
@@ -409,7 +409,7 @@ class Trainer:
 
     @property
     def _digest(self) -> bytes:
-        """The digest that identifies the weights."""
+        """The digest of the weights, which identifies them."""
         return self._digests.identity
 
     def _export(self) -> WeightDigests:
@@ -418,7 +418,7 @@ class Trainer:
 
 
 def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[None]:
-    """Returns a lock on `gpus` for the memory that sleeping engines freed; no lock otherwise.
+    """Returns a context that locks `gpus` for a step, if it uses memory that sleeping engines free.
 
     A rollout server that starts on these GPUs measures their free memory, so a step and such a
     start exclude each other. Only `controller.turns = "sleep"` needs the lock.
@@ -430,7 +430,7 @@ def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[
 
 
 def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:
-    """Returns the report for the controller: the batch, and the faulty groups if known."""
+    """Returns the report for the controller: the batch, and the faulty groups if they are known."""
     ids = set(fault.trajectory_ids)
     groups = dict.fromkeys(t.group_id for t in batch.trajectories if t.trajectory_id in ids)
     data = trainer_pb2.DataFault(
@@ -442,9 +442,9 @@ def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFail
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:
-    """Lets the first SIGTERM stop the trainer after the present order, and the second one kill it.
+    """Makes the first SIGTERM stop the trainer after the present order, and the second one kill it.
 
-    Rank 0 decides and tells the other ranks.
+    Rank 0 decides when to stop, and broadcasts this to the other ranks.
     """
 
     def terminate(signum: int, frame: FrameType | None) -> None:

@@ -46,11 +46,11 @@ class NamedAdapters:
         gather: Callable[[], None],
         memory: HostMemory,
     ) -> None:
-        """Makes every adapter a copy of the one in the model; with several names it is collective.
+        """Makes every adapter a copy of the one in the model; collective for several names.
 
         `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which
         `optimizer` updates. `memory` may move parameters and optimizer state of the active adapter
-        to the host; those of the other adapters stay where they are.
+        to the host; those of the other adapters are not moved.
         """
         self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
@@ -64,7 +64,7 @@ class NamedAdapters:
 
     @property
     def have_names(self) -> bool:
-        """Whether the run names its adapters."""
+        """Whether the settings name the adapters."""
         return self.names != ("",)
 
     @property
@@ -74,9 +74,10 @@ class NamedAdapters:
 
     @contextmanager
     def active(self, name: str) -> Iterator[None]:
-        """Puts adapter `name` and its optimizer state into the model inside the context.
+        """Activates adapter `name` and its optimizer state in the model inside the context.
 
-        Collective: a change of adapter first gathers parameters whose all-gather was deferred.
+        Collective: before a change of adapter, parameters are gathered whose all-gather was
+        deferred.
         """
         before = self._active
         self._exchange(name)
@@ -114,7 +115,7 @@ class NamedAdapters:
         self._waiting[self._active], self._active = other, name
 
     def _copied(self) -> _Waiting:
-        """Returns a copy of the adapter in the model."""
+        """Returns a copy of the adapter that is in the model."""
         return _Waiting(
             [tensor.detach().clone() for tensor in self._tensors()],
             [

@@ -1,13 +1,13 @@
 """Checks of a loaded model before it trains: attention's gradients, and the range of float16.
 
-Kernels differ by GPU, by library and by the size of heads, and some are wrong: for heads of 256
-dimensions on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and now and then
-NaN. A run would go on with them. So each kind of attention in a model is computed once more with
-plain operations in float64, over a few short packed sequences. In a model that shares prefixes each
-kind is checked again over sequences with shared prefixes: such calls may take another kernel.
+Kernels differ by GPU, by library and by head size, and some are wrong: for heads of 256 dimensions
+on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and sometimes NaN. A run would
+train with them. So each kind of attention in a model is computed once more with plain operations in
+float64, over a few short packed sequences. In a model that shares prefixes each kind is also
+checked over sequences with shared prefixes, as such calls may use another kernel.
 
 float16 ends at 65504, bfloat16 at 3e38. Some models have larger hidden states than float16 holds:
-they would train on infinities only, or fail at a longer prompt. So the loaded weights process some
+they would train only on infinities, or fail at a longer prompt. So the loaded model computes some
 sequences once, and the largest number in any layer's inputs or outputs is measured.
 
 Produces: nothing, or ConfigError. Waits for: the other ranks, which compute parts of the same
@@ -53,7 +53,7 @@ _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients 
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties by which attention layers of a model differ."""
+    """The properties in which the attention layers of a model may differ."""
 
     module: type
     heads: int
@@ -71,7 +71,7 @@ class Kind:
 
 
 def check_attention(model: ParallelModel) -> None:
-    """Raises ConfigError if an attention of this rank's layers computes wrong gradients.
+    """Raises ConfigError if an attention layer on this rank computes wrong gradients.
 
     Collective over context parallel ranks; the model does not change.
     """
@@ -86,7 +86,7 @@ def check_attention(model: ParallelModel) -> None:
 
 
 def kind_of(attention: Megatron) -> Kind:
-    """Returns the kind of an attention layer, whose `core_attention` is checked."""
+    """Returns the kind of an attention layer; its `core_attention` is what is checked."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     core, config = attention.core_attention, attention.config
@@ -184,9 +184,9 @@ def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatr
 
 
 def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
-    """Returns for each sequence the range of its queries, and the places of all keys on its path.
+    """Returns for each sequence the range of its queries, and the indices of all keys on its path.
 
-    `before` has for each sequence the index of the earlier one that it continues, or None.
+    `before` has for each sequence the index of the earlier sequence that it continues, or None.
     """
     found: list[Path] = []
     for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
@@ -198,7 +198,7 @@ def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
 def _shared(
     own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for a call of attention over sequences that share prefixes by `paths`.
+    """Returns the arguments of a call of attention over sequences that share prefixes by `paths`.
 
     `own` has queries, keys and values; `named` has the call's other arguments.
     """
@@ -218,10 +218,10 @@ def _shared(
 def _plain(
     kind: Kind, packed: Sequence[Tensor], paths: Sequence[Path], sinks: Tensor | None
 ) -> list[Tensor]:
-    """Returns the tensors that `_COMPARED` names, computed with plain operations in float64.
+    """Returns the tensors named by `_COMPARED`, computed with plain operations in float64.
 
-    `packed` has queries, keys, values and the gradient of the outputs. Only one head's scores are
-    held at a time: those of all would fill a GPU.
+    `packed` has queries, keys, values and the gradient of the outputs. The scores of only one head
+    are in memory at a time, since those of all heads would fill a GPU.
     """
     *inputs, gradient = packed
     outputs, *totals = (
@@ -330,7 +330,7 @@ def _note_pass(
 
 
 def _note(largest: dict[str, Tensor], name: str, tensors: Iterable[object]) -> None:
-    """Raises `largest[name]` to the largest magnitude in float16 `tensors`; NaN is infinite."""
+    """Sets `largest[name]` to the largest magnitude so far in float16 `tensors`, inf for NaN."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
             # The device is not waited for.

@@ -1,8 +1,8 @@
-"""Model and optimizer state, kept in host memory while no work needs it.
+"""Model and optimizer state, kept in host memory while no computation needs it.
 
-The storage under the tensors moves: it is copied to the host and resized to 0, and later resized
-and filled again. Every view of the storage stays valid, and Megatron's flat buffers are full of
-views. Replacing `tensor.data` would separate views from their buffer, and the optimizer would
+The storages of the tensors are moved: a storage is copied to the host and resized to 0, and later
+resized and filled again. Every view of the storage stays valid, and Megatron's flat buffers have
+many views. Replacing `tensor.data` would separate views from their buffer, and the optimizer would
 update a copy.
 """
 
@@ -42,7 +42,7 @@ class HostMemory:
     """Moves a model's parts to the device while they are used, and back to the host afterwards.
 
     `own` sets each part's tensors, once. Code that uses parts runs inside `resident`, which may be
-    nested; after the last use the parts that `settings` offloads move to the host.
+    nested; after the last use, the parts that `settings` offloads move to the host.
     """
 
     def __init__(self, settings: OffloadSection) -> None:
@@ -52,7 +52,7 @@ class HostMemory:
         self._away: dict[Part, _Away] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
-        """Sets for each part a function that returns its tensors: an optimizer's tensors change."""
+        """Sets for each part a function that returns its tensors, as tensors may be replaced."""
         self._tensors.update(tensors)
 
     def offloads(self, part: Part) -> bool:
@@ -77,7 +77,7 @@ class HostMemory:
         self._leave(parts)
 
     def settle(self) -> None:
-        """Moves the offloaded parts to host memory before their first use."""
+        """Moves the offloaded parts to host memory, before any use."""
         with self.resident(*Part):
             pass
 
@@ -114,7 +114,10 @@ class HostMemory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Returns each storage once; with a GPU, storages that are already on the host are left out."""
+    """Returns the storages of `tensors` without duplicates.
+
+    If there is a GPU, storages that are already on the host are left out.
+    """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -128,13 +131,13 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the parameters of all chunks, frozen ones too."""
+    """Yields the parameters of all chunks, including frozen ones."""
     for chunk in chunks:
         yield from chunk.parameters()
 
 
 def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the flat buffers of which every gradient is a view."""
+    """Yields the flat buffers whose views are the gradients."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data

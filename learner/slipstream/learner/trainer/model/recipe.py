@@ -1,6 +1,6 @@
-"""The settings of Megatron's objects: the trainer's values, and a run's, which override them.
+"""The settings of Megatron's objects: the trainer's values, which a run's settings override.
 
-A run's settings pass through by name, and are checked against Megatron's real fields.
+A run's settings are passed on by name, and are checked against Megatron's real fields.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
 def provider_of(
     bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
 ) -> Megatron:
-    """Returns Bridge's provider of the model with all settings.
+    """Returns Bridge's model provider with all settings.
 
-    Raises ConfigError when Megatron refuses a setting.
+    Raises ConfigError if Megatron rejects a setting.
     """
     parallel = config.learner.parallel
     provider = bridge.to_megatron_provider(load_weights=load_weights)
@@ -180,7 +180,7 @@ def check_fp8(
 def _check_shared_sequences(config: Config, kind: object) -> None:
     """Raises ConfigError where TransformerEngine 2.11 cannot split packed sequences over ranks.
 
-    TransformerEngine would refuse them only at the first micro batch, by an assertion.
+    TransformerEngine itself would reject them only at the first micro batch, by an assertion.
     """
     if config.learner.parallel.cp == 1:
         return
@@ -201,7 +201,7 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
 def _check_windows(config: Config, kind: object, *, has_windows: bool) -> None:
     """Raises ConfigError if context parallelism of this `kind` does not support sliding windows.
 
-    `kind` is Megatron's `cp_comm_type`, one for all layers or a list with each layer's.
+    `kind` is Megatron's `cp_comm_type`, one value for all layers or a list of values by layer.
     """
     kinds = kind if isinstance(kind, list) else [kind]
     if has_windows and config.learner.parallel.cp > 1 and set(kinds) != {"a2a"}:
@@ -243,7 +243,7 @@ def _window_settings(hf_config: Megatron) -> dict[str, object]:
 
 
 def ddp_config_of(config: Config) -> Megatron:
-    """Returns Megatron's settings of data parallelism; ConfigError if Megatron refuses one."""
+    """Returns Megatron's settings of data parallelism; raises ConfigError if one is rejected."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values: dict[str, object] = {
@@ -263,9 +263,10 @@ def ddp_config_of(config: Config) -> Megatron:
 
 
 def _overlap(learner: LearnerSection) -> dict[str, object]:
-    """Returns settings that overlap communication and computation, if there are replicas.
+    """Returns settings that overlap communication and computation; {} without data parallelism.
 
-    With offloaded parameters or gradients there is no overlap: a part on the host cannot receive.
+    With offloaded parameters or gradients there is no overlap, since a part that is on the host
+    cannot receive.
     """
     layout = RankLayout.of(learner.parallel, learner.world_size)
     away = learner.offload.parameters or learner.offload.gradients
@@ -277,7 +278,7 @@ def _overlap(learner: LearnerSection) -> dict[str, object]:
 
 
 def optimizer_config_of(config: Config) -> Megatron:
-    """Returns Megatron's settings of the optimizer. Raises ConfigError if Megatron refuses one."""
+    """Returns Megatron's settings of the optimizer; raises ConfigError if Megatron rejects one."""
     from megatron.core.optimizer import OptimizerConfig
 
     learner = config.learner
@@ -309,9 +310,9 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
-    """Raises ConfigError for an optimizer that is neither Adam nor SGD, and for settings of Muon.
+    """Raises ConfigError for an optimizer other than Adam and SGD, and for settings of Muon.
 
-    Muon of Megatron-Core 0.16.1 needs a version of `emerging_optimizers` that no index has.
+    Muon of Megatron-Core 0.16.1 needs a version of `emerging_optimizers` that no package index has.
     """
     if kind not in ("adam", "sgd"):
         raise ConfigError(
@@ -325,7 +326,7 @@ def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
 
 
 def _check_host_optimizer(config: Config) -> None:
-    """Raises ConfigError unless the optimizer on the host can work: with a GPU and bfloat16."""
+    """Raises ConfigError for an optimizer on the host, unless there is a GPU and bfloat16."""
     if not torch.cuda.is_available():
         raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
     # Megatron would give torch slices of float32 parameters as parameters, which torch refuses.
@@ -393,8 +394,8 @@ def passed_through(
 ) -> dict[str, object]:
     """Returns the values of `settings` for the dataclass (or instance) `target`.
 
-    Raises ConfigError for an unknown key, with the nearest names. Raises it too for a key that the
-    trainer sets itself, and for a value of another type than the field's. For fields of torch's
+    Raises ConfigError for an unknown key, with the most similar names. Raises it too for a key that
+    the trainer sets itself, and for a value of another type than the field's. For fields of torch's
     element types and of enums, names are converted to the objects that they name.
     """
     hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
@@ -423,7 +424,7 @@ def _hint(key: str, fields: Sequence[str]) -> str:
 
 
 def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
-    """Returns `value` as the type `hint`; raises ConfigError, naming `where`, for another type."""
+    """Returns `value` as the type `hint`; raises ConfigError with `where` for another type."""
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in hint.__members__:
             raise ConfigError(
@@ -448,7 +449,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
 
 @contextlib.contextmanager
 def refusals_of(section: str) -> Iterator[None]:
-    """Raises a ConfigError of one line in place of Megatron's error about a value in `section`."""
+    """Replaces Megatron's errors about a value in `section` by a ConfigError of one line."""
     try:
         yield
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
 """Activation recomputation: how many layers recompute, planned by the memory of the GPU.
 
-The first training pass keeps the activations of one layer and recomputes all others, so that it
-fits wherever training fits at all. It measures the activation memory of each layer, of which the
-largest counts, and all other memory of the pass. From the second pass on, when the optimizer has
-its state, as many layers keep their activations as there is memory for. All ranks recompute equally
-many layers, because a recomputed layer may communicate.
+In the first training pass one layer keeps its activations and all others recompute theirs, so that
+the pass fits wherever training fits at all. It measures the activation memory of each layer, of
+which the largest counts, and all other memory of the pass. From the second pass on, when the
+optimizer has its state, as many layers keep their activations as there is memory for. All ranks
+recompute equally many layers, because a recomputed layer may communicate.
 """
 
 import contextlib
@@ -26,26 +26,26 @@ _MARGIN = 0.1
 
 
 class GpuMemory:
-    """The memory of this rank's GPU, in bytes: what tensors take, and what they may take."""
+    """The memory of this rank's GPU, in bytes: how much tensors use, and how much they may use."""
 
     def __init__(self, share: float | None) -> None:
-        """Takes the value of `learner.gpu_memory_fraction` as `share`; None sets no limit."""
+        """Takes the value of `learner.gpu_memory_fraction` as `share`; None means no limit."""
         self._share = share
 
     def allocated(self) -> int:
-        """Returns the bytes that tensors take now."""
+        """Returns the bytes that tensors use now."""
         return torch.cuda.memory_allocated()
 
     def peak(self) -> int:
-        """Returns the most bytes that tensors took at one time since `watch`."""
+        """Returns the most bytes that tensors used at one time since the last `watch`."""
         return torch.cuda.max_memory_allocated()
 
     def watch(self) -> None:
-        """Resets the peak that `peak` returns."""
+        """Resets the value of `peak`."""
         torch.cuda.reset_peak_memory_stats()
 
     def limit(self) -> int:
-        """Returns the bytes of GPU memory that tensors may take."""
+        """Returns the bytes of GPU memory that tensors may use."""
         free, total = torch.cuda.mem_get_info()
         left = free + torch.cuda.memory_reserved()
         return min(left, int(total * self._share)) if self._share else left
@@ -53,7 +53,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Measured:
-    """Memory of a training pass that recomputes all layers but one.
+    """The memory of a training pass in which all layers but one recompute.
 
     The unit is bytes per token of the pass's largest micro batch.
     """
@@ -69,8 +69,9 @@ def recomputed_layers(
 ) -> int:
     """Returns how many of `layers` must recompute so that a pass fits into `free` bytes.
 
-    `tokens`: the limit of a micro batch. `in_flight`: micro batches whose activations a pipeline
-    stage holds at one time. `measured.rest` includes the activations of one layer already.
+    `tokens`: the limit of a micro batch. `in_flight`: the number of micro batches whose activations
+    a pipeline stage holds at one time. `measured.rest` already includes the activations of one
+    layer.
     """
     of_layer = measured.layer * tokens * in_flight
     left = free - measured.rest * tokens
@@ -81,12 +82,12 @@ def recomputed_layers(
 
 
 class Recompute:
-    """The plan of one trained model: measures in the first pass, decides before the second."""
+    """The recomputation plan of one model, measured in the first pass, made before the second."""
 
     def __init__(
         self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
     ) -> None:
-        """Takes this rank's unwrapped chunks; at first all layers of each but one recompute."""
+        """Takes this rank's unwrapped chunks; at first all layers but one in each recompute."""
         blocks = [model.decoder for model in models]
         self._configs = {
             id(config): config
@@ -105,9 +106,9 @@ class Recompute:
 
     @contextlib.contextmanager
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
-        """The context of a training pass over micro batches of `sizes` tokens; collective.
+        """Returns the context of a training pass over micro batches of `sizes` tokens; collective.
 
-        It measures the first pass, and decides before the second how many layers recompute.
+        It measures the first pass and, before the second, decides how many layers recompute.
         """
         if not self._is_planned and self.measured is not None:
             self._decide(self.measured, ranks)
@@ -173,7 +174,7 @@ class Recompute:
         )
 
     def _recompute(self, layers: int) -> None:
-        """Recomputes the first `layers` layers of each chunk."""
+        """Makes the first `layers` layers of each chunk recompute, and no others."""
         for config in self._configs:
             config.recompute_granularity = "full" if layers else None
             config.recompute_method = "block" if layers else None
@@ -184,10 +185,10 @@ class Recompute:
 def _with_gradient(
     _: object, arguments: tuple[object, ...], named: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
-    """Makes a block's input require a gradient; a pre-hook of the block's forward pass.
+    """Makes the input of a block require a gradient; a pre-hook of the block's forward pass.
 
-    Otherwise autograd would skip a recomputed layer whose input requires none, as after frozen
-    embeddings, and the layer's adapters would get no gradient.
+    Without it autograd would skip a recomputed layer whose input requires no gradient, as after
+    frozen embeddings, and the layer's adapters would get no gradient.
     """
     hidden = named["hidden_states"]
     if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:

@@ -36,18 +36,18 @@ def stochastic_bfloat16(masters: Tensor, *, seed: int) -> Tensor:
 
 
 class Rounding:
-    """Copies masters to weights after every update, and counts the weights that this changed.
+    """Copies masters to weights after every update, and counts the weights that this changes.
 
         rounding = Rounding(optimizer, seed=None)     # to nearest
         ...                                           # updates
         share = rounding.changed_share(ranks)         # since the last call
 
-    Megatron's own copying stays where there are no masters (float32), and with 8-bit weights or a
-    precision-aware optimizer, whose masters are kept elsewhere: the share is then None.
+    Megatron's own copying is kept where there are no masters (float32), and with 8-bit weights or a
+    precision-aware optimizer, which keeps its masters elsewhere: the share is then None.
     """
 
     def __init__(self, optimizer: Megatron, *, seed: int | None) -> None:
-        """Replaces how `optimizer` copies masters to weights; a `seed` rounds stochastically."""
+        """Replaces how `optimizer` copies masters to weights; a `seed` makes it stochastic."""
         self._seed = seed
         self._changed: Tensor | int = 0
         self._total = 0
@@ -69,9 +69,9 @@ class Rounding:
             weight.copy_(new)
 
     def changed_share(self, ranks: Ranks) -> float | None:
-        """Returns the share of weights, 0 to 1, that updates since the last call changed.
+        """Returns the fraction of weights that updates since the last call changed; collective.
 
-        Collective. Returns None if no weights were copied from masters.
+        Returns None if no weights were copied from masters.
         """
         found = ranks.sum(torch.tensor([float(self._changed), float(self._total)]))
         self._changed, self._total = 0, 0

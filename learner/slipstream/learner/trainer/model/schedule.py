@@ -1,4 +1,4 @@
-"""Micro batches run through the pipeline schedule, with or without the backward pass."""
+"""Runs micro batches through the pipeline schedule, with or without a backward pass."""
 
 import dataclasses
 import functools
@@ -41,8 +41,9 @@ def forward_backward(
     """Accumulates the gradients of all micro batches, divided by the trained tokens of all ranks.
 
     Collective. Returns the loss of each micro batch, detached, on the last pipeline stage, and []
-    on the others. `temperature` applies to tokens that the policy sampled; those that an
-    environment gave have 1. Set `entropy_gradient` if the loss itself depends on the entropies.
+    on the others. `temperature` applies to tokens that the policy sampled; tokens that an
+    environment gave have temperature 1. Set `entropy_gradient` if the loss itself depends on the
+    entropies.
     """
 
     def finish(
@@ -74,9 +75,9 @@ def forward_logprobs(
 ) -> list[Tensor]:
     """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
 
-    There is one tensor for each micro batch on the last pipeline stage, and [] on the others. With
-    a `top_k` it is [tokens, 1 + 2 * top_k]: the target's log-probability, the ids of the most
-    likely tokens, then their log-probabilities. `temperature` is as in `forward_backward`.
+    The last pipeline stage gets one tensor [tokens] for each micro batch, the other stages []. With
+    a `top_k` the shape is [tokens, 1 + 2 * top_k]: the target's log-probability, the ids of the
+    most likely tokens, then their log-probabilities. `temperature` is as in `forward_backward`.
     """
 
     def finish(
@@ -131,7 +132,7 @@ def run_schedule(
     """Runs Megatron's schedule; returns the results of `finish` on the last stage. Collective.
 
     `finish` gets a chunk's output [1, tokens, ...]: hidden states, or the values of a critic. The
-    layout of `model` must be in force. The other stages return [].
+    other stages return []. The layout of `model` must be in force (`Ranks.in_force`).
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -176,7 +177,10 @@ def run_schedule(
 def _planned(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> AbstractContextManager[None]:
-    """Returns the context in which a training pass plans which of its layers recompute, if any."""
+    """Returns the context in which a training pass plans how many of its layers recompute.
+
+    It does nothing if no plan is needed.
+    """
     if forward_only or not isinstance(model, TrainedModel) or model.recompute is None:
         return nullcontext()
     sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
@@ -186,7 +190,7 @@ def _planned(
 def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextManager[None]:
     """Returns the context in which hooks of the model use the data of `micro_batch`.
 
-    These are its images, or its positions if prefixes are shared.
+    The data are its images, or its positions if prefixes are shared.
     """
     if model.vision is not None:
         return model.vision.images_of(micro_batch)
@@ -194,7 +198,7 @@ def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextMana
 
 
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
-    """Returns Megatron's packed-sequence parameters, with the experts that routers replay."""
+    """Returns Megatron's packed-sequence parameters, with the experts that routers must replay."""
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 
     if micro_batch.paths is not None:
@@ -246,10 +250,10 @@ def _logprobs(
 def _trained_rows(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns for each micro batch the trained rows of sampled and of given tokens, on the device.
+    """Returns for each micro batch the rows of trained sampled and given tokens, on the device.
 
-    They are found on the host: `nonzero` on a GPU would wait for it. Given tokens are the
-    environment's. At temperature 1 all count as sampled.
+    The rows are found on the host, as `nonzero` on a GPU would wait for the GPU. Given tokens are
+    the environment's. At temperature 1 all tokens count as sampled.
     """
     found = []
     for micro_batch in micro_batches:

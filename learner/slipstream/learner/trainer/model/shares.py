@@ -1,4 +1,4 @@
-"""Each rank's share of a batch, and a model's outputs for it, gathered on all ranks."""
+"""Each rank's share of a batch, and a model's outputs for the batch, gathered on all ranks."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -36,10 +36,10 @@ def batch_outputs(
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    Each is float32 [sampled tokens], or [sampled tokens, width] as `forward` gives with a `width`;
-    0 for the sampled first token of a sequence, which nothing predicts. The layout of `model` must
-    be in force; each replica computes its share. Collective: besides the model's own messages, it
-    sums 4 bytes for each output of the batch over all ranks.
+    Each is float32 [sampled tokens], or [sampled tokens, width] with a `width`. It is 0 for a
+    sampled token that is the first of its sequence, which nothing predicts. The layout of `model`
+    must be in force; each replica computes its share. Collective: besides the model's own messages,
+    it sums 4 bytes for each output of the batch over all ranks.
     """
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories,
@@ -61,9 +61,9 @@ def masked_outputs(
     max_tokens: int,
     width: int = 0,
 ) -> list[LogprobArray]:
-    """Returns for each sequence the float32 outputs at its loss mask; on every rank.
+    """Returns for each sequence the float32 outputs where its loss mask is set; on every rank.
 
-    Collective, with `width` and the messages of `batch_outputs`.
+    Collective; `width` and messages are those of `batch_outputs`.
     """
     ranks = model.ranks
     wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
@@ -107,7 +107,7 @@ def _packed(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    """Returns this replica's micro batches, not yet split over its context parallel ranks."""
+    """Returns this replica's micro batches, not yet split over context parallel ranks."""
     ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
     if model.sharing is not None:
         chosen = _shared_plan(model, sequences, members, max_tokens=limit)
@@ -143,8 +143,8 @@ def _shared_plan(
 ) -> list[list[list[Bundle]]] | None:
     """Returns the bundles of each micro batch of each replica; None if nothing can be shared.
 
-    Long bundles share most, short ones fill micro batches and replicas evenly. So it plans with
-    several limits of a bundle's length, and takes the plan with the least work.
+    Long bundles share most; short ones fill micro batches and replicas evenly. So several limits of
+    a bundle's length are tried, and the plan with the least work is returned.
     """
     assert model.sharing is not None
     tree = PrefixTree(sequences, members, min_shared=model.sharing.min_tokens)
@@ -177,6 +177,6 @@ def _shared_plan(
 
 
 def _with_unpredicted(part: TokenSequence, found: LogprobArray) -> LogprobArray:
-    """Returns `found` after zeros for the sampled tokens of `part` that nothing predicts."""
+    """Returns `found` with zeros in front for sampled tokens of `part` that nothing predicts."""
     unpredicted = part.sampled.stop - part.sampled.start - len(found)
     return np.concatenate([np.zeros((unpredicted, *found.shape[1:]), dtype=np.float32), found])

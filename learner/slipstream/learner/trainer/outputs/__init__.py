@@ -1,1 +1,1 @@
-"""Log-probabilities from the output layer."""
+"""The log-probabilities that follow from a model's output layer."""

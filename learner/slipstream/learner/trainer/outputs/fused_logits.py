@@ -1,10 +1,9 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
-"""Sums over the vocabulary and gradients of logits as Triton kernels: one pass each, on a GPU.
+"""Triton kernels for sums over the vocabulary and gradients of logits: one pass each, on a GPU.
 
 The reference is `logits`, which uses torch's operations. These kernels take raw logits, before
-`logits.prepared`, and make no other tensor of [tokens, vocabulary] except a gradient of another
-type.
-Triton is installed only with torch's CUDA build, so import this module only there.
+`logits.prepared`, and create no other tensor of [tokens, vocabulary] except a gradient of another
+type. Triton is installed only with torch's CUDA build, so import this module only there.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _WARPS = 8
 
 
 def reduce(logits: Tensor, places: Tensor, columns: LogitColumns, sums: Sums) -> None:
-    """Fills `sums` like `logits.reduce`, but takes raw logits, before `logits.prepared`."""
+    """Fills `sums` like `logits.reduce`, but from raw logits, before `logits.prepared`."""
     _reduce_kernel[(len(logits),)](
         logits,
         logits.stride(0),
@@ -42,7 +41,7 @@ def gradient(
     bends: tuple[Tensor, Tensor] | None,
     grad: Tensor,
 ) -> None:
-    """Writes the result of `logits.gradient` into `grad`, but takes raw logits.
+    """Writes the result of `logits.gradient` into `grad`, computed from raw logits.
 
     `grad` may be `logits` itself, or a tensor of another type with the same strides.
     """
@@ -81,7 +80,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     PADDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduces one row of logits; running sums are relative to the largest logit so far."""
+    """Reduces one row of logits; running sums are relative to the row's largest logit so far."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     peak = tl.full((), PADDING, tl.float32)
@@ -125,7 +124,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     HAS_BENDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes the gradient of one block of one row."""
+    """Computes the gradient of one block of columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offsets = row * stride + columns

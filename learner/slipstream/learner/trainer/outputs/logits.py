@@ -1,6 +1,6 @@
 """Sums over the vocabulary and gradients of one chunk of logits, with torch's operations.
 
-`fused_logits` does the same in one pass each on a GPU. This module is its reference and serves
+`fused_logits` computes the same with one GPU kernel each. This module is the reference, and serves
 CPUs.
 """
 
@@ -16,7 +16,7 @@ PADDING_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class LogitColumns:
-    """The padding, temperature and cap of a chunk of logits."""
+    """The parameters of a chunk of logits: padding, temperature and soft cap."""
 
     # The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     num_tokens: int
@@ -27,7 +27,7 @@ class LogitColumns:
 
 
 class Sums(NamedTuple):
-    """Sums over each row of logits, [rows] each, written by `reduce`."""
+    """Sums over the vocabulary for each row of logits, written by `reduce`."""
 
     # The largest logit.
     peaks: Tensor
@@ -77,7 +77,7 @@ def gradient(
     """Returns the gradient [rows, width] of a sum over rows with respect to the logits.
 
     The sum is of `slopes` * log-probability of each target; `slopes` has the shape of `places`,
-    which are -1 for targets on other ranks. `bends`, a pair of factors and entropies, adds
+    which are -1 for targets on other ranks. `bends` is a pair of factors and entropies, which adds
     factor * entropy. Slopes and factors are already divided by the temperature. `logits` come from
     `prepared` and are overwritten.
     """
@@ -95,7 +95,7 @@ def gradient(
 
 
 def _rows(values: Tensor) -> Tensor:
-    """Returns [rows, targets] for values of one target a row, or of several."""
+    """Returns [rows, targets] for values of one target or of several targets for each row."""
     return values if values.dim() > 1 else values[:, None]
 
 

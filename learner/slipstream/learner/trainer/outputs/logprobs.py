@@ -1,9 +1,9 @@
 """Log-probabilities and entropies from hidden states, with one chunk of logits at a time.
 
-The logits of a micro batch are by far its largest tensor. They are projected, reduced and freed in
-chunks, and the backward pass projects each chunk again. If all logits fit into `kept_logits`, they
-are projected once. The vocabulary may be split over tensor-parallel ranks, and be padded at its end
-so that it splits evenly.
+The logits of a micro batch are by far its largest tensor. So they are computed, reduced and freed
+in chunks, and the backward pass computes each chunk again. If all logits fit into `kept_logits`,
+they are computed once. The vocabulary may be split over tensor parallel ranks, and be padded at its
+end so that it splits evenly.
 """
 
 import types
@@ -28,7 +28,7 @@ _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Projection:
-    """The settings by which hidden states become log-probabilities."""
+    """The settings for computing log-probabilities from hidden states."""
 
     # Divisor of the logits.
     temperature: float
@@ -53,7 +53,7 @@ class Projection:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group over which the vocabulary is split, or None if it is not split."""
+        """The group over which the vocabulary is split, None without a split."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
 
@@ -62,11 +62,10 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities of `targets` and entropies, float32 [tokens], natural logarithm.
 
-    `targets` is [tokens], or [tokens, targets] with as many log-probabilities for each token.
-    `hidden` [tokens, hidden size] is the same on all ranks of the group; its gradient is this
-    rank's term of the sum over them. `weight` [padded vocabulary / size of group, hidden size] is
-    this rank's part. Only the positions `rows` are computed, the others are 0. Collective over the
-    group.
+    With `targets` [tokens, targets], the log-probabilities have this shape. `hidden` [tokens,
+    hidden size] is the same on all ranks of the group; its gradient is this rank's term of the sum
+    over them. `weight` [padded vocabulary / size of group, hidden size] is this rank's part. Only
+    the positions `rows` are computed, the others are 0. Collective over the group.
     """
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
@@ -78,7 +77,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Computes log-probabilities and entropies; changes chunks of logits in place, nothing else."""
+    """Computes log-probabilities and entropies; changes only chunks of logits in place."""
 
     @staticmethod
     def forward(
@@ -156,7 +155,7 @@ class _Part:
     """This rank's rows of the projection to the vocabulary."""
 
     def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
-        """`is_one`: each row has one target."""
+        """Takes this rank's `weight`; `is_one`: whether each row has exactly one target."""
         self._weight, self._projection = weight, projection
         group = projection.tp_group
         self._width = len(weight)
@@ -177,7 +176,7 @@ class _Part:
     def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
         """Splits the positions 0..length into chunks; a length of 0 gives one empty chunk.
 
-        If `is_trained` and all logits may be kept, there is one chunk.
+        If `is_trained` and all logits may be kept, the result is one chunk.
         """
         limit = self._projection.chunk_logits or CHUNK_LOGITS[self._weight.device.type]
         step = max(1, limit // self._width)
@@ -187,7 +186,7 @@ class _Part:
         return [slice(start, min(start + step, length)) for start in starts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns new logits [len(hidden), width], raw for fused kernels, else prepared."""
+        """Returns the logits [len(hidden), width], raw for fused kernels, otherwise prepared."""
         if self._projection.has_engine_bits:
             found = engine_kernels().logits(hidden, self._weight, self._dtype)
         elif self._dtype == self._weight.dtype:
@@ -200,7 +199,7 @@ class _Part:
         return found if self._is_fused else logits.prepared(found, self._columns)
 
     def engine_logprobs(self, found: Tensor, targets: Tensor) -> Tensor:
-        """Returns the engine's log-probabilities of `targets`, with the bits of its kernel."""
+        """Returns log-probabilities of `targets` by the engine's kernel, equal to its own."""
         rows = targets if targets.dim() > 1 else targets[:, None]
         return (
             engine_kernels()
@@ -244,20 +243,20 @@ class _Part:
         return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
-        """Returns the local row of each target, -1 for targets of other ranks."""
+        """Returns the local row index of each target, -1 for targets of other ranks."""
         is_here = (targets >= self._first) & (targets < self._first + self._width)
         return torch.where(is_here, targets - self._first, -1)
 
 
 class _WeightGrad:
-    """The weight's gradient, summed over chunks; in float32 if there are several, for accuracy."""
+    """The weight's gradient, summed over chunks; float32 if there are several, for accuracy."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self._sum: Tensor | None = None
 
     def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
-        """Adds the contribution of one chunk."""
+        """Adds the gradient that one chunk contributes."""
         if self._sum is None:
             self._sum = logits_grad.t() @ hidden
             return
@@ -277,7 +276,7 @@ class _WeightGrad:
 
 
 def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Returns log(sum of exp(logit)) and the expected logit over all ranks' vocabularies.
+    """Returns log(sum of exp(logit)) and the expected logit over the vocabularies of all ranks.
 
     Each rank's sums are relative to its own peak. With a `group` it is collective, and writes the
     targets' logits into `rows.wanted`.
@@ -299,15 +298,15 @@ def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]
 def defer_projection(model: Megatron) -> None:
     """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] instead of logits.
 
-    The output layer is still called, because hooks wait for its weight. It only brings the states
-    to all tensor-parallel ranks; the backward pass sums their gradients.
+    The output layer is still called, because hooks wait for its weight. It then only gathers the
+    states on all tensor parallel ranks; the backward pass sums their gradients.
     """
     if model.post_process:
         model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
 
 
 def output_weight(model: Megatron) -> Tensor:
-    """Returns this rank's rows of the projection; with tied weights those of the embedding."""
+    """Returns this rank's rows of the projection, with tied weights those of the embedding."""
     if model.share_embeddings_and_output_weights:
         shared: Tensor = model.shared_embedding_or_output_weight()
         return shared
@@ -334,10 +333,10 @@ def _bring_to_all_ranks(
 
 @torch.no_grad()
 def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
-    """Returns the top k tokens of each row, int64 [rows, top_k], without an order.
+    """Returns the ids of the top k tokens of each row, int64 [rows, top_k], unordered.
 
-    Arguments are those of `vocab_parallel_logprobs`; a cap and a temperature change no order.
-    Collective over the group, and the same on all its ranks.
+    Arguments are those of `vocab_parallel_logprobs`; a cap or a temperature does not change the
+    order of logits. Collective over the group; all its ranks get the same result.
     """
     width, group = len(weight), projection.tp_group
     first = width * (group.rank() if group is not None else 0)

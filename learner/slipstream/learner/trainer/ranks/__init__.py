@@ -1,1 +1,1 @@
-"""The parts that make a process a rank: torch.distributed, parallel groups, Megatron, device."""
+"""The setup of a process as a rank: torch.distributed, parallel groups, Megatron, device."""

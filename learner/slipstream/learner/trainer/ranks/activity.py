@@ -1,7 +1,7 @@
-"""Signs of life: rank 0 tells the controller that the trainer works.
+"""Signs of life: rank 0 reports to the controller that the trainer makes progress.
 
-Consumes: notes of the training loop. Produces: calls to the controller.
-Waits for: the period. Unblocked by: the clock, or the end of the context.
+Consumes: notes of the training loop. Produces: calls to the controller. Waits for: the period.
+Unblocked by: the clock, or the end of the context.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 class Activity:
     """Counts pieces of a rank's work: micro batches, bytes of files, tensors.
 
-    The working thread calls `note` after each piece. If a collective or a device hangs, there is no
-    next note, so a growing count shows more than that the process exists.
+    The working thread calls `note` after each piece. If a collective or a device hangs, the count
+    stops, so a growing count proves more than that the process exists.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class Activity:
         self.count += 1
 
     def loaded(self, num_bytes: int) -> None:
-        """Notes that a tensor of `num_bytes` bytes was read."""
+        """Counts a tensor of `num_bytes` bytes that was read."""
         self.loaded_bytes += num_bytes
         self.note()
 
 
 class SignsOfLife:
-    """Calls `tell` from a thread after every `period_s` in which work was done."""
+    """A context that calls `tell` from a thread after every `period_s` seconds with some work."""
 
     def __init__(self, activity: Activity, tell: Callable[[], None], *, period_s: float) -> None:
         self._activity, self._tell, self._period_s = activity, tell, period_s
@@ -45,7 +45,7 @@ class SignsOfLife:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops further calls; a call that has begun may still run."""
+        """Makes no further calls; a call that has begun may still run."""
         self._closed.set()
 
     def _run(self) -> None:

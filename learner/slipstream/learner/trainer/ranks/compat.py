@@ -1,6 +1,6 @@
-"""Cures for faults of megatron-core 0.16.1 and megatron-bridge 0.3.1, on every device.
+"""Patches for faults of megatron-core 0.16.1 and megatron-bridge 0.3.1, on every device.
 
-The cures hold for these versions only: the trainer refuses every other version by name.
+The patches fit only these versions: the trainer rejects every other version by name.
 """
 
 import functools
@@ -34,7 +34,7 @@ _TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_en
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed, and a GPU that it works on is visible."""
+    """Whether TransformerEngine is installed and there is a GPU on which it works."""
     is_installed = importlib.util.find_spec("transformer_engine") is not None
     return is_installed and torch.cuda.is_available()
 
@@ -53,7 +53,7 @@ def check_versions() -> None:
 @functools.cache
 @without_collections()
 def install() -> Megatron:
-    """Applies the cures, once, and returns Bridge's AutoBridge class."""
+    """Applies the patches, once, and returns Bridge's AutoBridge class."""
     check_versions()
     # megatron.core decides at import whether TransformerEngine is installed: import it before the
     # stub exists.
@@ -172,7 +172,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient once."""
+        """Updates once every parameter that has a gradient; `closure` must be None."""
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -203,7 +203,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 class _Stub(types.ModuleType):
-    """A stub module: every attribute is an empty class, so that Bridge can be imported."""
+    """A stub module whose attributes are empty classes, so that Bridge can be imported."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -214,7 +214,7 @@ class _Stub(types.ModuleType):
 
 
 def _import_bridge() -> Megatron:
-    """Imports Bridge without TransformerEngine, mamba and triton, which only other models need."""
+    """Imports Bridge without TransformerEngine, mamba and triton, which other models need."""
     megatron: Megatron = importlib.import_module("megatron")
     root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
     _add_shell("megatron.bridge", root)

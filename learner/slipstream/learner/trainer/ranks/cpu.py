@@ -1,8 +1,8 @@
 # ruff: noqa: ANN401 - signatures of torch's that are only passed on
-"""Replacements for code that assumes a CUDA device: megatron-core then runs on CPU and gloo.
+"""Replacements for code that assumes a CUDA device, so that megatron-core runs on CPU and gloo.
 
 With CUDA nothing is replaced. The replacements hold for the whole process, so use them only in a
-process that does nothing but train.
+process that only trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _installed = False
 
 
 class _Stream:
-    """A stand-in for a stream: CPU work is done when its call returns, so all streams are equal."""
+    """A substitute for a CUDA stream: CPU work is done when its call returns, so all are equal."""
 
     device = _CPU
 
@@ -62,7 +62,7 @@ class _Event:
 
 
 def install() -> None:
-    """Makes all replacements once; call it before the first import of megatron.core."""
+    """Makes all replacements; call it before the first import of megatron.core."""
     global _installed
     if torch.cuda.is_available() or _installed:
         return
@@ -87,9 +87,9 @@ def hide_transformer_engine() -> None:
 
 @contextlib.contextmanager
 def shared_gloo_devices() -> Iterator[None]:
-    """Makes groups that are created inside the context use the devices of the default group.
+    """Makes groups that are created inside the context use the gloo devices of the default group.
 
-    Megatron makes about 25 groups for a layout. With devices of its own each group has a thread
+    Megatron creates about 25 groups for a layout. With devices of its own each group has a thread
     that wakes up a hundred times a second, whether the group is used or not.
     """
     if torch.cuda.is_available():
@@ -130,7 +130,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_op() -> Callable[..., None]:
-    """Returns a new function that does nothing; torch.compile refuses to register one twice."""
+    """Returns a new function that does nothing; torch.compile rejects one that it already knows."""
 
     def nothing(*_: object, **__: object) -> None: ...
 
@@ -203,7 +203,7 @@ def _replace_scatter() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Replaces collectives for uneven parts, which gloo refuses.
+    """Replaces collectives over parts of uneven size, which gloo rejects.
 
     Ranks that share experts' matrices get different numbers of tokens.
     """

@@ -2,7 +2,7 @@
 
 A trainer may have several sets of Megatron's groups over the same ranks, one in force at a time.
 Megatron keeps its groups in the globals of one module, which layers, schedules, gradient sums and
-Bridge's conversions read while they run. So a model of another layout runs inside `Grid.use`. It
+Bridge's conversions read while they run. So a model of another layout runs inside `Grid.use`, which
 sets these globals and the states of the random generators, and restores them afterwards.
 """
 
@@ -34,7 +34,7 @@ _INT64 = torch.int64
 
 @dataclass(frozen=True)
 class Launch:
-    """The values that torchrun gives a rank."""
+    """The values that torchrun sets for a rank."""
 
     rank: int
     world_size: int
@@ -42,7 +42,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK. Raises ConfigError if one is missing."""
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK; raises ConfigError if one is missing."""
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
         except KeyError as error:
@@ -50,10 +50,10 @@ class Launch:
 
 
 class Ranks:
-    """All ranks of the trainer, each with its place in the parallel groups.
+    """All ranks of the trainer, and this process's position in the parallel groups.
 
     Unless a docstring says otherwise, every method except the properties is collective: all ranks
-    call it in the same order. It raises when a rank died or is silent for `timeout_s`.
+    must call it in the same order. It raises if a rank has died or is silent for `timeout_s`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Ranks:
         )
 
     def placed(self, parallel: ParallelSection) -> Ranks:
-        """Returns the same ranks in another layout, whose groups are made if they are new."""
+        """Returns the same ranks in another layout, whose groups are created if necessary."""
         other = copy.copy(self)
         other._parallel, other._grid = parallel, self._grids.for_layout(parallel)
         return other
@@ -95,8 +95,8 @@ class Ranks:
     def in_force(self) -> AbstractContextManager[None]:
         """Puts this layout in force inside the context; not collective.
 
-        A model of this layout may run, and the properties of its groups be read, only inside it.
-        Raises RuntimeError while a third layout is in force: see `Grid.use`.
+        A model of this layout may run, and the properties of its groups may be read, only inside
+        the context. Raises RuntimeError while a third layout is in force: see `Grid.use`.
         """
         return self._grid.use()
 
@@ -111,7 +111,7 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        """The rank of this process in its data parallel group: the index of its replica."""
+        """The rank of this process in its data parallel group: the index of its model replica."""
         return int(self._groups.get_data_parallel_rank())
 
     @property
@@ -167,7 +167,7 @@ class Ranks:
 
     @property
     def counts(self) -> bool:
-        """Whether sums over all ranks include this rank's statistics: each token counts once."""
+        """Whether sums over all ranks include this rank's statistics; each token counts once."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
@@ -214,12 +214,12 @@ class Ranks:
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Takes the elementwise maximum of a CPU tensor over all ranks, in place; returns it."""
+        """Sets a CPU tensor to its elementwise maximum over all ranks, in place, and returns it."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return values
 
     def describe(self, *, has_experts: bool) -> str:
-        """Describes the parallel groups of all ranks in one line; not collective."""
+        """Returns a line of text that describes the parallel groups; not collective."""
         layout = RankLayout.of(self._parallel, self.world_size)
         found, groups = layout.groups(), self._groups
         for name, ours in {
@@ -236,7 +236,7 @@ class Ranks:
         return f"on {self.device.type}, {layout.describe(has_experts=has_experts)}"
 
     def close(self) -> None:
-        """Destroys all groups."""
+        """Destroys all process groups."""
         self._grids.close()
         dist.destroy_process_group()
 
@@ -268,7 +268,7 @@ _COMMON = frozenset({"_global_process_group_list"})
 
 @dataclass
 class _State:
-    """The values that Megatron reads from globals: groups, sizes, buffers, generators' states."""
+    """Megatron's global values: groups, sizes, buffers and the states of random generators."""
 
     groups: dict[str, object]
     tracked: dict[str, object]
@@ -276,7 +276,7 @@ class _State:
 
 
 class Grids:
-    """The layouts of one trainer; each distinct layout's groups are made once, on all ranks.
+    """The layouts of one trainer; each distinct layout's groups are created once, on all ranks.
 
     The layout of `home` is in force while no other layout is in use. The constructor, `for_layout`
     and `close` are collective.
@@ -293,7 +293,7 @@ class Grids:
         self.current = self.home
 
     def for_layout(self, parallel: ParallelSection) -> Grid:
-        """Returns the groups of a layout, and makes them if new; the layout in force stays."""
+        """Returns the groups of a layout, created if new; the layout in force does not change."""
         # Sequence parallelism has no groups of its own.
         sizes = parallel.model_copy(update={"sequence_parallel": False})
         if sizes not in self._by_sizes:
@@ -301,7 +301,7 @@ class Grids:
         return self._by_sizes[sizes]
 
     def close(self) -> None:
-        """Destroys the groups of all layouts; the caller destroys the process group."""
+        """Destroys the groups of all layouts; the caller destroys the default process group."""
         from megatron.core import parallel_state
 
         for grid in self._by_sizes.values():
@@ -336,14 +336,14 @@ class Grids:
 
 
 class Grid:
-    """One layout of all ranks; `Grids.for_layout` makes it."""
+    """One layout of all ranks, with its groups; `Grids.for_layout` creates it."""
 
     def __init__(self, grids: Grids, state: _State) -> None:
         self._grids, self.state = grids, state
 
     @property
     def groups(self) -> Megatron:
-        """Megatron's module of groups; raises RuntimeError while another layout is in force."""
+        """Megatron's module with the groups; raises RuntimeError if another layout is in force."""
         from megatron.core import parallel_state
 
         if self._grids.current is not self:
@@ -352,7 +352,7 @@ class Grid:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Puts this layout in force; does nothing if it already is.
+        """Puts this layout in force inside the context; does nothing if it already is.
 
         Raises RuntimeError while a third layout is in force: uses of two layouts other than `home`
         may follow each other, but not nest.

@@ -1,7 +1,7 @@
 """The rendezvous of a trainer's ranks: a torch store on one address, for ranks of one start.
 
-torch itself would open the store on all addresses, count every client as a rank, and wait forever
-for a server that does not answer.
+By itself, torch would open the store on all addresses, count every client as a rank, and wait
+forever for a server that does not answer.
 """
 
 import contextlib
@@ -40,13 +40,12 @@ def rendezvous(
 ) -> Store:
     """Returns the store that the ranks of this start share, once all have joined.
 
-    Rank 0 listens on MASTER_ADDR alone. Raises ConfigError when rank 0 cannot listen there, when
-    other machines cannot reach the address, or when the server there is not rank 0 of this run.
-    Raises TimeoutError with the ranks that did not join.
+    Rank 0 listens only on MASTER_ADDR. Raises ConfigError if rank 0 cannot listen there, if other
+    machines cannot reach the address, or if the server there is not rank 0 of this run. Raises
+    TimeoutError with the ranks that did not join.
 
-    `timeout`: limit for the ranks to join. `recognition_limit_s`: limit for a rank 0 that listens
-    to announce itself in the store. `connect_grace_s`: time added to these limits for rank 0's
-    answer.
+    `timeout`: limit for the ranks to join. `recognition_limit_s`: limit for a listening rank 0 to
+    announce itself in the store. `connect_grace_s`: time added to these limits for rank 0's answer.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -87,20 +86,20 @@ class RankFlags:
         self._store = store
 
     def set(self, flag: str) -> None:
-        """Sets a flag, which every rank sees from now on."""
+        """Sets a flag; from now on every rank sees it."""
         with contextlib.suppress(RuntimeError):
             # Without rank 0, which holds the flags, `is_set` is true on the remaining ranks.
             self._store.set(f"flag/{flag}", "set")
 
     def is_set(self, flag: str) -> bool:
-        """Whether the flag is set; also true when rank 0, which holds the flags, is gone."""
+        """Whether the flag is set; also true if rank 0, which stores the flags, has ended."""
         try:
             return bool(self._store.check([f"flag/{flag}"]))
         except RuntimeError:
             return True
 
     def clear(self, flag: str) -> None:
-        """Removes a flag; call it on one rank, when no rank looks for the flag any more."""
+        """Removes a flag; call it on one rank, once no rank reads the flag any more."""
         self._store.delete_key(f"flag/{flag}")
 
 
@@ -109,7 +108,7 @@ class _NoAnswer(Exception):  # noqa: N818 - not an error yet: `_unanswered` says
 
 
 def _answer(ask: Callable[[], Answer], limit_s: float) -> Answer:
-    """Returns what `ask` returns, or raises _NoAnswer after `limit_s`."""
+    """Returns the result of `ask`, or raises _NoAnswer after `limit_s` seconds."""
     answer: Future[Answer] = Future()
 
     def wait() -> None:
@@ -130,8 +129,8 @@ def _connected(
 ) -> Store:
     """Returns the store at `host` and `port`.
 
-    Raises _NoAnswer if the server there does not answer, or if nothing listens there, which torch
-    takes up to twice its timeout to say.
+    Raises _NoAnswer if the server there does not answer. Raises it too if nothing listens there,
+    which torch reports only after up to twice its timeout.
     """
 
     def connect() -> Store:
@@ -152,9 +151,9 @@ def _connected(
 
 
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
-    """Returns the error for a silent rank 0; the text depends on what its address answers now.
+    """Returns the error for a silent rank 0; its text depends on what its address answers now.
 
-    It is no ConfigError, because rank 0 may answer at the next start. If another program has the
+    It is not a ConfigError, because rank 0 may answer at the next start. If another program has the
     port, rank 0 itself ends with ConfigError.
     """
     try:
@@ -176,8 +175,8 @@ def _all_here(
     """Waits for all ranks to join; returns the store under a key prefix of this start.
 
     `launch` has rank and world size; `limits` has `timeout`, `recognition_limit_s` and
-    `connect_grace_s` of `rendezvous`. Raises _NoAnswer when rank 0 stops answering, TimeoutError
-    when ranks are missing, and ConfigError when rank 0 belongs to another run.
+    `connect_grace_s` of `rendezvous`. Raises _NoAnswer if rank 0 stops answering, TimeoutError if
+    ranks are missing, and ConfigError if rank 0 belongs to another run.
     """
     (rank, world_size), (timeout, recognition, grace_s) = launch, limits
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -213,5 +212,5 @@ def _have_come(store: Store, ranks: Iterable[int], limit: timedelta, grace_s: fl
 
 
 def missing_variable(error: KeyError) -> ConfigError:
-    """Returns the error for a variable of torchrun that is not set."""
+    """Returns the error for an environment variable of torchrun that is not set."""
     return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")

@@ -1,1 +1,1 @@
-"""The other models of a run: reference and critic."""
+"""The other models of a run: the reference and the critic."""

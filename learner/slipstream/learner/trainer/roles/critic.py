@@ -28,7 +28,7 @@ INITIAL_SCALE = 0.1
 
 
 class ValueSum(IntEnum):
-    """Indices of the sums that `value_loss` takes over the trained tokens."""
+    """Indices of the sums over the trained tokens that `value_loss` returns."""
 
     LOSS = 0
     TOKENS = 1
@@ -37,7 +37,7 @@ class ValueSum(IntEnum):
 
 
 class Critic:
-    """The critic model; every method is collective and puts the model's layout in force itself."""
+    """The critic model; every method is collective and itself puts the model's layout in force."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
         """Loads the model; `settings` come from `critic_config`."""
@@ -55,7 +55,7 @@ class Critic:
 
     @property
     def model(self) -> TrainedModel:
-        """The model, for checkpoints."""
+        """The critic's model, for checkpoints."""
         return self._model
 
     def values(self, batch: Batch) -> list[LogprobArray]:
@@ -154,10 +154,10 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
     """Returns half the squared error of `values` [tokens] over `loss_mask`, and all `ValueSum`s.
 
     A value farther than `clip` from its old value counts with the larger of two errors: its own and
-    that of the value at the bound. So leaving the bound gains nothing. `clip` 0 means no bound. The
-    sums are detached, float64, indexed by `ValueSum`; CLIPPED counts tokens whose error at the
-    bound was larger. Source: PPO's reference implementation, Huang et al., "The 37 implementation
-    details of PPO" (2022), 9.
+    that of the value at the bound. So a value gains nothing by leaving the bound. `clip` 0 means no
+    bound. The sums are detached, float64, indexed by `ValueSum`; CLIPPED counts tokens whose error
+    at the bound was larger. Source: PPO's reference implementation, Huang et al., "The 37
+    implementation details of PPO" (2022), 9.
     """
     mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
     assert old is not None
@@ -181,7 +181,7 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
 def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
     """Returns 1 - var(returns - values) / var(returns): 1 is perfect, 0 as good as a constant.
 
-    The result is also 0 when the returns do not vary, or there are none.
+    The result is also 0 if the returns do not vary, or if there are none.
     """
     variance = float(returns.astype(np.float64).var()) if returns.size else 0.0
     if variance == 0.0:
@@ -190,7 +190,7 @@ def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer to one value per token, the same on all ranks of a stage; float32 inside.
+    """A linear layer to one value per token, the same on all ranks of a stage; computes in float32.
 
     Megatron calls it as an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
     With sequence parallelism a rank has a part of the tokens: it computes their values, and values
@@ -214,7 +214,7 @@ class ValueHead(torch.nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Returns the values, and None for a bias that Megatron would add later."""
+        """Returns the values, and None in place of a bias that Megatron would add."""
         values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self._is_split:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region

@@ -1,7 +1,6 @@
 """The reference model and the critic: their estimates for a batch, and their updates after it.
 
-The reference is a frozen model of its own, or the policy without its adapters, which takes no
-memory.
+The reference is either a frozen model or the policy without its adapters, which takes no memory.
 """
 
 import functools
@@ -35,7 +34,7 @@ from torch import Tensor
 
 
 class Reference:
-    """The frozen model; every method is collective and puts the model's layout in force itself."""
+    """A frozen reference model; every method is collective and itself puts its layout in force."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
         """Loads the model; `settings` come from `reference_config`."""
@@ -46,11 +45,11 @@ class Reference:
 
     @property
     def model(self) -> ParallelModel:
-        """The model, for checkpoints."""
+        """The reference's model, for checkpoints."""
         return self._model
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
-        """Returns the log-probabilities of `reference_logprobs`, at the sampling temperature."""
+        """Returns the result of `reference_logprobs` at the sampling temperature."""
         with self._ranks.in_force():
             return reference_logprobs(self._model, batch, self._settings)
 
@@ -59,7 +58,7 @@ class Reference:
         """Copies the policy's current weights into the reference; the two layouts may differ.
 
         Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
-        of them have arrived, so that no rank ever holds the whole model. Each tensor travels to
+        of them have arrived, so that no rank ever holds the whole model. Each tensor is sent to
         every rank once.
         """
         with self._model.memory.resident(Part.PARAMETERS):
@@ -104,9 +103,9 @@ class Reference:
 def reference_logprobs(
     model: ParallelModel, batch: Batch, settings: Config
 ) -> list[ReferenceLogprobs]:
-    """Returns each trajectory's log-probabilities: of sampled tokens, and of the likeliest ones.
+    """Returns each trajectory's log-probabilities, of sampled tokens and of the most likely ones.
 
-    The likeliest tokens are `reference.top_k` at each place. The layout of `model` must be in
+    The most likely tokens are `reference.top_k` at each position. The layout of `model` must be in
     force; collective, with the messages of `batch_outputs`.
     """
     top_k = settings.reference.top_k if settings.reference is not None else 0
@@ -135,14 +134,14 @@ def _sources(task: Megatron) -> Sequence[str]:
 
 
 class PolicyWithoutAdapters:
-    """The policy with its adapters switched off, in place of a `Reference`."""
+    """The policy with its adapters switched off, used as the reference."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy, self._config = policy, config
 
     @property
     def model(self) -> ParallelModel:
-        """The policy."""
+        """The policy's model."""
         return self._policy
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
@@ -180,7 +179,7 @@ def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The models besides the policy that the algorithm needs; every method is collective."""
+    """The models other than the policy that the algorithm needs; every method is collective."""
 
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
@@ -191,7 +190,7 @@ class Roles:
     def estimates(self, batch: Batch) -> list[ModelEstimates]:
         """Returns the estimates for each trajectory; the same on every rank.
 
-        If `is_served`, `check_references` must have passed the batch.
+        If `is_served`, the batch must have passed `check_references`.
         """
         nothing = [None] * len(batch.trajectories)
         known: Sequence[ReferenceLogprobs | None] = nothing
@@ -203,7 +202,7 @@ class Roles:
         return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
     def memories(self) -> list[HostMemory]:
-        """Returns the `HostMemory` of each model beside the policy: of reference and critic."""
+        """Returns the `HostMemory` of each of these models: reference and critic."""
         roles = (self.reference, self.critic)
         return [
             role.model.memory
@@ -212,7 +211,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns the other models that change in training, for checkpoints."""
+        """Returns those of these models that change in training, for checkpoints."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model
@@ -225,7 +224,7 @@ class Roles:
         return found
 
     def follow(self, policy: Policy, version_step: int) -> None:
-        """Refreshes the reference if due, after the policy became version `version_step`."""
+        """Refreshes the reference if that is due after policy version `version_step` was made."""
         every = self.refresh_every_steps
         if isinstance(self.reference, Reference) and every and version_step % every == 0:
             self.reference.refresh(policy)
@@ -235,7 +234,7 @@ NO_ROLES = Roles()
 
 
 def open_roles(config: Config, policy: Policy) -> Roles:
-    """Loads the models that `config` asks for, in the policy's ranks; collective.
+    """Loads the models that `config` asks for, on the policy's ranks; collective.
 
     Raises ConfigError for a model or a setting that cannot work.
     """

@@ -1,1 +1,1 @@
-"""The way of new weights from the trainer: export, buckets, senders, publish."""
+"""Publishes new weights from the trainer: export, buckets, senders, publish."""

@@ -1,6 +1,6 @@
-"""Buckets are filled with the weights of all ranks, by `export_plan` or by Bridge's export.
+"""Fills buckets with the weights of all ranks, by `export_plan` or by Bridge's export.
 
-Both ways are collective: every rank fills every bucket in turn, even one that it holds no part of.
+Both ways are collective: every rank fills every bucket in turn, even one without a part of its own.
 """
 
 import json
@@ -35,9 +35,9 @@ _MOST_BLOCKS = 64
 class Copies:
     """A fixed list of (target, source) tensor copies; a copy may convert the element type.
 
-    On a GPU torch runs a list of contiguous copies in a few kernels, but if one of them is not
-    contiguous, in one kernel for each copy. Large blocks of one element type are copied outside the
-    list, by the GPU's own copy: the kernels reach only two thirds of its speed.
+    On a GPU, torch runs a list of contiguous copies in a few kernels, but a list with a copy that
+    is not contiguous in one kernel for each copy. Large blocks of one element type are not in the
+    list: they use the GPU's copy engine, as the kernels reach only two thirds of its speed.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -55,7 +55,7 @@ class Copies:
                 self._dense[1].append(source_block)
 
     def run(self) -> None:
-        """Makes all copies, on the current stream."""
+        """Makes all copies on the current CUDA stream."""
         if self._dense[0]:
             torch._foreach_copy_(*self._dense)
         for target, source in self._alone:
@@ -63,9 +63,9 @@ class Copies:
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Splits a copy into contiguous pieces; yields none if it cannot, or only into too many.
+    """Splits a copy into contiguous pieces; yields none if that is impossible or takes too many.
 
-    The heads of one group of queries lie together in a fused matrix: a few pieces for each layer.
+    The heads of one query group are adjacent in a fused matrix, which gives a few pieces a layer.
     """
     if target.is_contiguous() and source.is_contiguous():
         yield target, source
@@ -98,13 +98,13 @@ class Filling(Protocol):
     fills_any: bool
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        """Assigns bucket k to lane k % len(lanes); lanes are uint8."""
+        """Assigns bucket k to the memory `lanes[k % len(lanes)]`; lanes are uint8 tensors."""
 
     def begin(self) -> None:
-        """Starts a pass: `fill` follows for every bucket, from the first one."""
+        """Starts a pass; the caller then calls `fill` for every bucket, from the first one."""
 
     def fill(self, place: int) -> None:
-        """Assembles bucket number `place` on its sender, on the current CUDA stream."""
+        """Fills bucket number `place` on its sender, on the current CUDA stream."""
 
 
 class BridgeFilling:
@@ -120,7 +120,7 @@ class BridgeFilling:
         *,
         senders: tuple[int, ...] = (0,),
     ) -> None:
-        """Takes `senders` that begin with rank 0; the others only take part in the collectives."""
+        """Takes `senders`, of which the first is rank 0; the others only join the collectives."""
         self._policy, self._dtype, self._kind = policy, getattr(torch, dtype), kind
         self.senders = senders
         self.tensors = tuple(
@@ -129,15 +129,15 @@ class BridgeFilling:
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        """See `Filling`."""
+        """Implements `Filling.prepare`."""
         self._buckets, self._lanes = buckets, lanes
 
     def begin(self) -> None:
-        """See `Filling`."""
+        """Implements `Filling.begin`."""
         self._pending = exported(self._policy, self._dtype, self._kind)
 
     def fill(self, place: int) -> None:
-        """See `Filling`."""
+        """Implements `Filling.fill`."""
         lane = self._lanes[place % len(self._lanes)]
         for span in self._buckets[place].spans:
             name, tensor = next(self._pending)
@@ -151,9 +151,9 @@ class BridgeFilling:
 
 @dataclass
 class _Gather:
-    """Parts that the ranks of one group pack and send to the lead, its first, which unpacks them.
+    """Parts that the ranks of a group pack and send to the lead, their first rank, which unpacks.
 
-    The lead copies its own parts to their places at once.
+    The lead copies its own parts into the bucket directly.
     """
 
     group: dist.ProcessGroup
@@ -198,7 +198,7 @@ class _Gather:
 
 
 def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tensor]:
-    """Returns the split dim, the shape of one rank's part, and the view of the whole in `lane`."""
+    """Returns the split dim, the shape of a rank's part, and a view of the whole in `lane`."""
     whole, of_part = _place_of(span, lane), list(piece.shape)
     assert piece.dim is not None
     of_part[piece.dim] = piece.part.numel() // (whole.numel() // piece.shape[piece.dim])
@@ -207,7 +207,7 @@ def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tens
 
 @dataclass
 class _Step:
-    """One gather of a bucket, ready to run. `parts` is None except on the lead.
+    """One gather of a bucket, ready to run; `parts` is None except on the lead rank.
 
     The first of `parts` is `packed` itself: nothing is copied for the lead's own parts.
     """
@@ -220,10 +220,10 @@ class _Step:
 
 
 class PlannedFilling:
-    """Gathers each parameter from the ranks of its first copy on their lead rank, which sends it.
+    """Gathers each parameter from the ranks with its first copy on the lead rank, which sends it.
 
-    Besides the lanes, each rank of a group uses memory for its part of a bucket, and the lead for
-    the others' parts too.
+    Besides the lanes, each rank of a group needs memory for its part of a bucket, and the lead also
+    for the parts of the others.
     """
 
     fills_any = True
@@ -231,7 +231,10 @@ class PlannedFilling:
     def __init__(
         self, policy: Policy, dtype: str, pieces: Sequence[Piece], *, senders: tuple[int, ...] = ()
     ) -> None:
-        """Raises UnknownMapping when a rank outside `senders` would have to send."""
+        """Plans who sends which tensor; collective.
+
+        Raises UnknownMapping if a rank that is not among `senders` would have to send.
+        """
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
         self._pieces = {piece.name: piece for piece in first}
@@ -248,7 +251,7 @@ class PlannedFilling:
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        """See `Filling`."""
+        """Implements `Filling.prepare`."""
         self._leads = [self.senders[bucket.root] for bucket in buckets]
         sorted_out = [self._sort(bucket) for bucket in buckets]
         gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
@@ -281,10 +284,10 @@ class PlannedFilling:
             self._steps.append(steps)
 
     def begin(self) -> None:
-        """See `Filling`."""
+        """Implements `Filling.begin`."""
 
     def fill(self, place: int) -> None:
-        """See `Filling`."""
+        """Implements `Filling.fill`."""
         self._whole[place].run()
         for step in self._steps[place]:
             step.before.run()
@@ -292,7 +295,7 @@ class PlannedFilling:
             step.after.run()
 
     def _sort(self, bucket: Bucket) -> tuple[list[tuple[Piece, Span]], list[_Gather]]:
-        """Splits this rank's pieces of a bucket into whole pieces and pieces to gather."""
+        """Splits this rank's pieces of a bucket into whole tensors and parts to gather."""
         whole, gathers = [], dict[dist.ProcessGroup, _Gather]()
         for span in bucket.spans:
             piece = self._pieces.get(span.tensor.name)
@@ -306,7 +309,10 @@ class PlannedFilling:
 
 
 def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of `kind` from Bridge's export, on the device; collective."""
+    """Yields the name and tensor of each weight of `kind` by Bridge's export; collective.
+
+    The tensors are on the device.
+    """
     if kind is Kind.ADAPTERS:
         return adapter_tensors(policy, dtype, to_host=False)
     return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)

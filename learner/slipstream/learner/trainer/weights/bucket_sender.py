@@ -1,8 +1,8 @@
-"""The trainer's side of a communicator, whatever its transport.
+"""The trainer's side of a communicator, for any transport.
 
-Sending trainer ranks are the communicator's first ranks; trainer rank 0 is its rank 0 and leads.
-The receivers' ranks follow. Every wait has a deadline. After an error the communicator is aborted,
-and the next publish builds a new one.
+The sending trainer ranks come first in a communicator; trainer rank 0 is its rank 0 and leads. The
+receivers' ranks follow. Every wait has a deadline. After an error the communicator is aborted, and
+the next publish creates a new one.
 """
 
 import threading
@@ -21,7 +21,7 @@ Joined = TypeVar("Joined")
 
 
 class BucketSender(ABC):
-    """Sends through one communicator at a time, kept until its members change or it fails.
+    """Sends through one communicator at a time, which is kept until its members change or it fails.
 
     Call `announce` on the leader, then `connect` on every sending rank. For each publish call
     `send` for every bucket, then `finish`. `abort` ends the communicator at any time.
@@ -37,15 +37,15 @@ class BucketSender(ABC):
 
     @property
     def communicator_id(self) -> str | None:
-        """The connected communicator; None before `connect` and after an error."""
+        """The connected communicator's id; None before `connect` and after an error."""
         return self._id
 
     def announce(
         self, communicator_id: str, *, num_senders: int, world_size: int
     ) -> weights_pb2.Communicator:
-        """Begins a new communicator on the leader and returns where its members meet.
+        """Begins a new communicator on the leader; returns the address at which its members join.
 
-        Does not wait for members. Raises ConfigError if nothing can listen on `weights.host`.
+        Does not wait for members. Raises ConfigError if it cannot listen on `weights.host`.
         """
         self.abort()
         return weights_pb2.Communicator(
@@ -62,43 +62,43 @@ class BucketSender(ABC):
         rank: int,
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Waits for all members. Raises WeightSyncError after the deadline or if `abandoned`."""
+        """Waits for all members; raises WeightSyncError after the deadline or if `abandoned`."""
         self._join(announced, rank, abandoned)
         self._id = announced.communicator_id
 
     @abstractmethod
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """Begins the broadcast of a bucket, from its root to all others.
+        """Begins the broadcast of a bucket from its root rank to all other members.
 
-        The caller leaves `data` alone until it has called the `Release`. Raises WeightSyncError
-        when this bucket or an earlier one is not sent within `bucket_deadline_s`.
+        The caller must not change `data` until it has called the returned `Release`. Raises
+        WeightSyncError if this bucket or an earlier one is not sent within `bucket_deadline_s`.
         """
 
     @abstractmethod
     def finish(self) -> Wire:
-        """Waits until all buckets are sent. Raises WeightSyncError after the deadline.
+        """Waits until all buckets are sent; raises WeightSyncError after the deadline.
 
-        The result has the seconds on the wire, or the seconds spent waiting if the wire is not
+        The result has the seconds of transfer, or the seconds spent waiting if the transfer is not
         timed.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Breaks the communicator, so that members that wait in it fail too."""
+        """Aborts the communicator, so that members that wait in it fail too."""
 
     @abstractmethod
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
-        """Opens the rendezvous of the members; returns the fields that announce it."""
+        """Opens the rendezvous of the members; returns the fields of its announcement."""
 
     @abstractmethod
     def _join(
         self, announced: weights_pb2.Communicator, rank: int, abandoned: threading.Event | None
     ) -> None:
-        """Does the work of `connect`."""
+        """Connects as `connect` describes, for one transport."""
 
 
 def live(joined: Joined | None) -> Joined:
-    """Returns a sender's own part of its communicator; raises WeightSyncError if there is none."""
+    """Returns a sender's own state in its communicator; raises WeightSyncError if it has none."""
     if joined is None:
         raise WeightSyncError("there is no communicator to send through")
     return joined

@@ -1,9 +1,9 @@
 """The weights that a sending rank published last, and their changes since.
 
 Consumes: filled buckets. Produces: numbers of changed elements, and payloads with these elements
-(`protocol.weights.deltas` has their form). On CUDA all work is enqueued on the current stream.
-`count`, `counts`, `encode` and `finish` may wait for a number of changed elements; the other
-methods do not wait.
+(`protocol.weights.deltas` describes their form). On CUDA all work is enqueued on the current
+stream. `count`, `counts`, `encode` and `finish` may wait for a number of changed elements; the
+other methods do not wait.
 """
 
 import logging
@@ -32,7 +32,7 @@ class CudaMarks:
     def __init__(
         self, buckets: Sequence[Bucket], kept: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        """Allocates the marks; `kept` has the last published bytes of own buckets, on `device`."""
+        """Allocates the marks; `kept` has the last published bytes of this rank's buckets."""
         blocks = max((num_blocks(buckets[place]) for place in kept), default=1)
         self._buckets, self._kept, self._device = buckets, kept, device
         self._masks = torch.empty(blocks * MASK_BYTES, dtype=torch.uint8, device=device)
@@ -64,12 +64,12 @@ class CudaMarks:
         self._counted.record()
 
     def number(self) -> int:
-        """Returns the number of elements that the last `mark` found; waits for it."""
+        """Waits for the last `mark`, and returns the number of changed elements that it found."""
         self._counted.synchronize()
         return int(self._number)
 
     def write(self, place: int, data: Tensor, changed: int) -> Tensor:
-        """Returns the delta payload of bucket `place`, which must be the one that was marked last.
+        """Returns the delta payload of bucket `place`, which must be the last marked one.
 
         `data`: the bucket's bytes. `changed`: the number of its changed elements.
         """
@@ -90,7 +90,7 @@ class CudaMarks:
         return payload
 
     def put(self, place: int, payload: Tensor, changed: int) -> None:
-        """Applies a payload's elements to the kept bytes of bucket `place`."""
+        """Writes a payload's elements into the kept bytes of bucket `place`."""
         blocks = num_blocks(self._buckets[place])
         first, second, _ = payload_parts(self._buckets[place], changed)
         ends = self._ends[:blocks]
@@ -121,10 +121,10 @@ class DeltaBase:
     """A copy of a rank's own buckets as last published, and the search for changes since.
 
     The copy takes as much memory as the buckets. In a pass call `count` for each bucket, or
-    `encode` or `keep` if it is sent; then `counts` and `settle`. With `encodes_early` a pass that
-    counts also encodes small payloads, which `take_early` returns, so that a publish can begin with
-    them. `finish` ends the work on the bucket that was counted last, whose bytes must not change
-    before.
+    `encode` or `keep` for a bucket that is sent; then `counts` and `settle`. With `encodes_early` a
+    pass that counts also encodes small payloads, which `take_early` returns, so that a publish can
+    begin with them. `finish` ends the work on the bucket that was counted last; the bucket's bytes
+    must not change before.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class DeltaBase:
         on_host: bool,
         encodes_early: bool = False,
     ) -> None:
-        """Allocates the memory of the `own` buckets, in main memory or on the device."""
+        """Allocates memory for the buckets of which `own` is true, on the host or the device."""
         self._encodes_early = encodes_early
         # Payloads of the last pass that counted, kept while they travel too; whether no pass that
         # sent came after it.
@@ -175,20 +175,20 @@ class DeltaBase:
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
-        """The changes of the last pass's weights since the base; None if a delta saves nothing."""
+        """Returns the last pass's changes since the base; None if a delta would save nothing."""
         if not self._name or all(map(travels_whole, self._buckets, self._changed)):
             return None
         return weights_pb2.Delta(base=self._name, changed=self._changed)
 
     @property
     def changed_share(self) -> float:
-        """The share of elements that the weights of the last pass changed."""
+        """The fraction of elements by which the weights of the last pass differ from the base."""
         return sum(self._changed) * ELEMENT_BYTES / sum(b.num_bytes for b in self._buckets)
 
     def settle(self, changed: Sequence[int], sent: Sequence[bytes] = ()) -> None:
-        """Ends a pass; `changed` counts the changed elements of each bucket, over all ranks.
+        """Ends a pass; `changed` has the number of changed elements of each bucket over all ranks.
 
-        `sent` has the digests of a pass that sent the weights; it is empty otherwise.
+        `sent` has the bucket digests of a pass that sent the weights; it is empty otherwise.
         """
         self._changed, self._is_counted = tuple(changed), not sent
         self._name = content_name(sent) or self._name
@@ -217,7 +217,7 @@ class DeltaBase:
             self._early[place] = payload
 
     def finish(self) -> None:
-        """Completes the last `count`: on a GPU it only marked changes; they are now counted.
+        """Completes the last `count`, which on a GPU only marked changes, by counting them.
 
         Few changes are also encoded early.
         """
@@ -236,12 +236,12 @@ class DeltaBase:
         return found
 
     def has_early(self, place: int) -> bool:
-        """Whether the last pass encoded the change of bucket `place`; the same on every rank."""
+        """Whether the last pass encoded the changes of bucket `place`; the same on every rank."""
         is_small = self._is_small(place, self._changed[place])
         return self._encodes_early and self._is_counted and is_small
 
     def take_early(self, place: int) -> Tensor:
-        """Returns the encoded payload of an own bucket, and applies it to the base.
+        """Returns the encoded payload of a bucket of this rank, and applies it to the base.
 
         The payload stays valid until the next pass.
         """
@@ -262,13 +262,13 @@ class DeltaBase:
         self._kept[place].view(_ELEMENT)[places] = payload[first:second].view(_ELEMENT)
 
     def keep(self, place: int, data: Tensor) -> None:
-        """Stores the bytes `data` of bucket `place` as its new base."""
+        """Stores `data`, the bytes of bucket `place`, as its new base."""
         self._clear_gaps(place, data)
         self._kept[place].copy_(data, non_blocking=True)
         self._counts[place] = 0
 
     def encode(self, place: int, data: Tensor) -> None:
-        """Stores bucket `place` as its new base, and replaces `data` by the payload of the change.
+        """Stores bucket `place` as its new base, and overwrites `data` with the delta payload.
 
         Raises RunFailed unless as many elements differ as the last pass counted.
         """

@@ -29,11 +29,11 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.in
 def hf_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of every weight; collective: every rank iterates to the end.
+    """Yields name and tensor of every weight; collective: every rank must iterate to the end.
 
-    Without `merge` matrices lack the adapters' products. A tensor may share its memory with the
-    model: copy a tensor that is kept beyond the next training step. If parameters are offloaded,
-    copy a tensor that is kept beyond the next tensor.
+    Without `merge` the matrices lack the adapters' products. A tensor may share its memory with the
+    model, so copy a tensor that is kept until after the next training step. If parameters are
+    offloaded, even copy one that is kept while the next tensor is yielded.
     """
     from slipstream.learner.trainer.adapters.expert_adapters import merged_tasks
 
@@ -60,7 +60,7 @@ def hf_tensors(
 def adapter_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields both factors of every adapter by PEFT's names, with the rules of `hf_tensors`."""
+    """Yields A and B of every adapter under PEFT's names; the rules of `hf_tensors` hold."""
     from slipstream.learner.trainer.adapters.expert_adapters import factor_tasks
 
     has_vision = policy.vision is not None
@@ -102,7 +102,7 @@ def _adapted_experts(policy: Policy) -> list[str]:
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     """Writes the weights with the configuration and tokenizer of `source`; collective.
 
-    `target` appears only when it is complete; an existing `target` is replaced. Raises
+    `target` appears only once it is complete; an existing `target` is replaced. Raises
     CheckpointError as `DiskWork.wait` does.
     """
     ranks = policy.ranks
@@ -129,8 +129,8 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     """Writes only the adapters, in the format of the library PEFT; collective.
 
-    Adapters with names get a folder each inside `target`, which appears only when it is complete;
-    an existing `target` is replaced.
+    Named adapters get a folder each inside `target`, which appears only once it is complete; an
+    existing `target` is replaced.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for adapter in policy.adapters.names:
@@ -160,8 +160,8 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
 def _targets(config: Config, tensors: Collection[str]) -> list[str] | str:
     """Returns PEFT's `target_modules`: the names of the matrices with adapters.
 
-    With vision it is a regular expression for whole names of modules, because matrices of the tower
-    may have the decoder's names.
+    For a model with vision this is a regular expression for whole module names, because matrices of
+    the vision tower may have the same last names as the decoder's.
     """
     names = [part for name in config.lora.modules for part in FUSED[name]]
     others = [*LATENT.values(), *DELTA.values()]
@@ -192,16 +192,16 @@ def _write_adapter(
 
 
 class HfFolderWriter:
-    """Writes a folder in safetensors files of bounded size, so that only one is in memory.
+    """Writes a folder in safetensors files of bounded size, so that only one file is in memory.
 
     Call `begin`, then `add` for each tensor, with a `flush` before a tensor that has no room, then
-    `finish`. A disk that fails meanwhile leaves nothing of the folder.
+    `finish`. If a write fails, the whole folder is removed.
     """
 
     def __init__(
         self, folder: Path, moved: Callable[[int], None], *, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """Calls `moved` with the number of bytes after each write."""
+        """Takes the folder to write; `moved` gets the number of bytes after each write."""
         self._folder, self._moved = folder, moved
         self._max_shard_bytes = max_shard_bytes
         self._waiting: dict[str, Tensor] = {}
@@ -211,7 +211,7 @@ class HfFolderWriter:
         self._total_bytes = 0
 
     def begin(self, source: Path) -> None:
-        """Makes the folder and copies everything of `source` into it except its weights."""
+        """Creates the folder and copies everything of `source` into it except the weights."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
         with self._removed_on_failure():
@@ -222,12 +222,12 @@ class HfFolderWriter:
         self._forgotten.add(field)
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Whether the file that is being filled has room for this tensor too."""
+        """Whether the next file has room for this tensor; an empty file has room for any."""
         fits = self._waiting_bytes + tensor.nbytes <= self._max_shard_bytes
         return fits or not self._waiting
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Keeps a tensor for the next file."""
+        """Adds a tensor to the next file, which `flush` or `finish` writes."""
         self._waiting[name] = tensor
         self._waiting_bytes += tensor.nbytes
 
@@ -280,7 +280,7 @@ class HfFolderWriter:
         sync_folder(target.parent)
 
     def flush(self) -> None:
-        """Writes all tensors that wait into one file."""
+        """Writes all tensors that were added since the last file into one file."""
         with self._removed_on_failure():
             write_safetensors(self._shard_path(len(self._shards)), self._waiting, self._moved)
         self._shards.append(list(self._waiting))
@@ -289,7 +289,7 @@ class HfFolderWriter:
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
-        """Removes the folder when the disk fails: what lies there would keep a full disk full."""
+        """Removes the folder if the disk fails, as its files would keep a full disk full."""
         try:
             yield
         except OSError:

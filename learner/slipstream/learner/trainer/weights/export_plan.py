@@ -1,8 +1,8 @@
-"""A record of the parts of the Hugging Face checkpoint's tensors that each rank holds.
+"""A plan of an export: which parts of the Hugging Face checkpoint's tensors each rank holds.
 
 Bridge's export runs Python and collectives for every tensor, and sends each tensor to all pipeline
-stages. Bridge's mappings say where the rows of a tensor lie, and that does not change during a run:
-one record serves all publishes.
+stages. Bridge's mappings say which rows of a tensor a rank holds, and that does not change during a
+run: one plan serves all publishes.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ _EXACT = ".e_score_correction_bias"
 
 
 class UnknownMapping(Exception):
-    """Bridge maps a parameter in a way that this module does not know."""
+    """Raised if Bridge maps a parameter in a way that this module does not know."""
 
 
 def exported_type(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the element type of a tensor in files and on the wire, in a model of `dtype`."""
+    """Returns the element type of a tensor in files and transfers, for a model of type `dtype`."""
     return torch.float32 if name.endswith(_EXACT) else dtype
 
 
@@ -34,9 +34,10 @@ def exported_type(name: str, dtype: torch.dtype) -> torch.dtype:
 class Piece:
     """This rank's part of one tensor.
 
-    `part` is a view of a parameter. The parts of the ranks of `group` follow each other along
-    `dim`; with `dim` None each rank holds the whole tensor. Rows beyond `shape` are padding. Unless
-    `dim` is 1, the elements of `part` lie in the tensor's order, whatever the shape of `part` is.
+    `part` is a view of a parameter. The parts of the ranks of `group`, in order, are concatenated
+    along `dim`; with `dim` None each rank holds the whole tensor. Rows beyond `shape` are padding.
+    Unless `dim` is 1, the elements of `part` are in the tensor's order, whatever the shape of
+    `part` is.
     """
 
     name: str
@@ -48,15 +49,15 @@ class Piece:
 
     @property
     def num_parts(self) -> int:
-        """The number of ranks whose parts make up the tensor."""
+        """The number of ranks whose parts together are the tensor."""
         return dist.get_world_size(self.group) if self.dim is not None else 1
 
 
 def plan_merged(policy: Policy) -> list[Piece]:
-    """Returns pieces of every parameter on this rank, experts last. Collective.
+    """Returns pieces of every parameter on this rank, experts last; collective.
 
-    Raises UnknownMapping for a mapping that this module does not know and for a matrix with an
-    adapter: the sum of both is nowhere in memory.
+    Raises UnknownMapping for a mapping that this module does not know, and for a matrix with an
+    adapter, because the merged matrix is nowhere in memory.
     """
     from slipstream.learner.trainer.adapters.expert_adapters import has_adapters
 
@@ -68,7 +69,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
 
 
 def plan_matrices(policy: Policy) -> list[Piece]:
-    """Returns pieces like `plan_merged`, but matrices lack the products of their adapters."""
+    """Returns pieces like `plan_merged`, but of matrices without their adapters' products."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
     for task in _tasks_here(policy):
@@ -81,10 +82,10 @@ def plan_matrices(policy: Policy) -> list[Piece]:
 
 
 def plan_adapters(policy: Policy) -> list[Piece]:
-    """Returns pieces of both factors of every adapter on this rank, by PEFT's names. Collective.
+    """Returns pieces of A and B of every adapter on this rank, under PEFT's names; collective.
 
     Raises UnknownMapping for a mapping that this module does not know. Matrices that Megatron fuses
-    share the first factor: it is returned under the name of each of them.
+    share A, which is returned under the name of each of them.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
 
@@ -103,10 +104,10 @@ def plan_adapters(policy: Policy) -> list[Piece]:
 
 
 def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
-    """Returns PEFT's name of a factor, lora_A or lora_B, of the matrix with a name in the files.
+    """Returns PEFT's name of a factor, lora_A or lora_B, of the matrix `name` in the files.
 
-    PEFT uses the names of transformers' modules. In a model with vision these differ from the names
-    in the files for the decoder.
+    PEFT uses the names of transformers' modules. For the decoder of a model with vision they differ
+    from the names in the files.
     """
     path = name.removesuffix("weight")
     if has_vision:
@@ -120,10 +121,10 @@ def _tasks_here(policy: Policy) -> list[Megatron]:
 
 
 def _adapter_pieces(task: Megatron, adapter: Megatron, *, has_vision: bool) -> Iterator[Piece]:
-    """Yields pieces of both factors of the adapter on one matrix.
+    """Yields pieces of A and B of the adapter on one matrix.
 
-    The rows of the second factor are split and fused like those of the matrix. The first factor is
-    split by columns if the matrix is, else by rows (the adapter's rank).
+    The rows of B are split and fused like those of the matrix. A is split by columns if the matrix
+    is, else by rows (the adapter's rank).
     """
     if task.mapping.is_expert:
         raise UnknownMapping(f"{task.param_name} is of several experts")
@@ -199,9 +200,9 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
 
 
 def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
-    """Returns views of queries, keys and values in a fused matrix.
+    """Returns views of the queries, keys and values in a fused matrix, by name.
 
-    Each group of queries has its query heads first, then its key, then its value.
+    Each query group has its query heads first, then its key, then its value.
     """
     if getattr(config, "attention_output_gate", False):
         raise UnknownMapping(f"{name} holds gates of the attention's output")

@@ -31,9 +31,9 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class GlooSender(BucketSender):
-    """Sends over TCP, for machines without a GPU; listens on `weights.host` only.
+    """Sends over TCP, for machines without a GPU; listens only on `weights.host`.
 
-    One bucket travels at a time, while the caller fills the next one.
+    One bucket is sent at a time, while the caller fills the next one.
     """
 
     transport = "gloo"
@@ -97,7 +97,7 @@ class GlooSender(BucketSender):
         )
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """See `BucketSender`."""
+        """Implements `BucketSender.send`."""
         self._settle()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = bucket.root, 0
@@ -107,24 +107,24 @@ class GlooSender(BucketSender):
         return lambda: self._release(work)
 
     def finish(self) -> Wire:
-        """See `BucketSender`."""
+        """Implements `BucketSender.finish`."""
         self._settle()
         found, self._wire = self._wire, Wire()
         return found
 
     def abort(self) -> None:
-        """See `BucketSender`."""
+        """Implements `BucketSender.abort`."""
         if self._group is not None:
             self._group.abort()
         self._group = self._meeting_place = self._id = self._under_way = None
 
     def _release(self, work: dist.Work) -> None:
-        """Waits for one bucket; a bucket is already sent once a later one is on its way."""
+        """Waits for the send of one bucket; once a later bucket is being sent, this one is done."""
         if self._under_way is not None and self._under_way[0] is work:
             self._settle()
 
     def _settle(self) -> None:
-        """Waits for the bucket that is on its way, if any."""
+        """Waits for the bucket that is being sent, if any."""
         if self._under_way is None:
             return
         (work, bucket), self._under_way = self._under_way, None
@@ -149,10 +149,10 @@ class GlooSender(BucketSender):
         what: str,
         abandoned: threading.Event | None = None,
     ) -> Result:
-        """Runs `work` on a thread and returns its result; aborts when it fails or is late.
+        """Runs `work` in a thread and returns its result; aborts if it fails or is late.
 
-        Raises WeightSyncError then. gloo normally keeps the deadline itself; when it does not, the
-        thread is left behind.
+        It then raises WeightSyncError. gloo normally keeps the deadline itself; if it does not, the
+        thread is left running.
         """
         try:
             return on_thread(work, deadline_s + _GRACE_S, abandoned, name="weight-sender")

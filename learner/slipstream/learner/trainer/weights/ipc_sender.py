@@ -1,8 +1,8 @@
-"""Hands weights over in two buffers that the trainer and rollout servers of one host share.
+"""Passes weights on in two buffers that the trainer and the rollout servers of one host share.
 
 On GPUs the buffers are shared by CUDA IPC; this also works on a GPU that both sides use, where NCCL
-cannot connect them. Without GPUs they are in shared memory. `protocol.weights.handover` says which
-side may touch a buffer at which time.
+cannot connect them. Without GPUs they are in shared memory. `protocol.weights.handover` defines
+when each side may use a buffer.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class IpcSender(BucketSender):
         self._number = self._first = 0
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """See `BucketSender`: `data` is free once the current stream has run the copy."""
+        """Implements `BucketSender.send`; `data` is free once the current stream has copied it."""
         handover, deadline_s = live(self._handover), self.bucket_deadline_s
         with self._aborting():
             # The previous bucket was copied while the caller put this bucket together.
@@ -100,7 +100,7 @@ class IpcSender(BucketSender):
         return lambda: None
 
     def finish(self) -> Wire:
-        """See `BucketSender`."""
+        """Implements `BucketSender.finish`."""
         handover, deadline_s = live(self._handover), self.bucket_deadline_s
         with self._aborting():
             self._tell()
@@ -113,7 +113,7 @@ class IpcSender(BucketSender):
         return wire
 
     def abort(self) -> None:
-        """See `BucketSender`."""
+        """Implements `BucketSender.abort`."""
         if self._handover is not None:
             self._handover.close()
         self._handover = self._id = self._filling = None
@@ -121,7 +121,7 @@ class IpcSender(BucketSender):
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Breaks the communicator when the block fails, so that every receiver learns of it."""
+        """Aborts the communicator if the block fails, so that every receiver fails too."""
         try:
             yield
         except WeightSyncError:
@@ -129,7 +129,7 @@ class IpcSender(BucketSender):
             raise
 
     def _tell(self) -> None:
-        """Waits until the last bucket's copy is done, then lets receivers read the bucket."""
+        """Waits until the last bucket is copied into its buffer, then lets receivers read it."""
         if self._filling is None:
             return
         (number, done), self._filling = self._filling, None
@@ -145,7 +145,7 @@ class IpcSender(BucketSender):
         live(self._handover).filled(number)
 
     def _make_buffers(self) -> None:
-        """Makes new shared buffers, on the GPU if there is one, and drops the old ones first.
+        """Creates new shared buffers, on the GPU if there is one; drops the old ones first.
 
         In main memory each communicator has new ones, because their names end with the
         communicator.

@@ -58,7 +58,7 @@ class NcclSender(BucketSender):
 
     @property
     def communicator_id(self) -> str | None:
-        """See `BucketSender`."""
+        """Implements `BucketSender.communicator_id`."""
         is_alive = self._group is not None and not self._group.is_aborted
         return self._id if is_alive else None
 
@@ -81,7 +81,7 @@ class NcclSender(BucketSender):
         )
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """See `BucketSender`."""
+        """Implements `BucketSender.send`."""
         group = live(self._group)
         self._stream.follow()
         group.broadcast(
@@ -94,20 +94,20 @@ class NcclSender(BucketSender):
         return self._stream.release()
 
     def finish(self) -> Wire:
-        """See `BucketSender`."""
+        """Implements `BucketSender.finish`."""
         group = live(self._group)
         group.wait()
         return group.take_wire()
 
     def abort(self) -> None:
-        """See `BucketSender`."""
+        """Implements `BucketSender.abort`."""
         if self._group is not None:
             self._group.abort()
         self._group = self._id = None
 
 
 def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclSender:
-    """Returns a sender on a CUDA device."""
+    """Returns a sender for a CUDA device."""
     return NcclSender(
         weights, CupyNccl(device.index), CudaStream(device), make_unique_id=make_unique_id
     )

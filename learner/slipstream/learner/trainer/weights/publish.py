@@ -1,7 +1,8 @@
-"""One publish on all ranks: rank 0 talks to the controller, every sending rank sends its buckets.
+"""One publish on all ranks: rank 0 calls the controller, every sending rank sends its buckets.
 
-All ranks learn of a problem on any rank before they continue: then all abort, and rank 0 reports it
-once. A rank that cannot send still helps to put buckets together: others wait for its parts.
+All ranks learn of a problem on any rank before they continue: then all abort, and rank 0 reports
+the problem once. A rank that cannot send still takes part in filling buckets, as others wait for
+it.
 """
 
 import contextlib
@@ -43,24 +44,24 @@ _ASK_PERIOD_S = 0.5
 
 
 class BucketSenders:
-    """The senders of one rank, one for each transport; each is made when it is first used."""
+    """The senders of one rank, one for each transport, created at first use."""
 
     def __init__(
         self, weights: WeightsSection, device: torch.device, *, largest_bucket: int
     ) -> None:
-        """Takes the size of the `largest_bucket` in bytes."""
+        """Takes the size of the largest bucket, in bytes."""
         self._weights, self._device = weights, device
         self._largest_bucket = largest_bucket
         self._made: dict[str, BucketSender] = {}
 
     def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of a transport. Raises ConfigError if it needs a GPU."""
+        """Returns the sender of a transport; raises ConfigError if it needs a missing GPU."""
         if transport not in self._made:
             self._made[transport] = self._make(transport)
         return self._made[transport]
 
     def abort(self) -> None:
-        """Leaves every communicator."""
+        """Aborts every communicator."""
         for sender in self._made.values():
             sender.abort()
 
@@ -95,20 +96,20 @@ class WeightPublisher:
 
     @property
     def communicator_id(self) -> str:
-        """The communicator that this rank can send through; "" if there is none."""
+        """The communicator through which this rank can send, or "" if there is none."""
         return "" if self._sender is None else self._sender.communicator_id or ""
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
-        """Carries out `order`; a problem with the servers is reported, not raised.
+        """Carries out `order`; reports a problem with the servers instead of raising it.
 
-        Only rank 0's `probe` is sent.
+        Only rank 0's `probe` is used.
         """
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
         with self._published.weights.resident():
             self._carry_out(order, probe)
 
     def abort(self) -> None:
-        """Leaves every communicator."""
+        """Aborts every communicator."""
         self._senders.abort()
 
     def _carry_out(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
@@ -138,9 +139,9 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> str:
-        """Joins the communicator if it is new, sends all buckets, and notes the cost in `result`.
+        """Joins the communicator if it is new, sends all buckets, and puts the cost into `result`.
 
-        Returns the first problem of any rank, "" if there is none.
+        Returns the first problem of any rank, or "" if there is none.
         """
         published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
         # The share of the changes that are sent: the pass that sends them overwrites it.
@@ -160,9 +161,9 @@ class WeightPublisher:
     def _agree(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
-        """Returns the communicator to send through, or None and a problem.
+        """Returns the communicator to send through and "", or None and a problem.
 
-        None with an empty problem: the controller has abandoned the publish.
+        None and "" mean that the controller has abandoned the publish.
         """
         data = None
         if self._ranks.is_main:
@@ -177,7 +178,7 @@ class WeightPublisher:
     def _announce(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
-        """Announces the publish to the controller, on rank 0; returns the same as `_agree`.
+        """Announces the publish to the controller, on rank 0; returns a pair like `_agree`.
 
         The controller answers with the servers that take part; a missing one is a problem.
         """
@@ -216,7 +217,7 @@ class WeightPublisher:
         announced: weights_pb2.Communicator,
         sender: BucketSender,
     ) -> str:
-        """Joins the new communicator; returns the first problem of any rank."""
+        """Joins the new communicator; returns the first problem of any rank, or ""."""
         place, problem = self._published.weights.sender, ""
         if place is not None:
             try:
@@ -235,9 +236,9 @@ class WeightPublisher:
 
     @contextlib.contextmanager
     def _listening(self, order: weights_pb2.PublishOrder) -> Iterator[threading.Event]:
-        """Yields an event that is set when a member is lost: no sender then waits for the deadline.
+        """Yields an event that is set if a member is lost; no sender then waits for its deadline.
 
-        Rank 0 asks the controller. Senders tell each other, because NCCL does not.
+        Rank 0 asks the controller. Senders inform each other, because NCCL does not.
         """
         abandoned, is_over = threading.Event(), threading.Event()
 
@@ -266,7 +267,7 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> tuple[str, WeightDigests | None]:
-        """Sends all buckets; returns the first problem of any rank, and the digests."""
+        """Sends all buckets; returns the first problem of any rank or "", and the digests."""
         sends = _Sends(sender if self._published.weights.sender is not None else None)
         digests = self._published.run(
             sends, adapters_alone=order.adapters_alone, delta=_delta_of(order)
@@ -276,14 +277,14 @@ class WeightPublisher:
         return self._first_problem(sends.problem), digests
 
     def _first_problem(self, problem: str) -> str:
-        """Returns the first problem of any rank, "" if there is none; collective."""
+        """Returns the first problem of any rank, or "" if there is none; collective."""
         found = self._ranks.gather_bytes(problem.encode())
         return next((data.decode() for data in found if data), "")
 
     def _report(
         self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult, problem: str
     ) -> None:
-        """Reports to the controller on rank 0; all ranks abort if the communicator is unusable."""
+        """Reports to the controller on rank 0; all ranks abort an unusable communicator."""
         data = None
         if self._ranks.is_main:
             if problem:
@@ -305,7 +306,7 @@ class _Sends:
         self.problem = ""
 
     def __call__(self, place: int, bucket: Bucket, data: Tensor) -> Release:
-        """See `Send`."""
+        """Implements `Send`: sends bucket number `place`."""
         sender, where = self._sender, f"bucket {place}: "
         release = None
         if sender is not None:
@@ -317,9 +318,10 @@ class _Sends:
         return (self._sender and self._tried(self._sender.finish)) or Wire()
 
     def _tried(self, act: Callable[[], Result], where: str = "") -> Result | None:
-        """Returns the result of `act`, or None if it fails or an earlier call has failed.
+        """Returns the result of `act`, or None if this or an earlier call failed.
 
-        A WeightSyncError is noted as `problem`, with the prefix `where`; later calls skip `act`.
+        The first WeightSyncError is noted as `problem`, with the prefix `where`; later calls skip
+        `act`.
         """
         if self.problem:
             return None
@@ -335,7 +337,7 @@ def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:
-    """Returns the name of the rank flag that says that the publish of `order` is abandoned.
+    """Returns the name of the rank flag that marks the publish of `order` as abandoned.
 
     The name has the publish id, not the communicator id, which is secret.
     """

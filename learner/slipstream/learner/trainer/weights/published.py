@@ -1,6 +1,6 @@
-"""The published weights: all in one stream, or the matrices and each adapter in one of its own.
+"""The published weights: one stream of all, or one of the base matrices and one for each adapter.
 
-Matrices under adapters never change: a server needs them once, and later only the adapters.
+Matrices with adapters never change: a server needs them once, and later only the adapters.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Published:
         held: NamedAdapters | None = None,
         adapter_scale: float = 0.0,
     ) -> None:
-        """Takes all weights, or the matrices alone and a stream for each of the adapters `held`.
+        """Takes a stream of all weights, or one of the matrices and one for each adapter of `held`.
 
         Servers multiply an adapter's product by `adapter_scale` before they add it.
         """
@@ -50,18 +50,18 @@ class Published:
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes of the largest bucket."""
+        """The size of the largest bucket in bytes."""
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
-        """Returns the bytes that travel to each receiver."""
+        """Returns the number of bytes sent to each receiver."""
         if delta is not None:
             wires = on_the_wire(self.weights.buckets, delta.changed)
             return sum(bucket.num_bytes for bucket in wires)
         return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
-        """Returns the layout, from which a receiver derives the same buckets."""
+        """Returns the weight layout, from which a receiver derives the same buckets."""
         return layout_to_pb(
             () if adapters_alone else self.weights.tensors,
             self.weights.bucket_bytes,
@@ -71,7 +71,10 @@ class Published:
         )
 
     def fill_ahead(self) -> None:
-        """See `WeightStream`; fills the first adapter's buckets if adapters are sent apart."""
+        """Fills the first buckets ahead, like `WeightStream.fill_ahead`.
+
+        If adapters are published separately, the buckets are those of the first adapter.
+        """
         # Between two passes the first adapter is the active one.
         next(iter(self._adapters.values()), self.weights).fill_ahead()
 
@@ -83,10 +86,10 @@ class Published:
         delta: weights_pb2.Delta | None = None,
         is_publish: bool = True,
     ) -> WeightDigests:
-        """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
+        """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        `delta`: the last `offer`, of which only the changed elements are sent. `is_publish`: see
-        `WeightStream`. Where adapters are published separately, both are ignored: buckets are
+        `delta` is the last `offer`: only its changed elements are sent. `is_publish`: see
+        `WeightStream.run`. If adapters are published separately, both are ignored: buckets are
         filled whole, for a publish.
         """
         if not self._adapters:
@@ -114,8 +117,8 @@ class Published:
     def digests(self) -> WeightDigests:
         """Returns the digests of all tensors.
 
-        If adapters are sent apart, `buckets` holds the adapters' buckets only, and the matrices,
-        which do not change, are read the first time only.
+        If adapters are published separately, `buckets` has only the adapters' buckets, and the
+        matrices, which do not change, are read only at the first call.
         """
         if not self._adapters:
             return self.run()
@@ -125,13 +128,13 @@ class Published:
         return replace(found, by_name=self._unchanged | found.by_name)
 
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
-        """Returns the streams of a pass, each with its adapter, or None for the matrices."""
+        """Returns (adapter, stream) for each stream of a pass; adapter is None for the matrices."""
         assert self._adapters or not adapters_alone
         matrices = [] if adapters_alone else [(None, self.weights)]
         return [*matrices, *self._adapters.items()]
 
     def _check(self, matrices: WeightDigests) -> None:
-        """Raises RunFailed if matrices changed: servers that get only adapters keep old ones."""
+        """Raises RunFailed if matrices changed, as servers that get only adapters keep old ones."""
         before = self._unchanged or matrices.by_name
         changed = sorted(n for n, digest in matrices.by_name.items() if before[n] != digest)
         if changed:
@@ -140,10 +143,10 @@ class Published:
 
 
 def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off") -> Published:
-    """Returns the streams that `lora.publish` asks for. Collective.
+    """Returns the streams for the setting `lora.publish`; collective.
 
-    `delta`: where published weights are kept. Adapters are small, and matrices under them never
-    change: nothing is kept then.
+    `delta` says where published weights are kept. For separate adapters nothing is kept: adapters
+    are small, and matrices with adapters never change.
     """
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config, delta=delta))
@@ -158,9 +161,9 @@ def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off
 
 
 def weight_identity(policy: Policy, config: Config) -> bytes:
-    """Returns the digest of all weights on every rank. Collective.
+    """Returns the digest of all weights, on every rank; collective.
 
-    A caller that needs it often keeps a `Published`.
+    A caller that needs it often should keep a `Published`.
     """
     return open_published(policy, config).digests().identity
 

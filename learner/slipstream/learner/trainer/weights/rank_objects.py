@@ -1,4 +1,4 @@
-"""The buckets of one sending rank as objects in storage."""
+"""Stores the buckets of one sending rank as objects in object storage."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ OBJECT_DIGEST_BYTES = 32
 
 
 def object_digest(data: bytes | memoryview) -> bytes:
-    """Returns the digest of an object's bytes; whatever names the object has its digest too."""
+    """Returns the digest of an object's bytes, which every reference to the object contains."""
     return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
 
 
@@ -39,7 +39,10 @@ class RankObjects:
         object_bytes: int,
         pin: bool,
     ) -> None:
-        """Allocates host copies, pinned if `pin`. An object is closed at `object_bytes`."""
+        """Allocates host copies, pinned if `pin`.
+
+        An object has at most `object_bytes`, unless a single bucket is larger.
+        """
         self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
         self._object_bytes = object_bytes
         own = {place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender}
@@ -51,7 +54,10 @@ class RankObjects:
         self._gaps = {place: gap_bytes(bucket) for place, bucket in own.items()}
 
     def take(self, place: int, bucket: Bucket, data: Tensor) -> Callable[[], None]:
-        """See `Send`: copies an own bucket on the current stream, before its lane is refilled."""
+        """Copies a bucket of this rank on the current stream, before its lane is refilled.
+
+        It implements `Send`.
+        """
         if bucket.root == self._sender:
             self._taken[place].copy_(data, non_blocking=True)
         return nothing
@@ -61,7 +67,7 @@ class RankObjects:
     ) -> weights_pb2.StoredLink:
         """Writes the version that was taken last; `digests` are those of all its buckets.
 
-        Returns the rank's objects and the numbers of changed elements. Raises WeightSyncError when
+        Returns the rank's objects and the numbers of changed elements. Raises WeightSyncError if
         the storage does not take them in time.
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
@@ -80,7 +86,7 @@ class RankObjects:
         return link
 
     def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
-        """Returns the number of changed elements, and what to store: all or a delta payload."""
+        """Returns the number of changed elements, and the data to store: all or a delta payload."""
         bucket, written = self._buckets[place], self._written[place]
         data = self._taken[place].numpy()
         data[self._gaps[place]] = 0
@@ -102,4 +108,4 @@ class RankObjects:
 
 
 def nothing() -> None:
-    """Does nothing: the `Release` of a copy whose lane is refilled on the same stream."""
+    """Does nothing; the `Release` of a copy whose lane is refilled on the same stream."""

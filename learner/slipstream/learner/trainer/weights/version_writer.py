@@ -1,11 +1,11 @@
-"""Writes versions to storage while training goes on, for servers that fetch them from there.
+"""Writes versions to storage while training continues, for servers that fetch them from there.
 
 Consumes: store orders. Produces: objects, then the manifest that names them, then a report. Waits
 for: one pass over the weights; a thread of each sending rank does the rest. Unblocked by: the
 storage, or `weights.storage_deadline_s`.
 
-A manifest is written after all objects that it names. The controller learns its key and digest only
-then, and servers learn them from the controller: no server ever sees half of a version.
+A manifest is written after all objects that it names. Only then does the controller learn its key
+and digest, and servers learn them from the controller: no server ever sees half of a version.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _MAX_CAUSE = 500
 class VersionWriter:
     """Carries out store orders one after another; `store` and `close` are collective.
 
-    `store` copies the weights and returns; a thread on each sending rank writes them. Rank 0 joins
-    what the ranks have written, reports, and removes what no server needs any more.
+    `store` copies the weights and returns; a thread on each sending rank writes them. Rank 0
+    collects what the ranks have written, reports it, and removes objects that no server needs any
+    more.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class VersionWriter:
         client: ControllerClient,
         whole_every: int = 20,
     ) -> None:
-        """Opens `weights.storage_url`. Raises ConfigError if fsspec cannot.
+        """Opens `weights.storage_url`; raises ConfigError if fsspec cannot.
 
-        At least one of `whole_every` versions is stored whole; those between hold only changes.
+        At least one of every `whole_every` versions is stored whole; the others hold only changes.
         """
         assert weights.storage_url is not None
         self._published, self._weights = published, weights
@@ -79,7 +80,7 @@ class VersionWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has ended its last order."""
+        """Whether this rank has finished its last order."""
         return self._thread is None or not self._thread.is_alive()
 
     def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
@@ -112,7 +113,7 @@ class VersionWriter:
         self._thread.start()
 
     def _opened_objects(self) -> RankObjects | None:
-        """Returns this rank's `RankObjects`, made at the first call; None if it sends nothing."""
+        """Returns this rank's `RankObjects`, created at the first call; None if it never sends."""
         sender = self._published.weights.sender
         if self._objects is None and sender is not None:
             self._objects = RankObjects(
@@ -125,7 +126,7 @@ class VersionWriter:
         return self._objects
 
     def close(self) -> None:
-        """Ends the writing; rank 0 removes all that the run has in storage."""
+        """Ends the writing; rank 0 removes everything of this run from the storage."""
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join()
@@ -135,15 +136,16 @@ class VersionWriter:
     def _is_whole(self) -> bool:
         """Whether the next version is stored whole, not as a delta to the version before it.
 
-        It is if there is no chain yet, if the chain has `whole_every` versions, or if its deltas
-        are together as large as the whole version that it begins with.
+        It is whole if there is no chain of deltas yet, or if the chain has `whole_every` versions.
+        It is whole, too, if the chain's deltas are together as large as the whole version at its
+        beginning.
         """
         size = sum(_num_bytes(link) for link in self._chain[1:])
         is_long = len(self._chain) >= self._whole_every
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])
 
     def _write(self, report: trainer_pb2.StoredReport, whole: bool, until: Until) -> None:
-        """Writes this rank's objects; on rank 0 the manifest too, and reports."""
+        """Writes this rank's objects; rank 0 also writes the manifest and reports the version."""
         assert self._objects is not None
         started_s = time.monotonic()
         try:
@@ -187,7 +189,7 @@ class VersionWriter:
         self._report(report, until)
 
     def _join(self, link: weights_pb2.StoredLink, folder: str, until: Until) -> None:
-        """Adds the objects and changed-element counts of the other senders to rank 0's `link`."""
+        """Adds the other senders' objects and changed-element counts to rank 0's `link`."""
         changed = list(link.delta.changed)
         for sender in range(1, len(self._published.weights.senders)):
             part = self._part_of(folder, sender, until)
@@ -197,9 +199,9 @@ class VersionWriter:
             link.delta.changed[:] = changed
 
     def _write_part(self, key: str, link: weights_pb2.StoredLink, until: Until) -> None:
-        """Writes this rank's `link` for rank 0 to read, and sets rank flags that say so.
+        """Writes this rank's `link` to storage for rank 0, and sets rank flags that announce it.
 
-        One flag holds the digest of the link, because storage may return other bytes than were
+        One flag contains the digest of the link, because storage may return other bytes than were
         written.
         """
         data = link.SerializeToString()
@@ -208,7 +210,7 @@ class VersionWriter:
         self._ranks.flags.set(_stored(key))
 
     def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
-        """Returns another sender's link. Raises WeightSyncError if that sender failed."""
+        """Returns another sender's link; raises WeightSyncError if that sender failed."""
         key, rank = _part(folder, sender), self._published.weights.senders[sender]
         what = f"rank {rank} could not write version {folder}"
         # A folder shows a file before its last byte.
@@ -256,7 +258,10 @@ def _part(folder: str, sender: int | None) -> str:
 
 
 def _stored(key: str, data: bytes | None = None) -> str:
-    """Returns the rank flag for "`key` is written", with `data` for "written with these bytes"."""
+    """Returns the name of the rank flag for "`key` is written".
+
+    With `data` the flag means "`key` is written with these bytes".
+    """
     return f"stored/{key}" if data is None else f"stored/{key}/{object_digest(data).hex()}"
 
 

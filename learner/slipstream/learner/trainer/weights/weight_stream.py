@@ -1,7 +1,7 @@
 """The policy's weights as a stream of filled buckets, on the device, with memory for two buckets.
 
 Consumes: parameters. Produces: buckets on their senders, and the digest of every tensor. On CUDA
-all work is enqueued on a stream of its own: bucket k + 1 is filled while bucket k travels.
+all work is enqueued on a separate stream: bucket k + 1 is filled while bucket k is sent.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from torch import Tensor
 
 
 def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
-    """Returns the digest by name of every tensor that Bridge exports. Collective."""
+    """Returns the digest of every tensor of Bridge's export, by name; collective."""
     found = {}
     for name, tensor in exported(policy, getattr(torch, dtype), kind):
         kind_of_element = str(tensor.dtype).removeprefix("torch.")
@@ -59,7 +59,7 @@ def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict
 
 
 def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Returns an object that computes the digests of `buckets` on `device`, where they lie."""
+    """Returns an object that computes the digests of `buckets`, whose data are on `device`."""
     if device.type != "cuda":
         return HostDigests(buckets)
     from slipstream.protocol.weights.cuda_digests import CudaDigests
@@ -69,7 +69,7 @@ def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDig
 
 
 def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
-    """Describes the first difference; "" when both are the same weights."""
+    """Returns a text on the first difference, or "" if both are the same weights."""
     if missing := sorted(set(exported) ^ set(ours)):
         return f"{missing[0]} is in only one of the plan and Bridge's export"
     wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
@@ -77,7 +77,7 @@ def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
 
 
 class PassClock:
-    """Measures some parts of a pass, in device time on a GPU."""
+    """Measures the time of parts of a pass; on a GPU it is the time on the device."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream, self._total_s = stream, 0.0
@@ -85,7 +85,7 @@ class PassClock:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Measures the work inside the context."""
+        """Measures the time of the work inside the context."""
         if self._stream is None:
             started = time.monotonic()
             yield
@@ -99,7 +99,7 @@ class PassClock:
         self._events.append((begin, end))
 
     def total_s(self) -> float:
-        """Returns the measured seconds; the stream must have finished the measured work."""
+        """Returns the measured seconds; the stream must have completed the measured work."""
         milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
         return self._total_s + milliseconds / 1e3
 
@@ -117,7 +117,7 @@ Send = Callable[[int, Bucket, Tensor], Release]
 
 @dataclass(frozen=True)
 class WeightDigests:
-    """Digests from one pass over the weights; the same on every rank."""
+    """The digests from one pass over the weights; the same on every rank."""
 
     by_name: dict[str, bytes]
     buckets: tuple[bytes, ...]
@@ -136,13 +136,13 @@ class WeightStream:
     """Fills buckets one after another, in alternating buffers (lanes).
 
     Every method except the properties is collective. `run` is one pass over all weights.
-    `fill_ahead` may fill the first buckets before a `run` that sends, which then starts with these.
+    `fill_ahead` may fill the first buckets before a `run` that sends, which then starts with them.
     """
 
     def __init__(
         self, policy: Policy, filling: Filling, *, bucket_bytes: int, delta: DeltaSetting = "off"
     ) -> None:
-        """`delta`: where the buckets of the last pass that sent are kept, if at all."""
+        """Prepares the buckets; `delta` says where those last sent are kept, or "off"."""
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
@@ -186,35 +186,35 @@ class WeightStream:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel to each receiver."""
+        """The number of bytes sent to each receiver."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes of the largest bucket."""
+        """The size of the largest bucket in bytes."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
         """The change from the weights last sent to those of the last pass, to publish as a delta.
 
-        None if the weights last sent are not kept, or if every bucket would travel whole.
+        It is None if the weights last sent are not kept, or if every bucket would be sent whole.
         """
         return None if self._base is None else self._base.offer
 
     @property
     def changed_share(self) -> float:
-        """The share of elements that changed since the last send; 0 if that is not kept."""
+        """The fraction of elements that changed since the last send; 0 if that one is not kept."""
         return 0.0 if self._base is None else self._base.changed_share
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All tensors in the order in which they travel."""
+        """All tensors, in the order in which they are sent."""
         return self._filling.tensors
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """Keeps the parameters on the device inside the context: a pass begins at once."""
+        """Keeps the parameters on the device inside the context; a pass then begins at once."""
         with self._policy.memory.resident(Part.PARAMETERS):
             yield
 
@@ -222,8 +222,8 @@ class WeightStream:
     def fill_ahead(self) -> None:
         """Fills the first buckets before the next pass, which uses them only if it sends.
 
-        The caller has made a pass over these weights before, so parameters are gathered, and does
-        not change them until the next pass.
+        The caller must have made a pass over these weights before, so that parameters are gathered,
+        and must not change them until the next pass.
         """
         if self._ahead or not self._filling.fills_any:
             return
@@ -240,9 +240,9 @@ class WeightStream:
         delta: weights_pb2.Delta | None = None,
         is_publish: bool = True,
     ) -> WeightDigests:
-        """Fills every bucket once, passes it to `send` on the senders, and returns all digests.
+        """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        `delta`: the last `offer`; `send` then gets a delta payload in place of each bucket for
+        `delta` is the last `offer`; `send` then gets a delta payload instead of each bucket for
         which this saves bytes. If not `is_publish`, the sent weights do not become the base of
         later deltas.
         """
@@ -290,7 +290,7 @@ class WeightStream:
         return digests
 
     def _payload(self, place: int, buffer: Tensor, *, is_early: bool) -> Tensor:
-        """Returns the payload of an own bucket, in its `buffer` unless the last pass encoded it."""
+        """Returns the payload of this rank's bucket, in `buffer` unless it was encoded early."""
         assert self._base is not None
         if is_early:
             return self._base.take_early(place)
@@ -344,9 +344,9 @@ def open_stream(
     beside: WeightStream | None = None,
     delta: DeltaSetting = "off",
 ) -> WeightStream:
-    """Returns a stream by a plan if it gives the same weights as Bridge, else by Bridge's export.
+    """Returns a stream that follows a plan, or Bridge's export if the plan gives other weights.
 
-    Collective. A stream `beside` another has the same senders and bucket size.
+    Collective. With another stream as `beside`, it has the same senders and bucket size.
     """
     dtype = config.model.dtype
     senders = () if beside is None else beside.senders
@@ -372,9 +372,9 @@ def open_stream(
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
-    """Returns the size at which buckets are closed.
+    """Returns the size in bytes at which a bucket is complete.
 
-    Each lane has room for the largest tensor anyway. Buckets of equal size keep the link busy:
-    while a small bucket travels, there is not enough time to fill or to unpack a large one.
+    Each lane has room for the largest tensor anyway. Buckets of equal size keep the link busy: the
+    time to send a small bucket is too short to fill or unpack a large one.
     """
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
