@@ -78,7 +78,7 @@ def compare(folders: Sequence[Path], out: Path | None) -> int:
 
 
 def read_run(folder: Path) -> ComparedRun:
-    """Reads the settings and metrics of a running or ended run; raises ConfigError without them."""
+    """Reads a run's settings and metrics, also while it runs; raises ConfigError without them."""
     folder = folder.resolve()
     config = load_config(settings_of(folder))
     curves: dict[str, dict[float, float]] = {}

@@ -167,7 +167,7 @@ AnyEnvironment: TypeAlias = Environment[Any]
 
 
 class TaskSource(Generic[Task]):
-    """Gives an environment's tasks by number, also if `tasks()` returns an iterator."""
+    """Gives an environment's tasks by number, even if `tasks()` returns an iterator."""
 
     def __init__(self, environment: Environment[Task]) -> None:
         """Calls `tasks()`; raises ValueError if the result is empty or cannot be iterated."""

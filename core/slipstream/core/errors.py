@@ -4,7 +4,7 @@ SlipstreamError
 ├── ConfigError (also ValueError)   a setting, an argument or an address cannot work
 ├── ProtocolError                   a message that no correct peer sends
 ├── QueueError
-│   └── TrajectoryQueueFull         no free place within the limit
+│   └── TrajectoryQueueFull         no room in the queue within the time limit
 ├── StalenessError                  a trained token would be older than `max_staleness` allows
 ├── CheckpointError                 a checkpoint is damaged, missing, or of another run
 ├── WeightSyncError                 new weights did not arrive, or the verdict of their probe is bad

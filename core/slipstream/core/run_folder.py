@@ -76,7 +76,7 @@ def check_journal_not_lost(folder: Path) -> None:
 
 
 def rename_aside(path: Path) -> Path:
-    """Gives `path` the next free name that ends in `.damaged-N`, and returns it."""
+    """Renames `path` to the next free name that ends in `.damaged-N`; returns the new path."""
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}.damaged-{number}")
         if not os.path.lexists(aside):

@@ -290,12 +290,12 @@ class RoutedExperts:
 
     @property
     def is_recorded(self) -> npt.NDArray[np.bool_]:
-        """One flag for each token: the experts of all its layers are recorded."""
+        """A flag for each token: true if the experts of all its layers are recorded."""
         missing = np.iinfo(self.expert_ids.dtype).max
         return (self.expert_ids != missing).all(axis=(1, 2))  # type: ignore[no-any-return]
 
     def pack(self) -> bytes:
-        """Returns the ids row by row, little endian."""
+        """Returns the expert ids as bytes, row by row, little endian."""
         return self.expert_ids.astype(self.expert_ids.dtype.newbyteorder("<")).tobytes()
 
 

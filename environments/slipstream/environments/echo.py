@@ -20,8 +20,8 @@ class Echo(Environment[Pair]):
     The first `reply_length` words of a reply are judged. Half of the reward is the share of these
     words that are letters of the prompt; a missing word is a wrong one. The other half is the share
     of the prompt's letters that are among these words. About a fifth of all ordered pairs of
-    different letters is held out, chosen by `seed`. Every letter still occurs in training in both
-    places.
+    different letters is held out, chosen by `seed`. In training every letter still occurs in both
+    positions.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The bounds of every field, as the .proto files state them, checked on messages that arrive.
 
 A bound is the option `(bound)` of a field, a size `(max_message_bytes)` of a message; both are
-described in slipstream/v1/bounds.proto. They are the same for every run: what the settings of a run
-allow is checked by those who use a message.
+described in slipstream/v1/bounds.proto. They are the same for every run. Limits that depend on a
+run's settings are checked where a message is used.
 """
 
 import functools

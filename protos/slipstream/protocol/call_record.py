@@ -16,7 +16,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CallRecord:
-    """Keys of episodes: those with a call in progress, and the one whose code runs."""
+    """The keys of the episodes with a call in progress, and of the episode whose code runs."""
 
     running: tuple[str, ...] = ()
     # Key of the episode whose code runs, set a moment after `running`; "" if none or not yet known.

@@ -120,7 +120,7 @@ def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
 
 
 def pack_tokens(token_ids: TokenArray) -> bytes:
-    """Returns four bytes a token, little endian."""
+    """Returns the token ids as bytes: four bytes each, little endian."""
     return np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
 
 
@@ -132,7 +132,7 @@ def unpack_tokens(data: bytes) -> TokenArray:
 
 
 def pack_logprobs(logprobs: LogprobArray) -> bytes:
-    """Returns four bytes a value, little-endian float32."""
+    """Returns the log-probabilities as bytes: float32, little endian."""
     return np.ascontiguousarray(logprobs, dtype="<f4").tobytes()
 
 

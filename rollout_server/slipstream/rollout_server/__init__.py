@@ -1,4 +1,4 @@
-"""The rollout server: a vLLM engine, its episodes, and the weights that flow into it."""
+"""The rollout server: a vLLM engine, its episodes, and the new weights that it receives."""
 
 import os
 

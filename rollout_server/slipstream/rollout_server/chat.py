@@ -35,7 +35,7 @@ class ChatMessage(NamedTuple):
 
     @classmethod
     def from_pb(cls, message: environment_pb2.ChatMessage) -> ChatMessage:
-        """Returns the message of an environment."""
+        """Returns the chat message in the wire form that an environment sends."""
         parts = (part.image if part.HasField("image") else part.text for part in message.parts)
         return cls(message.role, message.content, message.tool_call_id, parts=tuple(parts))
 

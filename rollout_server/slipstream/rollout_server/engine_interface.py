@@ -205,7 +205,11 @@ class LoadedWeights:
     staged: bool = False
 
     def stages(self, prepare_s: float, paused_at_s: float | None) -> fleet_pb2.PublishStages:
-        """Returns the stages of the publish; requests waited from `paused_at_s`, None if none."""
+        """Returns the stages of the publish.
+
+        Requests have waited since `paused_at_s` on the monotonic clock; None means that none
+        waited.
+        """
         return fleet_pb2.PublishStages(
             prepare_s=prepare_s,
             pause_s=self.pause_s,

@@ -250,9 +250,10 @@ class RolloutServer:
         return ServerTraces(traces, self._server_id)
 
     def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
-        """Returns the connection to the reference's server, which `stack` closes; None if not set.
+        """Returns the connection to the reference's server, which `stack` closes.
 
-        Raises ConfigError when its key cannot be read.
+        Returns None if the settings name no such server. Raises ConfigError when its key cannot be
+        read.
         """
         section = self._config.reference
         if section is None or section.server is None:

@@ -192,7 +192,7 @@ class Gateway:
         self._exchanges.pop(endpoint.anthropic_url.rpartition("/")[2], None)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; an ASGI application."""
+        """Answers one HTTP request, as an ASGI application."""
         try:
             exchange, request = self._accept(scope)
             with exchange.reading() as count:

@@ -40,7 +40,7 @@ class Findings:
 
     @property
     def all(self) -> list[str]:
-        """All faults."""
+        """All faults, one line each."""
         return [*self.lost, *self.duplicated, *self.stale, *self.unequal, *self.torn]
 
 
@@ -100,7 +100,7 @@ class _Oracle:
         self._versions: set[tuple[int, int]] = {(0, 0)}
 
     def take(self, record: Record) -> None:
-        """Takes the next record."""
+        """Checks the next record."""
         kind, found = record["kind"], self._found
         if kind == "lease":
             self._lease(record)

@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 20.0
 
     def do_GET(self) -> None:
-        """Answers with one of our files, or with JSON."""
+        """Answers a GET request with a file of the dashboard, or with JSON."""
         if self.headers.get("Host", "").rsplit(":", 1)[0] not in _NAMES:
             self._answer(HTTPStatus.FORBIDDEN, b"ask for 127.0.0.1", "text/plain")
             return
@@ -444,7 +444,10 @@ def save_run(folder: Path, out: Path) -> int:
 
 
 def _answers(runs: RunFolders, name: str) -> tuple[Mapping[str, Any], int]:
-    """Returns the server's answers by path, and the number of steps whose replies are left out."""
+    """Returns the server's answers about a run by URL path, and the number of steps left out.
+
+    Replies of the oldest steps are left out if all replies together are too large.
+    """
     # encodeURIComponent leaves these characters, too.
     of = "/api/runs/" + quote(name, safe="!'()*")
     steps: list[int] = runs.trajectories(name, None)["steps"]

@@ -96,7 +96,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Scene:
-    """The settings, and what a command is about to start with them."""
+    """The settings, and the parts of a run that a command is about to start with them."""
 
     config: Config
     # The parts that start on this machine; the doctor does not know them.

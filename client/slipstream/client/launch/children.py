@@ -57,11 +57,11 @@ _LESS_MEMORY = (
 
 
 class Process(Protocol):
-    """A process that this command has started; asyncio's is one."""
+    """A process that this command has started; asyncio's `Process` has these members too."""
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
 
     @property
     def returncode(self) -> int | None:

@@ -47,7 +47,10 @@ class ForkedProcess:
 
 
 class _Server(asyncio.SubprocessProtocol):
-    """A fork server's process; callbacks read its answers: a second signal cancels all tasks."""
+    """A fork server's process; callbacks read its answers.
+
+    They are no task, because a second signal cancels all tasks.
+    """
 
     def __init__(self) -> None:
         self._forked: dict[int, ForkedProcess] = {}
@@ -61,14 +64,14 @@ class _Server(asyncio.SubprocessProtocol):
         self._orders.write(json.dumps(order).encode() + b"\n")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Keeps the server's process and the pipe for orders; asyncio calls it."""
         assert isinstance(transport, asyncio.SubprocessTransport)
         orders = transport.get_pipe_transport(0)
         assert isinstance(orders, asyncio.WriteTransport)
         self.process, self._orders = transport, orders
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """See asyncio."""
+        """Handles the server's answers on processes that began or ended; asyncio calls it."""
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             answer = json.loads(line)
@@ -82,7 +85,7 @@ class _Server(asyncio.SubprocessProtocol):
                 self._follow(process)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Records that the server and all its processes have ended; asyncio calls it."""
         if fd == 1:
             self.is_there = False
             for process in self._forked.values():
@@ -91,7 +94,7 @@ class _Server(asyncio.SubprocessProtocol):
             self._follow(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Closes the server's process after its end; asyncio calls it."""
         self.process.close()
         self.gone.set()
 

@@ -158,7 +158,7 @@ def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a write in `folder` succeeds: permissions do not show root a read-only mount."""
+    """Whether a write in `folder` succeeds; for root, permissions hide a read-only mount."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

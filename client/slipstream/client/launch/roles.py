@@ -32,7 +32,7 @@ class Contract(BaseModel):
 
 
 class Variable(Contract):
-    """A value that only the place of an instance knows; ${NAME} stands for it."""
+    """A value that is known only where an instance runs; ${NAME} stands for it."""
 
     name: str
     meaning: str
@@ -96,7 +96,7 @@ class Count(Contract):
 
 
 class Role(Contract):
-    """One role: instances of it are what a scheduler places, starts and ends."""
+    """One role, whose instances a scheduler places, starts and ends."""
 
     name: str
     kind: Literal["gang", "elastic", "single"] = Field(

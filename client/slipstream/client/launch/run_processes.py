@@ -1,9 +1,8 @@
 """The processes of one command: their start, their restarts, their end, and the progress shown.
 
 Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of
-all of them.
-Waits for: the controller to end for good. Unblocked by: the end of the run, or of a process that
-the run needs.
+processes. Waits for: the final end of the controller. Unblocked by: the end of the run, or of a
+process that the run needs.
 """
 
 from __future__ import annotations

@@ -274,7 +274,8 @@ def _has_replicas(tables: Tables) -> bool:
 def _workers(sizes: ModelSizes, model_bytes: float) -> int:
     """Returns the smallest tensor-parallel size, up to 8, whose GPUs have room for the weights.
 
-    It must fit the numbers of heads. If no such size has room, the largest is returned.
+    Only sizes that can divide the attention heads are considered. If none has room, the largest of
+    them is returned.
     """
     groups = max(1, sizes.kv_heads)
     fitting = [

@@ -77,8 +77,8 @@ def list_gpus() -> tuple[Gpu, ...]:
 def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, ...]:
     """Returns the names of CUDA's devices 0, 1, ...
 
-    They are the entries of CUDA_VISIBLE_DEVICES before the first one that names no GPU, as in CUDA,
-    or all GPUs' numbers without this variable.
+    They are the entries of CUDA_VISIBLE_DEVICES before the first one that names no GPU, as in CUDA.
+    If the variable is unset, they are the numbers of all GPUs.
     """
     if VISIBLE not in environ:
         return tuple(str(gpu.index) for gpu in gpus)

@@ -112,7 +112,7 @@ class Keeper:
         return signal.SIGKILL if self._status is None else self._status
 
     def _reap(self) -> bool:
-        """Collects the processes that have ended; returns whether any is left."""
+        """Reaps the processes that have ended; returns whether any process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -97,8 +97,8 @@ def _remove(path: Path) -> None:
 def read_left(path: Path, most_bytes: int, *, follow_link: bool = False) -> bytes:
     """Returns the content of the file that a program may have left at `path`; never blocks.
 
-    Raises OSError if it is missing, is no regular file, has more than `most_bytes`, or is a
-    symbolic link, unless `follow_link`.
+    Raises OSError if it is missing, is no regular file, or has more than `most_bytes`. Raises it
+    for a symbolic link too, unless `follow_link`.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)

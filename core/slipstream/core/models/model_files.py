@@ -161,7 +161,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def is_further(name: str, *, layers: int) -> bool:
-    """Whether a tensor belongs to a multi-token-prediction layer, behind the model's `layers`."""
+    """Whether a tensor belongs to a multi-token-prediction layer, after the `layers` layers."""
     place = _LAYER.match(name)
     return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
 

@@ -244,7 +244,10 @@ def read_model_table(folder: Path) -> dict[str, Any]:
 
 
 def _check_ties(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError if two `tie_word_embeddings` differ in a family that needs them equal."""
+    """Raises ConfigError if config.json and its text_config have different `tie_word_embeddings`.
+
+    Only families that need equal values are checked.
+    """
     vision = family_of(values).vision
     if vision is None or vision.ties != "same":
         return

@@ -138,7 +138,7 @@ def _differences(
 def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
     """Yields a clause if files have an output projection that differs from tied embeddings.
 
-    The learner would train the embeddings instead, transformers and vLLM use the projection.
+    The learner would train the embeddings, while transformers and vLLM use the projection.
     """
     output, embedding = (
         next((name for name in decoder if name.endswith(endings)), None)

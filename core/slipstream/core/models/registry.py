@@ -1,7 +1,7 @@
 """All known families, found in the modules of `families`.
 
 Gemma 3 and Mistral 3 have a vision tower, and a decoder that is a text class of its own. The
-programs treat such a folder as its text class under other names of tensors.
+programs treat such a folder as a model of its text class, with other tensor names.
 """
 
 import importlib

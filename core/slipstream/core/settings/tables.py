@@ -125,6 +125,6 @@ class Tables(Section):
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        """The tables `reference` and `critic`, those that the settings have, by name."""
+        """The tables `reference` and `critic`, by name, as far as the settings have them."""
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}

@@ -95,7 +95,7 @@ class Gymnasium(Environment[int]):
         return [Message("user", "\n".join(part for part in parts if part))]
 
     def step(self, reply: str) -> StepResult:
-        """Takes the action of the reply."""
+        """Takes the action in the reply; returns its reward and the next observation."""
         try:
             action = self._reader.read(reply)
         except ValueError as error:

@@ -69,7 +69,7 @@ _Request: TypeAlias = Message | _Refused | _Large
 
 
 class _Accepted:
-    """The requests of a stream in order; raises the error of a refused request."""
+    """An iterator over the requests of a stream; it raises the error of a refused request."""
 
     def __init__(self, requests: AsyncIterator[_Request]) -> None:
         self._requests = requests
@@ -101,7 +101,7 @@ class CheckingInterceptor(_Interceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Returns the handler with the checks around it."""
+        """Returns the call's handler, wrapped in the checks."""
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None or not method.startswith(_PACKAGE):

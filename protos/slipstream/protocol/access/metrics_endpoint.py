@@ -249,7 +249,7 @@ async def metrics_endpoint(
 
 @contextmanager
 def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) -> Iterator[None]:
-    """Runs `metrics_endpoint`, and so the collectors, in a thread, for processes without a loop."""
+    """Runs `metrics_endpoint` and its collectors in a thread, for processes without event loop."""
     begun, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
     failed: list[Exception] = []

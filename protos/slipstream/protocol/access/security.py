@@ -70,7 +70,7 @@ _BLOCKING_OPTIONS = (*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream
 
 @dataclass(frozen=True)
 class Credentials:
-    """The contents of the files of `SecuritySection`."""
+    """The contents of the files that `SecuritySection` names."""
 
     certificate: bytes | None
     key: bytes | None
@@ -282,7 +282,7 @@ class TokenInterceptor(_Interceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Returns the call's handler, or a refusal of the same shape."""
+        """Returns the call's handler, or a handler of the same kind that refuses the call."""
         shown = str(dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, ""))
         method = str(handler_call_details.method)
         handler = await continuation(handler_call_details)

@@ -24,7 +24,7 @@ class Amount(NamedTuple):
 
     @classmethod
     def from_pb(cls, message: trajectory_pb2.Amount) -> "Amount":
-        """Inverts `to_pb`."""
+        """Returns the amount in a wire form."""
         return cls(message.trajectories, message.tokens)
 
     def to_pb(self) -> trajectory_pb2.Amount:
@@ -116,13 +116,13 @@ class TrajectoryReceiver(Protocol):
 
     @property
     def backlog(self) -> Sequence[TrajectoryId]:
-        """Trajectories that lay in the queue when this receiver began; the oldest first."""
+        """The trajectories that were in the queue when this receiver began; the oldest first."""
 
     async def get(self) -> Delivery:
         """Waits for the next trajectory; duplicates are possible and have the same id."""
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """Lets the queue and the senders forget these trajectories; ignores unknown ids."""
+        """Makes the queue and the senders drop these trajectories; ignores unknown ids."""
 
     async def aclose(self) -> None:
         """Stops receiving."""
@@ -138,7 +138,7 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int, *, timeout_s: float | None) -> None:
-        """Takes `num_bytes`.
+        """Waits until `num_bytes` are free, and counts them as used.
 
         Raises TrajectoryQueueFull after `timeout_s`; None waits without a limit.
 
@@ -167,7 +167,7 @@ class ByteBudget:
                 self._grant()
 
     def release(self, num_bytes: int) -> None:
-        """Gives `num_bytes` back and wakes the callers that now have room."""
+        """Counts `num_bytes` as free again, and wakes the callers that now have room."""
         self.used_bytes -= num_bytes
         assert self.used_bytes >= 0
         self._grant()

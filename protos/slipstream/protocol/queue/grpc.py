@@ -86,13 +86,13 @@ class GrpcSender:
 
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
-        """See `TrajectorySender.undelivered`."""
+        """The trajectories that the receiver may not have; the oldest first."""
         return [*self._unacknowledged, *self._without_room]
 
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """See `TrajectorySender.put`; an id that already waits is not stored twice."""
+        """Stores a trajectory as `TrajectorySender` says; a waiting id is not stored twice."""
         if self._running is None or self._closed:
             raise QueueError("the sender is closed")
         if trajectory_id not in self._unacknowledged:
@@ -117,7 +117,7 @@ class GrpcSender:
         self._put.set()
 
     async def aclose(self) -> None:
-        """See `TrajectorySender.aclose`; unacknowledged trajectories are lost with this process."""
+        """Stops sending; unacknowledged trajectories are lost with this process."""
         self._closed = True
         if self._running is not None:
             self._running.cancel()
@@ -217,14 +217,14 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self.backlog: Sequence[TrajectoryId] = ()
 
     async def get(self) -> Delivery:
-        """See `TrajectoryReceiver.get`."""
+        """Waits for the next trajectory; see `TrajectoryReceiver`."""
         delivery = await self._waiting.get()
         self.given = self.given.plus(delivery.tokens)
         self._budget.release(self._charge(delivery.data))
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """See `TrajectoryReceiver.acknowledge`; does not wait for the senders."""
+        """Makes the senders drop these trajectories; does not wait for the senders."""
         for trajectory_id in trajectory_ids:
             self._acknowledged[trajectory_id] = None
             self._acknowledged.move_to_end(trajectory_id)

@@ -107,18 +107,18 @@ class RedisSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of all senders that wait in Redis; at most half a second old."""
+        """The bytes of all senders that wait in Redis, as of half a second ago at most."""
         return self._connection.counters.used_bytes
 
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
-        """See `TrajectorySender.undelivered`."""
+        """The trajectories that the receiver may not have; the oldest first."""
         return [place.trajectory_id for place in self._waiting]
 
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """See `TrajectorySender.put`.
+        """Stores a trajectory as `TrajectorySender` says.
 
         Raises QueueError when Redis does not answer for `timeout_s`.
         """
@@ -142,7 +142,7 @@ class RedisSender:
         self.taken.add(trajectory_id, tokens)
 
     async def aclose(self) -> None:
-        """See `TrajectorySender.aclose`."""
+        """Stops sending; waiting `put`s fail, stored trajectories stay in Redis."""
         self._closed = True
         for task in self._tasks:
             task.cancel()

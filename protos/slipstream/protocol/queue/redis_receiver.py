@@ -121,13 +121,13 @@ class RedisReceiver:
         return self._connection.mark
 
     async def get(self) -> Delivery:
-        """See `TrajectoryReceiver.get`."""
+        """Waits for the next trajectory; see `TrajectoryReceiver`."""
         delivery = await self._deliveries.get()
         self.given = self.given.plus(delivery.tokens)
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """See `TrajectoryReceiver.acknowledge`; Redis deletes the entries soon after."""
+        """Makes the queue drop these trajectories; Redis deletes their entries soon after."""
         for trajectory_id in trajectory_ids:
             entries = self._entries.pop(trajectory_id, None)
             if entries is None:
@@ -139,7 +139,7 @@ class RedisReceiver:
         self._wake_forgetter.set()
 
     async def aclose(self) -> None:
-        """See `TrajectoryReceiver.aclose`."""
+        """Stops receiving; unacknowledged trajectories stay in Redis."""
         for task in self._tasks:
             task.cancel()
 

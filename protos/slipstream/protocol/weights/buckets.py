@@ -31,7 +31,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
+        """The size of all elements in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -116,7 +116,7 @@ def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
 def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
     """Returns the buckets of a layout's adapters, which travel last.
 
-    The adapters have the same buckets, and travel one after another.
+    Every adapter is cut into the same buckets; the adapters travel one after another.
     """
     one = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
     return one * max(1, len(message.adapter_names))
@@ -125,7 +125,7 @@ def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
 def num_tensors(message: weights_pb2.WeightLayout) -> int:
     """Returns the number of tensors of a layout, all adapters included.
 
-    There are at most as many buckets.
+    The number of buckets is never larger.
     """
     return len(message.tensors) + len(message.adapters) * max(1, len(message.adapter_names))
 

@@ -105,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) digests(
 
 
 class CudaDigests:
-    """See `digests.BucketDigests`; buckets lie on the device that is current in the constructor.
+    """Implements `digests.BucketDigests` on the device that is current in the constructor.
 
-    Each bucket must begin at a multiple of 16 bytes.
+    Each bucket must lie on this device and begin at a multiple of 16 bytes.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -127,7 +127,7 @@ class CudaDigests:
         cupy.cuda.get_current_stream().synchronize()
 
     def add(self, place: int, pointer: int, stream: int) -> None:
-        """See `BucketDigests`."""
+        """Enqueues the digests of bucket number `place`, whose bytes begin at `pointer`."""
         import cupy
 
         table, num_blocks = self._tables[place]
@@ -141,7 +141,7 @@ class CudaDigests:
             self._kernel((min(num_blocks, self._most_grids),), (_THREADS,), arguments)
 
     def read(self, stream: int) -> list[list[bytes]]:
-        """See `BucketDigests`."""
+        """Waits for the work on `stream`; returns each bucket's tensor digests."""
         import cupy
 
         external = cupy.cuda.ExternalStream(stream)

@@ -85,11 +85,11 @@ class HostBuffers:
         return cls(handles, maps)
 
     def hide(self) -> None:
-        """See `SharedBuffers`."""
+        """Removes the buffers' files from /dev/shm; open mappings stay."""
         _unlink(self.handles)
 
     def close(self) -> None:
-        """See `SharedBuffers`; memory is freed with the last array of the last process."""
+        """Frees the buffers; the memory is freed with the last array of the last process."""
         self.hide()
         self.arrays = ()
 

@@ -64,7 +64,7 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
-        """Sends no request to the storage. Raises ConfigError when fsspec cannot open `url`."""
+        """Opens the storage without sending it a request. Raises ConfigError when fsspec cannot."""
         import fsspec
 
         self.url = url.rstrip("/")

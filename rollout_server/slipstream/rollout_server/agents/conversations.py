@@ -120,7 +120,7 @@ class Conversations:
         *,
         previous: AgentTurn | None = None,
     ) -> Found | None:
-        """Returns the last turn of the longest conversation that `messages` continue; None if none.
+        """Returns the last turn of the longest conversation that `messages` continue, or None.
 
         Only conversations under the same `settings` count. The turn `previous` is preferred if
         `messages` continue it. Among turns with equal messages, one that can be appended to under

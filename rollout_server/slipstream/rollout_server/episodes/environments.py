@@ -280,7 +280,7 @@ class LoneWorkers:
         self._numbers = itertools.count()
 
     async def run(self) -> None:
-        """Serves turns until it is cancelled."""
+        """Gives workers to the waiting episodes until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             for index in self._indices:
                 group.create_task(self._keep(index))

@@ -1,4 +1,4 @@
-"""One episode: the environment speaks, the model replies, until it ends or reaches a limit.
+"""One episode: environment and model answer each other until it ends or reaches a limit.
 
 An agent calls the model itself (`AgentTalk`). Consumes: a session of an environment, an engine.
 Produces: one trajectory, whatever happens. Waits for: the environment, or the agent's calls, and

@@ -1,8 +1,8 @@
 """One environment worker as a process: its start, its calls, its end and the cause of the end.
 
 The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker below it. When
-the keeper ends, all that the environment has started ends too, also when the server is killed. The
-orphans of a killed keeper are reparented to the server, a subreaper too, which ends them.
+the keeper ends, all that the environment has started ends too, also when the server is killed. If a
+keeper is killed, its orphans are reparented to the server, which is a subreaper and ends them.
 """
 
 import asyncio

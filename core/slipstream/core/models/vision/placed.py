@@ -40,7 +40,8 @@ class ImageTokens:
     ) -> tuple[list[int], list[PlacedImage]]:
         """Returns `token_ids` with each image's token expanded, and the images with offsets.
 
-        Raises ValueError unless there is one such token for each image: text may contain it too.
+        Raises ValueError if the number of such tokens is not that of the images: text may contain
+        the token too.
         """
         found: list[int] = []
         placed: list[PlacedImage] = []

@@ -214,7 +214,7 @@ def log_loader(reason: str) -> None:
 class LoaderUpdate:
     """Reloads a model through vLLM's loader: `receive` fills the layers, `finish` completes them.
 
-    After an error `finish` must still be called, and the model needs a whole new update.
+    After an error vLLM's reload must still be finalised, and the model needs a whole new update.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
