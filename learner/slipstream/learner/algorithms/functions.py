@@ -235,8 +235,8 @@ def token_advantages(
 ) -> list[TokenAdvantages]:
     """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
 
-    The caller leaves episodes out of `episodes` that count in no statistics. Raises RunFailed if
-    the function is faulty. A value that is not finite is a fault only of a user's own function:
+    `episodes` must not contain episodes that count in no statistics. Raises RunFailed if the
+    function is faulty. A value that is not finite is a fault only of a user's own function:
     built-in ones get such values from the rewards.
     """
     function = function_of(algorithm, "advantage")

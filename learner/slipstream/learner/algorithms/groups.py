@@ -21,7 +21,7 @@ def side_of(branch: Branch) -> str:
 def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
     """Whether the episode counts in the loss and in its group's statistics.
 
-    A truncated episode does not with `leave_out_truncated`. Source: overlong filtering of DAPO
+    With `leave_out_truncated`, truncated episodes do not count. Source: overlong filtering of DAPO
     (arXiv:2503.14476, section 3.4).
     """
     return not (algorithm.leave_out_truncated and trajectory.status is Status.TRUNCATED)

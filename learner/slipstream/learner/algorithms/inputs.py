@@ -36,12 +36,12 @@ class SequenceSums:
         self._group = group if group is not None and group.size() > 1 else None
 
     def sums(self, values: Tensor) -> Tensor:
-        """Returns for each token the sum over its sequence's trained tokens, [tokens]; else 0."""
+        """Returns for each token the sum over its sequence's trained tokens, or 0, [tokens]."""
         sums = self._sums(values)
         return sums[self._ids].to(values.dtype)
 
     def means(self, values: Tensor) -> Tensor:
-        """Returns for each token the mean over its sequence's trained tokens, [tokens]; else 0."""
+        """Returns for each token the mean over its sequence's trained tokens, or 0, [tokens]."""
         means = self._sums(values) / self._sums(self._mask).clamp(min=1)
         return means[self._ids].to(values.dtype)
 

@@ -21,9 +21,9 @@ def ppo(
 ) -> TokenTerms:
     """Returns -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    For A < 0 the loss is at most -dual_clip * A. Source: PPO eq. 7 (arXiv:1707.06347); a wider
-    upper range is DAPO's clip-higher (arXiv:2503.14476); the bound for A < 0 is dual-clip PPO's
-    (arXiv:1912.09729). A clipped token has no gradient.
+    With `dual_clip` the loss for A < 0 is at most -dual_clip * A. Source: PPO eq. 7
+    (arXiv:1707.06347); a wider upper range is DAPO's clip-higher (arXiv:2503.14476); the bound for
+    A < 0 is dual-clip PPO's (arXiv:1912.09729). A clipped token has no gradient.
     """
     ratios = safe_ratio(tokens.logprobs - _anchor(tokens, ratio))
     return _clipped(ratios, tokens.advantages, clip_low, clip_high, dual_clip)

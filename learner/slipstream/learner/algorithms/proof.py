@@ -139,7 +139,7 @@ def faults(
 
 
 def _kept_by(function: Function) -> dict[str, str]:
-    """Returns the repr of each global of the function's module, by name, to detect kept state."""
+    """Returns the repr of each global of the function's module, by name, to detect changes."""
     assert isinstance(function.call, functools.partial)
     call = inspect.unwrap(function.call.func)
     kept = {}

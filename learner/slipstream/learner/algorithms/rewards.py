@@ -15,9 +15,8 @@ def overlong(
 ) -> list[float]:
     """Returns each reward less `penalty` times a share that grows with the episode's longest reply.
 
-    With limit the most tokens of a reply, the share is 0 up to limit - cache_tokens, then rises
-    linearly to 1 at the limit. Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq.
-    13).
+    The share is 0 up to `max_reply_tokens` - `cache_tokens` tokens, then rises linearly to 1 at
+    `max_reply_tokens`. Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
     """
     return [
         episode.reward - penalty * overlong_share(episode, cache_tokens=cache_tokens)

@@ -30,7 +30,7 @@ from slipstream.learner.controller.trajectories.intake import Intake
 
 @dataclass(frozen=True)
 class EvaluatedEpisode:
-    """The facts of one episode with a reward that its evaluation keeps."""
+    """The facts that an evaluation keeps about each episode that got a reward."""
 
     task_index: int
     reward: float

@@ -116,7 +116,7 @@ def _journal(story: Story) -> Iterator[str]:
 
 
 def _versions(story: Story) -> Iterator[str]:
-    """Checks that the journal has each version and the batch from which the version was made."""
+    """Checks that the journal has each version and its batch; yields lines that describe them."""
     history, newest = story.history, story.summary.get("weight_digest")
     incarnation = 0
     recorded = {record["step"]: record for record in story.records if record["kind"] == "step"}
@@ -159,7 +159,7 @@ def _staleness(story: Story) -> Iterator[str]:
 
 
 def _ledger(story: Story) -> Iterator[str]:
-    """Compares the token ledger in the summary with the journal and with the batches."""
+    """Compares the token ledger in the summary with journal and batches; yields a line on it."""
     ledger = story.summary.get("ledger")
     if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in FATES):
         raise ProtocolError(f"{SUMMARY} has no whole ledger")
@@ -176,7 +176,7 @@ def _ledger(story: Story) -> Iterator[str]:
 
 
 def _curve(story: Story) -> Iterator[str]:
-    """Compares the rewards in metrics.jsonl with the batches and the journaled evaluations."""
+    """Compares metrics.jsonl with the rewards of batches and evaluations; yields lines on them."""
     rows = _rows(story.folder / METRICS)
     steps = [row["step"] for row in rows if "step" in row]
     if steps != list(story.rewards):
@@ -223,7 +223,7 @@ def _table(name: str, text: str) -> dict[str, Any]:
 
 
 def _here(story: Story, kind: str, now: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-    """Compares recorded facts about the machine, of one `kind`, with those of this machine.
+    """Yields how the recorded facts about the machine, of one `kind`, differ from this machine's.
 
     The record is that of the run's newest start; `now` returns the facts of this machine.
     """

@@ -1,4 +1,4 @@
-"""Sets aside the batch at which a run fails, by its journal, while no controller runs.
+"""Sets aside the batch at which a run fails, in the run's journal, while no controller runs.
 
 Command: `python -m slipstream.learner.controller.set_aside_batch RUN STEP [GROUP ...]`. It prints
 one line.

@@ -226,8 +226,8 @@ class Overdue:
 class LeaseWatch:
     """Remembers when each lease last made progress, by the clock of its server.
 
-    That clock runs only while the server serves. It stands while the server loads weights, is
-    stale, rests or waits for a publish.
+    That clock runs only while the server serves. It stops while the server loads weights, is stale,
+    rests or waits for a publish.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -307,7 +307,7 @@ class LeaseBook:
         return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
 
     def give_up(self, group: Group, members: Collection[int]) -> bool:
-        """Marks `members` as failed; returns False, unchanged, if the whole group must end instead.
+        """Marks `members` as failed; if the group must end instead, changes nothing, returns False.
 
         It must end if too few members would be left. It must also end if none has finished and at
         least two members and a quarter of all have failed: such a task may crash one worker after

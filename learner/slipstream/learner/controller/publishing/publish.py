@@ -252,9 +252,10 @@ class Publisher:
         return [s for s in self._drop(ready, misfits) if not s.is_leaving], transport
 
     def _begin_if_known(self, publish: Publish, trainer: trainer_pb2.NextRequest) -> None:
-        """Begins a publish without `start` if layout and digests are known and no probe follows.
+        """Begins a publish at once if layout and digests are known and no probe follows.
 
-        With a probe, the engines would pause while the trainer computes it.
+        Otherwise the publish begins at `start`. With a probe, the engines would pause while the
+        trainer computes it.
         """
         order = publish.order
         if can_take(trainer.delta, publish.receivers):

@@ -17,11 +17,12 @@ _SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s",
 
 
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
-    """Returns the typical error of the logits, in nats, that explains why `got` is not `expected`.
+    """Returns the typical error of logits, in nats, behind the difference of `got` and `expected`.
 
-    A logit that is off by x moves the log-probability of its token by (1 - p) x. Divided by 1 - p,
-    sure and unsure tokens show the same rounding. The result is the power mean with exponent 1/2,
-    so that a few large errors do not dominate. It is NaN if a value is not finite.
+    Both are log-probabilities of the same tokens. A logit that is off by x moves the
+    log-probability of its token by (1 - p) x. Divided by 1 - p, sure and unsure tokens show the
+    same rounding. The result is the power mean with exponent 1/2, so that a few large errors do not
+    dominate. It is NaN if a value is not finite.
     """
     wanted, given = expected.astype(np.float64), got.astype(np.float64)
     doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)

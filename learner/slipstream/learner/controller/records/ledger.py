@@ -48,7 +48,7 @@ def made_for_one(ledger: status_pb2.Ledger) -> float:
 
 
 class TokenLedger:
-    """Accounts for each sampled token from the engine to its end; duplicates count once."""
+    """Accounts for each sampled token, from its sampling to its end; duplicates count once."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TokenLedger:
         self._unread = history.unread
 
     def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
-        """Returns (server, generated tokens, judges' tokens) of `key`, or of all servers with news.
+        """Returns (server, generated tokens, judges' tokens) for `key`, or for each changed server.
 
         Those are the connected servers whose counts changed since the last call. The counts are
         then noted as journaled.

@@ -183,7 +183,7 @@ class RunIds:
         return self._ids.get(tracker, "")
 
     def keep(self, tracker: str, run_id: str) -> None:
-        """Writes the id at `tracker` into the file; may be called from any thread."""
+        """Writes the run's id at `tracker` into the file; may be called from any thread."""
         with self._lock:
             self._ids[tracker] = run_id
             text = json.dumps(self._ids, indent=2)

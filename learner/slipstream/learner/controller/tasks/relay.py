@@ -37,7 +37,7 @@ class ClientSession:
 class RelayedCall:
     """An open call: the outbox of the server that made it, its call id, and the client.
 
-    `followed` is the key of the episode whose agent the call follows, or "".
+    `followed` is the key of the episode whose agent the call follows, or "" if it follows none.
     """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
@@ -191,7 +191,7 @@ def raise_failure(reader: asyncio.Task[None]) -> None:
 def _answer(
     answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
 ) -> None:
-    """Sends an answer; ends the stream of a server that does not read, and then opens another."""
+    """Sends an answer; ends the server's stream if it does not read, and the server reconnects."""
     if not answers.put(answer):
         answers.close()
 

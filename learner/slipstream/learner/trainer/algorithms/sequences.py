@@ -82,7 +82,7 @@ def training_sequences(
 
 
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
-    """Raises UntrainableBatch if an advantage is not finite, because rewards are too large.
+    """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large.
 
     One reward may spoil all advantages of a group: if some rewards are above `LARGEST_REWARD`, the
     error names only their trajectories.
@@ -250,7 +250,7 @@ def _token_costs(
 def _estimates(
     trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
 ) -> TokenEstimates[NumpyArray]:
-    """Returns one trajectory's estimates; `found` is None for one left out, with advantages 0."""
+    """Returns one trajectory's estimates, with advantages 0 if `found` is None (left out)."""
     zeros = np.zeros(trajectory.num_sampled_tokens)
     worth = found if found is not None else TokenAdvantages(zeros, zeros)
     advantages, reference = worth.advantages, known.reference

@@ -1,4 +1,4 @@
-"""A model and its place in a checkpoint."""
+"""A model as it is stored in a checkpoint."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

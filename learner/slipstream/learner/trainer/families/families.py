@@ -269,7 +269,7 @@ def _make_latent(provider: Megatron, settings: Megatron) -> None:
 
 
 def _latent_attention() -> list[Megatron]:
-    """Returns the mappings of the matrices and norms of multi-head latent attention (MLA)."""
+    """Returns the mappings of multi-head latent attention (MLA) to tensors of the files."""
     theirs = f"{LAYER}self_attn."
     pairs = {
         f"{ATTENTION}linear_proj.weight": f"{theirs}o_proj.weight",

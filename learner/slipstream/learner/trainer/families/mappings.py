@@ -44,7 +44,7 @@ def renamed_files(mapping: Megatron, placed: Callable[[str], str]) -> Megatron:
 
 
 def ends() -> list[Megatron]:
-    """Returns the mappings of embedding, final norm and output layer."""
+    """Returns the mappings of embedding, final norm and output layer to tensors of the files."""
     return renamed(
         {
             "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -55,7 +55,7 @@ def ends() -> list[Megatron]:
 
 
 def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
-    """Returns the mappings of the norms before attention and MLP.
+    """Returns the mappings of the norms before attention and MLP to tensors of the files.
 
     A norm has two possible names in Megatron, since TransformerEngine's layers fuse it into the
     linear layer.
@@ -71,7 +71,7 @@ def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
 
 
 def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megatron]:
-    """Returns the mappings of the matrices of attention."""
+    """Returns the mappings of attention's parameters to tensors of the files."""
     pairs = {f"{ATTENTION}linear_proj.weight": f"{LAYER}self_attn.o_proj.weight"}
     if normed_heads:
         pairs |= {
@@ -92,7 +92,7 @@ def _query_key_value(kind: str) -> Megatron:
 
 
 def gated(ours: str, theirs: str) -> list[Megatron]:
-    """Returns the mappings of a gated MLP, given its prefix in Megatron and in the files."""
+    """Returns the mappings of a gated MLP to tensors of the files, given its prefix in both."""
     return [
         GatedMLPMapping(
             megatron_param=f"{ours}linear_fc1.weight",
@@ -106,7 +106,7 @@ def gated(ours: str, theirs: str) -> list[Megatron]:
 def experts(
     mixture: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Megatron]:
-    """Returns the mappings of the router and each expert, given the names in the files."""
+    """Returns the mappings of router and experts to tensors of the files, which have `names`."""
     folder = f"{LAYER}{mixture}experts.*."
     gate, up, down = (f"{folder}{name}.weight" for name in names)
     return [
@@ -117,7 +117,7 @@ def experts(
 
 
 def shared_expert() -> list[Megatron]:
-    """Returns the mappings of the shared expert, which takes every token, and of its gate."""
+    """Returns the mappings of the shared expert, which takes every token, and its gate to files."""
     gate = ReplicatedMapping(
         megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
     )
@@ -182,7 +182,7 @@ def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
 
 
 def norms_after() -> list[Megatron]:
-    """Returns the mappings of the norms after attention and MLP."""
+    """Returns the mappings of the norms after attention and MLP to tensors of the files."""
     return renamed(
         {
             f"{DECODER}self_attn_bda.norm.weight": f"{LAYER}post_attention_layernorm.weight",
@@ -264,7 +264,7 @@ class FusedExperts:
 
 
 class _OneExpert(AutoMapping):  # type: ignore[misc]
-    """The mapping of one expert's matrix to the files' tensor of all experts, there transposed."""
+    """The mapping of one expert's matrix to the files' tensor of all experts, transposed."""
 
     is_turned = True
 

@@ -77,7 +77,7 @@ def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
 
 
 def delta_nets() -> list[Megatron]:
-    """Returns the mappings of delta nets and attention, but not of the nets' input projections."""
+    """Returns the mappings of delta nets and attention, without the nets' inputs, to the files."""
     pairs = {
         f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
         for ours, name in (
@@ -214,7 +214,7 @@ class _Inputs(MegatronParamMapping):  # type: ignore[misc]
 
 
 def _rows(config: Megatron) -> list[int]:
-    """Returns the numbers of rows of queries, keys, values, gates, betas and alphas, all ranks'."""
+    """Returns the row counts of queries, keys, values, gates, betas and alphas over all ranks."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     values = heads * config.linear_value_head_dim
@@ -234,12 +234,12 @@ class _Layers(FamilyBridge):
         return [*ends(), *norms_before(), *self.attention(), *self.feed_forward()]
 
     def attention(self) -> list[Megatron]:
-        """Returns the mappings of attention and delta nets."""
+        """Returns the mappings of attention and delta nets to tensors of the files."""
         names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in _INPUTS}
         return [*delta_nets(), _Inputs(f"{ATTENTION}in_proj.weight", names)]
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers."""
+        """Returns the mappings of the feed-forward layers to tensors of the files."""
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
 
@@ -251,7 +251,7 @@ class _MixtureLayers(_Layers):
         set_shared_expert(provider, settings)
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward weights."""
+        """Returns the mappings of the feed-forward layers to tensors of the files."""
         return [*experts(), *shared_expert()]
 
 
@@ -284,5 +284,5 @@ class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
     decoder_folder = "model.language_model."
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers."""
+        """Returns the mappings of the feed-forward layers to tensors of the files."""
         return [*fused_experts(is_turned=False), *shared_expert()]

@@ -92,11 +92,11 @@ class VisionBridge(FamilyBridge):
         return MegatronMappingRegistry(*(self._placed(each) for each in decoder), whole)
 
     def attention(self) -> list[Megatron]:
-        """Returns the mappings of the matrices of attention."""
+        """Returns the mappings of attention's parameters to tensors of the files."""
         raise NotImplementedError
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers."""
+        """Returns the mappings of the feed-forward layers to tensors of the files."""
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
     def _placed(self, mapping: Megatron) -> Megatron:
@@ -120,7 +120,7 @@ class Qwen25VisionBridge(VisionBridge):
         provider.add_qkv_bias = True
 
     def attention(self) -> list[Megatron]:
-        """Returns the mappings of the matrices of attention."""
+        """Returns the mappings of attention's parameters to tensors of the files."""
         return attention(biases=True)
 
 
@@ -140,7 +140,7 @@ class Qwen3VisionBridge(VisionBridge):
         provider.qk_layernorm = True
 
     def attention(self) -> list[Megatron]:
-        """Returns the mappings of the matrices of attention."""
+        """Returns the mappings of attention's parameters to tensors of the files."""
         return attention(normed_heads=True)
 
 
@@ -154,7 +154,7 @@ class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
     tower = Qwen3VLMoeVisionModel
 
     def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers."""
+        """Returns the mappings of the feed-forward layers to tensors of the files."""
         return fused_experts()
 
 

@@ -27,7 +27,7 @@ class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        """Returns the product, with the bias or, if the caller adds it, the bias apart."""
+        """Returns (product, None), or (product, bias) if the caller must add the bias."""
         own = self.weight if weight is None else weight
         added = None if self.skip_bias_add else self.bias
         found = engine_kernels.product(input_, own, added)

@@ -1,6 +1,6 @@
 """A distributed Megatron model made from a Hugging Face folder, with an optimizer if trained.
 
-Megatron's objects are untyped; only this module and `schedule` handle them.
+Megatron's objects are untyped; this module and `schedule` handle them.
 """
 
 from __future__ import annotations

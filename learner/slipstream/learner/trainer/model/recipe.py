@@ -263,7 +263,7 @@ def ddp_config_of(config: Config) -> Megatron:
 
 
 def _overlap(learner: LearnerSection) -> dict[str, object]:
-    """Returns settings that overlap communication and computation; {} without data parallelism.
+    """Returns settings by which communication overlaps computation, all false without replicas.
 
     With offloaded parameters or gradients there is no overlap, since a part that is on the host
     cannot receive.

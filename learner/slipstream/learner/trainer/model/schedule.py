@@ -250,7 +250,7 @@ def _logprobs(
 def _trained_rows(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns for each micro batch the rows of trained sampled and given tokens, on the device.
+    """Returns (sampled, given) for each micro batch: the rows of its trained tokens, on the device.
 
     The rows are found on the host, as `nonzero` on a GPU would wait for the GPU. Given tokens are
     the environment's. At temperature 1 all tokens count as sampled.

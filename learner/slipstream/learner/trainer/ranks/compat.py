@@ -172,7 +172,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates once every parameter that has a gradient; `closure` must be None."""
+        """Updates each parameter that has a gradient by one step; `closure` is not supported."""
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -214,7 +214,7 @@ class _Stub(types.ModuleType):
 
 
 def _import_bridge() -> Megatron:
-    """Imports Bridge without TransformerEngine, mamba and triton, which other models need."""
+    """Imports Bridge without TransformerEngine, mamba and triton, which only other models need."""
     megatron: Megatron = importlib.import_module("megatron")
     root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
     _add_shell("megatron.bridge", root)

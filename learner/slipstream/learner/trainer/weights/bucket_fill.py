@@ -35,9 +35,10 @@ _MOST_BLOCKS = 64
 class Copies:
     """A fixed list of (target, source) tensor copies; a copy may convert the element type.
 
-    On a GPU, torch runs a list of contiguous copies in a few kernels, but a list with a copy that
-    is not contiguous in one kernel for each copy. Large blocks of one element type are not in the
-    list: they use the GPU's copy engine, as the kernels reach only two thirds of its speed.
+    On a GPU, torch runs a list of contiguous copies in a few kernels. If one of them is not
+    contiguous, it needs one kernel for each copy. Large blocks of one element type are not in the
+    list but copied one by one, since the kernels reach only two thirds of the speed of a plain
+    copy.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
