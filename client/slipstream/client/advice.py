@@ -26,7 +26,7 @@ from slipstream.core.step_simulation import Profile, Setting
 
 
 def time_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Returns lines on where the time of the newest step went; [] before the first step."""
+    """Returns lines on where the time of the newest step went, or [] before the first step."""
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:
         return []
@@ -57,7 +57,7 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def advice_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Returns lines on what other settings would gain; [] before the first prediction."""
+    """Returns lines on the gain from other settings, or [] before the first prediction."""
     gains = {name: metrics[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in metrics}
     if not gains:
         return []

@@ -236,9 +236,9 @@ class Client:
         await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
     async def drain(self, server_id: str, reason: str) -> str:
-        """Asks one rollout server to end or hand back its episodes, and to leave the run.
+        """Asks one rollout server to end or return its episodes, and to leave the run.
 
-        Returns what the run lacks without this server, or "" if it lacks nothing.
+        Returns a warning on what the run lacks without this server, or "" if it lacks nothing.
         """
         request = status_pb2.DrainServerRequest(server_id=server_id, reason=reason)
         return str((await self._ask(self._status.DrainServer, request)).warning)

@@ -81,7 +81,7 @@ def _become_other(python: str, arguments: list[str]) -> NoReturn:
 
 
 def _keep_stdout() -> int:
-    """Redirects what the environment prints to stderr; returns a descriptor of the real stdout."""
+    """Redirects the environment's prints to stderr; returns a descriptor of the real stdout."""
     real = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)

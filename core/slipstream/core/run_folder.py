@@ -42,7 +42,7 @@ def journal_logs(folder: Path) -> list[Path]:
 
 
 def newest_log_number(folder: Path) -> int:
-    """The number of the newest log of the journal in `folder`; 0 without any."""
+    """The number of the newest log of the journal in `folder`, or 0 if there is none."""
     return max(map(log_number, _log_names(folder)), default=0)
 
 

@@ -251,7 +251,7 @@ class Trajectory:
         return tuple(found)
 
     def unpredicted(self) -> list[int]:
-        """Returns the indices, among all sampled tokens, of those that begin a sequence."""
+        """Returns the indices, among all sampled tokens, of the first tokens of sequences."""
         return [
             part.sampled.start
             for part in self.sequences()

@@ -39,7 +39,7 @@ def check_holds(argument: str, text: str, field: str) -> None:
 class Split:
     """One of the splits "train" and "heldout", which holds out one task in `heldout_one_in`.
 
-    A hash of the task decides, whatever the seed or order.
+    A hash of the task decides its split, so that seed and order have no effect.
     """
 
     name: str

@@ -160,7 +160,7 @@ class Judge:
         return self._read(choice.message.content or "")
 
     def share(self, score: float) -> float:
-        """Returns where a score lies between `lowest` and `highest`, from 0 to 1."""
+        """Returns the place of a score between `lowest` (0) and `highest` (1)."""
         return (score - self._lowest) / (self._highest - self._lowest)
 
     def _read(self, text: str) -> float:

@@ -46,7 +46,7 @@ class HubData:
 def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> Iterable[Row]:
     """Downloads the files of a split unless they are in the hub's cache, and returns its rows.
 
-    `read_file` reads one file. Raises ConfigError, which says in one line what cannot be read.
+    `read_file` reads one file. Raises ConfigError with one line on the file that cannot be read.
     """
     readme = data.files.bring(["README.md"]) / "README.md"
     files = _find_files(data, _configs(readme))

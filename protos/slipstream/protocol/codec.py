@@ -241,7 +241,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
 
 
 def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """Returns the wire form of a trajectory's experts, or None without experts."""
+    """Returns the wire form of a trajectory's experts, or None if they are None."""
     if routed is None:
         return None
     _, num_layers, top_k = routed.expert_ids.shape
@@ -251,9 +251,9 @@ def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
 
 
 def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
-    """Returns the experts of a wire form, or None without any.
+    """Returns the experts of a wire form, or None if it has none.
 
-    Raises ProtocolError, as `unpack_experts` does.
+    Raises ProtocolError like `unpack_experts`.
     """
     if not message.HasField("routed_experts"):
         return None
@@ -268,7 +268,7 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
 
 
 def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
-    """Returns the wire form of a reference model's log-probabilities, or None without any."""
+    """Returns the wire form of a reference model's log-probabilities, or None if they are None."""
     if reference is None:
         return None
     return pb.ReferenceLogprobs(
@@ -280,7 +280,7 @@ def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs
 
 
 def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
-    """Returns the reference model's log-probabilities of a wire form, or None without any.
+    """Returns the reference model's log-probabilities of a wire form, or None if it has none.
 
     Raises ProtocolError if the arrays' sizes do not fit the sampled tokens and `top_k`.
     """

@@ -66,7 +66,7 @@ async def abort(
 def error_info(
     trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
 ) -> error_details_pb2.ErrorInfo | None:
-    """Returns Slipstream's ErrorInfo in a failed call's trailing metadata, or None without one."""
+    """Returns Slipstream's ErrorInfo in a failed call's trailing metadata, or None if missing."""
     for key, value in trailing_metadata or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue

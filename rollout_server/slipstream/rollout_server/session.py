@@ -200,7 +200,7 @@ class Session:
                 wait.cancel()
 
     async def _read(self, call: JoinCall) -> None:
-        """Reads and executes orders until the stream ends, in whatever way."""
+        """Reads and executes orders until the stream ends, with or without an error."""
         try:
             while isinstance(message := await call.read(), fleet_pb2.ControllerMessage):
                 await self._take(message)

@@ -355,7 +355,7 @@ class PauseClock:
             self.begun_s = time.monotonic()
 
     def end(self, now_s: float) -> float:
-        """Ends the open pause, if any; returns its seconds, or 0 without one."""
+        """Ends the open pause, if any; returns its seconds, or 0 if no pause was open."""
         seconds = 0.0 if self.begun_s is None else now_s - self.begun_s
         self._ended_s += seconds
         self.begun_s = None

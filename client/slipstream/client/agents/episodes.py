@@ -40,7 +40,7 @@ OnBusy = Callable[["asyncio.Task[Any]", bool], None]
 class AgentEpisode:
     """One episode of an agent: each `next()` returns a call of the agent, the last one its result.
 
-    The first `next()` starts `run`; `part()` hands the parts of replies to the agent. `end` ends
+    The first `next()` starts `run`; `part()` passes the parts of replies to the agent. `end` ends
     the episode at any time. Calls to the endpoint are refused as soon as `run` has returned.
     """
 
@@ -64,7 +64,7 @@ class AgentEpisode:
         return call if call is not None else agent_result(self._run.result())
 
     async def part(self, part: pb.ReplyPart) -> None:
-        """Hands a part of a reply to the agent; returns when the agent has taken it."""
+        """Passes a part of a reply to the agent; returns when the agent has taken it."""
         await self._exchange.part(part)
 
     def place(self) -> str:

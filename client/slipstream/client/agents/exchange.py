@@ -120,7 +120,7 @@ class CallExchange:
         return None if self.has_ended else self._outbox.pop(0)
 
     async def part(self, part: pb.ReplyPart) -> None:
-        """Hands a part of a reply to its client; returns when the client has taken it.
+        """Passes a part of a reply to its client; returns when the client has taken it.
 
         A part of a call that is no longer open is dropped: its client hung up meanwhile.
         """

@@ -124,12 +124,12 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 async def kill(process: Process) -> bool:
-    """Kills a process; returns False if it was already gone, or does not die in time."""
+    """Kills a process; returns False if it had already ended, or does not die in time."""
     return send(process, signal.SIGKILL) and await _shown(process, is_dead)
 
 
 async def stop(process: Process, for_s: float) -> bool:
-    """Stops a process for `for_s`; returns False if it was gone or did not stop in time."""
+    """Stops a process for `for_s`; returns False if it had ended or did not stop in time."""
     if not send(process, signal.SIGSTOP):
         return False
     try:

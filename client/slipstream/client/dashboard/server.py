@@ -233,7 +233,10 @@ class RunFolders:
         return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """Returns the steps with kept trajectories, and those of `step`, None for the newest."""
+        """Returns the steps with kept trajectories, and the trajectories of one of them.
+
+        That is `step`, or the newest one if it is None.
+        """
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
         for part in self._parts(self._of(name) / SAMPLES):

@@ -111,7 +111,7 @@ class Scene:
 
     @property
     def has_model(self) -> bool:
-        """Whether the model's folder has a config.json; only the doctor goes on without it."""
+        """Whether the model's folder has a config.json; without it, only the doctor continues."""
         return (self.config.model.path / "config.json").is_file()
 
 
@@ -429,7 +429,7 @@ async def compare(
 
 
 async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
-    """Reports that this host has compared everything; ignores a controller that is gone."""
+    """Reports that this host has compared everything; ignores a controller that has ended."""
     request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
     with contextlib.suppress(grpc.aio.AioRpcError):
         async with open_channel(address, credentials) as channel:
@@ -463,7 +463,7 @@ INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 
 
 def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns which interface leads to the rendezvous; None if one node has all ranks.
+    """Returns which interface leads to the rendezvous, or None if one node has all ranks.
 
     Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
     `learner.master` has no address or no route from here.

@@ -65,7 +65,7 @@ class Process(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or the negative number of a signal; None while the process runs."""
+        """The exit code, or minus the number of a signal; None while the process runs."""
 
     async def wait(self) -> int:
         """Waits for the end of the process, and returns its exit code."""

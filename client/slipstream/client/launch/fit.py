@@ -63,7 +63,7 @@ def processor_problems(config: Config) -> tuple[str, ...]:
 
 
 def check_variables(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError when `environ` prevents what the settings ask of the engine."""
+    """Raises ConfigError when a variable in `environ` prevents a setting of the engine."""
     for problem_of in (compiler_problem, runner_problem):
         if why := problem_of(config.rollout_server, environ, on_cpu=not uses_gpus()):
             raise ConfigError(why)

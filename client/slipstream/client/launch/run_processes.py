@@ -146,7 +146,7 @@ async def end_in_order(
 async def tell_waits(
     display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
 ) -> None:
-    """Shows what the run waits for whenever nothing was shown for long; runs until cancelled."""
+    """Shows the cause of waiting whenever nothing was shown for long; runs until cancelled."""
     patience_s, last_line_s = first_s, 0.0
     while True:
         if display.spoke_s != last_line_s:
@@ -164,7 +164,7 @@ async def tell_waits(
 
 
 def wait_line(run: RunStatus) -> str:
-    """Returns what a run waits for, in one line."""
+    """Returns one line on the cause for which a run waits."""
     busy = [
         f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
         for s in run.servers

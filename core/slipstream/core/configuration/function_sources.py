@@ -26,7 +26,7 @@ def source_digests(algorithms: EnvironmentAlgorithms) -> dict[str, str]:
 
 
 def _digest(module: str) -> str:
-    """Returns the digest of the sources of a module and of its imports; "" if it is not found."""
+    """Returns the digest of the sources of a module and its imports, or "" if it is not found."""
     folders = (Path(one) for one in (os.getcwd(), *sys.path))
     folder = next((one for one in folders if _file(module, one)), None)
     if folder is None:

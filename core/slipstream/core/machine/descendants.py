@@ -61,7 +61,7 @@ def _has_left(pid: int) -> bool:
 
 
 def kill(process: Descendant) -> None:
-    """Kills exactly this process; does nothing when it is gone."""
+    """Kills exactly this process; does nothing if it has ended."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -76,7 +76,7 @@ def kill(process: Descendant) -> None:
 
 
 def resident_bytes(process: Descendant) -> int:
-    """Returns a process's resident memory (RSS), or 0 if it is gone; shared pages count fully."""
+    """Returns a process's resident memory (RSS), or 0 if it has ended; shared pages count fully."""
     try:
         pages = (_PROC / str(process.pid) / "statm").read_text().split()[1]
     except OSError:
@@ -105,7 +105,7 @@ def kernel_oom_kills() -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """Returns the children of all threads of `pid`, or [] for a process that is gone."""
+    """Returns the children of all threads of `pid`, or [] for a process that has ended."""
     found: list[int] = []
     tasks = _PROC / str(pid) / "task"
     with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ def _all_children() -> dict[int, list[int]]:
 
 
 def _start_of(pid: int) -> int | None:
-    """Returns the start time of `pid`, or None when it is gone or a zombie."""
+    """Returns the start time of `pid`, or None if it has ended or is a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:

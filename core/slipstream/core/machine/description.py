@@ -54,7 +54,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Returns the name of the processor as the system tells it."""
+    """Returns the name of the processor as the system reports it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

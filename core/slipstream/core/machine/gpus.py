@@ -60,7 +60,7 @@ class Nvml:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Returns all GPUs that the driver shows to this machine or container; () without a driver."""
+    """Returns all GPUs that the driver shows this machine or container, or () without a driver."""
     found = []
     with Nvml() as nvml:
         for index in range(nvml.ask("nvmlDeviceGetCount") or 0):

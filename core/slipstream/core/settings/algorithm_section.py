@@ -141,7 +141,7 @@ class AlgorithmSection(Section):
         return self
 
     def refusals(self) -> Iterator[str]:
-        """Yields one line for each rule between these settings that they break."""
+        """Yields one line for each rule that these settings break."""
         if self.decay == "none" and (self.decay_steps is not None or self.decay_to):
             yield (
                 "decay_steps and decay_to have no effect with decay = 'none', "

@@ -142,7 +142,7 @@ _NOT_OURS = {
 
 
 def world_problems(learner: LearnerSection) -> Iterator[str]:
-    """Checks the parallel sizes by themselves, for any model."""
+    """Checks that the parallel sizes fit each other, for any model."""
     parallel, world = learner.parallel, learner.world_size
     try:
         RankLayout.of(parallel, world)

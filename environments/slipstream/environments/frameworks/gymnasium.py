@@ -59,9 +59,9 @@ class Gymnasium(Environment[int]):
         """Takes the text before the first observation, and words for numbered actions.
 
         `observe` names a "module:function" that turns observation and info into a text. `act` names
-        a "module:function" that turns reply and action space into an action, or raises ValueError,
-        whose text says to the model what to write. Raises ConfigError for arguments that cannot
-        work.
+        a "module:function" that turns reply and action space into an action. It may raise
+        ValueError, whose text tells the model what to write. Raises ConfigError for arguments that
+        cannot work.
         """
         for name, value, least in (
             ("max_illegal", max_illegal, 1),

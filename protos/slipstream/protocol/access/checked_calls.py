@@ -84,7 +84,7 @@ class _Accepted:
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
-    """Drops gRPC's log records, with tracebacks, of answers to callers that are gone."""
+    """Drops gRPC's log records, with tracebacks, of answers to callers that have left."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))

@@ -69,7 +69,7 @@ def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequen
 def local_address(host: str, port: int = 1) -> str:
     """Returns this machine's address from which `host` is reached.
 
-    Raises OSError without a route.
+    Raises OSError if there is no route to it.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -204,8 +204,8 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     """Returns `redis_url` with the user and password of `end`.
 
     Raises ConfigError if the URL is not set, if only the other end has a user, and if a password
-    file is missing or empty. Also raises it for an address that is not loopback without TLS, or
-    with URL options that switch off checks of the certificate.
+    file is missing or empty. For an address that is not loopback, also raises it if the URL lacks
+    TLS, or has options that switch off checks of the certificate.
     """
     if queue.redis_url is None:
         raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")

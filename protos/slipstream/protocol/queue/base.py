@@ -36,7 +36,7 @@ class Amount(NamedTuple):
         return Amount(self.trajectories + 1, self.tokens + tokens)
 
     def less(self, *others: "Amount") -> "Amount":
-        """Returns this amount minus those of `others`; the difference may be negative."""
+        """Returns this amount minus all of `others`; the difference may be negative."""
         trajectories = self.trajectories - sum(other.trajectories for other in others)
         return Amount(trajectories, self.tokens - sum(other.tokens for other in others))
 

@@ -282,7 +282,7 @@ class RedisConnection:
             self.counters = earlier
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
-        """Adds to Redis's count of added bytes what it lost since `earlier`.
+        """Adds to Redis's count of added bytes the bytes that this count has lost since `earlier`.
 
         The receiver then sees that the count exceeds the bytes in the stream, and so that data were
         lost.

@@ -86,7 +86,7 @@ def put_payload(
 
 
 def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
-    """Returns the payload of the elements at these places, which ascend."""
+    """Returns the payload of the elements at the indices `places`, which ascend."""
     per_block = np.bincount(places // BLOCK_ELEMENTS, minlength=num_blocks(bucket))
     within = (places % BLOCK_ELEMENTS).astype(np.uint8)
     parts = per_block.astype("<u2").tobytes(), elements[places].tobytes(), within.tobytes()
@@ -96,7 +96,7 @@ def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
 def gap_bytes(bucket: Bucket) -> Places:
     """Returns the indices of a bucket's bytes that belong to no tensor.
 
-    They hold whatever was in that memory before, which would count as a change.
+    These bytes keep earlier contents of the memory, which would count as changes.
     """
     ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
     begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
@@ -105,6 +105,6 @@ def gap_bytes(bucket: Bucket) -> Places:
 
 
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:
-    """Returns a digest of the contents of all buckets, as their name; b"" for no buckets."""
+    """Returns a digest of the contents of all buckets, as their name, or b"" for no buckets."""
     digests = list(bucket_digests)
     return bucket_digest(digests) if digests else b""

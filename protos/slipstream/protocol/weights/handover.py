@@ -261,7 +261,7 @@ class HandoverSender:
         self._wait(_OPENED, until_s)
 
     def filled(self, number: int) -> None:
-        """Tells all receivers that bucket `number` lies complete in its buffer."""
+        """Tells all receivers that bucket `number` is complete in its buffer."""
         for peer in self._peers.values():
             peer.tell(number)
 

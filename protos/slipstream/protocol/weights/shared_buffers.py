@@ -95,9 +95,9 @@ class HostBuffers:
 
 
 def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Makes buffers on CUDA device `gpu`, or in main memory if None.
+    """Makes buffers on CUDA device `gpu`, or in main memory if it is None.
 
-    Raises ConfigError without room.
+    Raises ConfigError if there is no room.
     """
     if gpu is None:
         return HostBuffers.make(count, num_bytes)

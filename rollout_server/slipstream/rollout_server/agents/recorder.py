@@ -137,7 +137,7 @@ class Recorder:
             self._hang_up(opened)
 
     def hang_up(self, number: int) -> None:
-        """Ends call `number`, whose client is gone, if it is open; records its sampled tokens."""
+        """Ends call `number`, if open, after its client hung up; records its sampled tokens."""
         opened = self._open.get(number)
         if opened is not None:
             self._hang_up(opened)

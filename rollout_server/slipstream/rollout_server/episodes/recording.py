@@ -223,7 +223,7 @@ class Recording:
 def _whole(
     branch: ConversationBranch, branches: Sequence[ConversationBranch]
 ) -> list[npt.NDArray[np.unsignedinteger]]:
-    """Returns the routed experts of all tokens of a branch, in parts; [] if none are recorded.
+    """Returns the routed experts of all tokens of a branch, in parts, or [] if none are recorded.
 
     `branches` are all branches of the episode. Tokens without a forward pass, such as the last, get
     the placeholders of `_unknown`.

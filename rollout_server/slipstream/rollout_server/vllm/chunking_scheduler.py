@@ -64,7 +64,7 @@ CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError unless `fields`, those of vLLM's outputs, are all handled here."""
+    """Raises ConfigError unless this module handles all `fields`, those of vLLM's outputs."""
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
@@ -87,7 +87,7 @@ class Chunk:
     prompt_logprobs: Any = None
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Adds the output's other fields: first-step fields, events and recorded experts."""
+        """Keeps the fields of `output` other than tokens: first-step fields, events and experts."""
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:

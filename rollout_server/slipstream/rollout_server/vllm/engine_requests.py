@@ -248,7 +248,7 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """Overrides vLLM's method; counts the tokens of one message, without those of probes."""
+        """Overrides vLLM's method; counts the tokens of one message, except tokens of probes."""
         self.heard_s = time.monotonic()
         if scheduler_stats is not None:
             self._take(scheduler_stats)

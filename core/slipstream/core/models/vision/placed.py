@@ -40,7 +40,7 @@ class ImageTokens:
     ) -> tuple[list[int], list[PlacedImage]]:
         """Returns `token_ids` with each image's token expanded, and the images with offsets.
 
-        Raises ValueError if the number of such tokens is not that of the images: text may contain
+        Raises ValueError unless there is one image token for each image, since the text may contain
         the token too.
         """
         found: list[int] = []
