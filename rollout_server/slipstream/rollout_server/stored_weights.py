@@ -254,7 +254,8 @@ def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
 class JoinedChanges:
     """Collects the elements of each bucket that changed over several versions; 4 bytes each.
 
-    changes = JoinedChanges(buckets) changes.add(place, places)  # for each bucket of each version
+    changes = JoinedChanges(buckets)
+    changes.add(place, places)  # for each bucket of each version
     delta = changes.write(path, base, elements_of)  # with the last version's values
     """
 

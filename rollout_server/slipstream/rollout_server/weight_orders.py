@@ -73,8 +73,9 @@ class _Publish:
 class WeightOrders:
     """Carries out publish orders in turn; `Phase` lists the phases of a publish.
 
-    orders = WeightOrders(engine, dispatcher, report)  # the engine is paused running =
-    tasks.create_task(orders.run()) orders.put(order)  # for each order, in the controller's order
+    orders = WeightOrders(engine, dispatcher, report)  # the engine is paused
+    running = tasks.create_task(orders.run())
+    orders.put(order)  # for each order, in the controller's order
     orders.close(carry_out=True)  # `run` ends, with the engine paused
     """
 

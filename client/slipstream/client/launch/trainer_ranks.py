@@ -47,7 +47,8 @@ class TrainerRanks:
     """Starts the ranks, and restarts them until they end or must not start again.
 
     ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., milestones=...)
-    failed = await ranks.keep()  # None: all ended in order await ranks.stop(grace_s)
+    failed = await ranks.keep()  # None: all ended in order
+    await ranks.stop(grace_s)
 
     The ranks may die `TRAINER.restarts` times between two milestones. Ranks that train the same
     steps again after each death reach no milestone, however long they run.

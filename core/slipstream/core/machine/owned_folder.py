@@ -25,7 +25,9 @@ _NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
 class OwnedFolder:
     """A private folder of mode 0700 with a short path, since a socket's path has at most 107 bytes.
 
-    folder = OwnedFolder("sockets") ...  # uses folder.path folder.close()
+    folder = OwnedFolder("sockets")
+    ...  # uses folder.path
+    folder.close()
     """
 
     def __init__(self, kind: Kind) -> None:

@@ -234,8 +234,9 @@ def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:
 class PlanCheck:
     """Compares the parameters that the loader filled with the result of a plan's copies.
 
-    check = PlanCheck(plan, parameters) check.add(place, buffer)  # for each bucket, after the
-    loader was given it check.failure()  # after the loader has finished
+    check = PlanCheck(plan, parameters)
+    check.add(place, buffer)  # for each bucket, after the loader was given it
+    check.failure()  # after the loader has finished
 
     The loader may finish a parameter several buckets later. So a bucket's memory is held until the
     parameters equal every copy that the plan makes from it.
