@@ -141,10 +141,10 @@ class Client:
 
         `name` is by default the class's name in lower case. `weight` is the environment's share of
         the trained groups, `timeout_s` the limit of one reset or step, `adapter` a name in
-        lora.adapters. The servers look for the module in `search_path` on their machines, by
-        default in their working directory. `python` is the workers' interpreter there, by default
-        the servers' own. Raises EnvironmentFailed when no worker could load the environment and
-        reset its first task.
+        lora.adapters. The servers look for the module in the folder `search_path` of their
+        machines, by default the path of this process's working directory. `python` is the workers'
+        interpreter there, by default the servers' own. Raises EnvironmentFailed when no worker
+        could load the environment and reset its first task.
         """
         try:
             args_json = json.dumps(dict(args or {}))

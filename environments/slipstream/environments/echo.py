@@ -31,7 +31,7 @@ class Echo(Environment[Pair]):
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
     ) -> None:
-        """Raises ValueError, which names the argument, if an argument cannot work."""
+        """Raises ValueError, which names the argument, for invalid arguments."""
         if not 3 <= num_symbols <= len(string.ascii_lowercase):
             raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
         if reply_length < 2:

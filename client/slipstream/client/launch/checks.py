@@ -411,8 +411,9 @@ async def compare(
 ) -> str:
     """Compares this host's setup with the controller's; raises ConfigError for a difference.
 
-    `of_ranks` says that this host runs trainer ranks, which share the run's folder if there are
-    checkpoints. `is_awaited` says that the answering process waits for the end of the comparison.
+    `of_ranks` says that this host runs trainer ranks, which must share the run's folder if
+    checkpoints are saved. `is_awaited` says that the answering process waits for the end of the
+    comparison.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)
@@ -439,7 +440,7 @@ async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
 
 
 def _near(answer: Answer) -> str:
-    """Returns, as text, an upper bound of the clocks' difference, by the times of the answer."""
+    """Returns, as text, the largest difference of the clocks that the answer's times allow."""
     least, most = sorted(
         (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
     )

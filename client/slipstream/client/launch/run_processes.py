@@ -108,7 +108,7 @@ class RunCalls:
         return await self._state() == status_pb2.RUN_STATE_STOPPING
 
     async def status(self) -> status_pb2.RunStatus:
-        """Returns the run at this moment; raises AioRpcError if the controller does not answer."""
+        """Returns the state of the run; raises AioRpcError if the controller does not answer."""
         async with self.channel() as channel:
             status: status_pb2.RunStatus
             status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(

@@ -313,10 +313,10 @@ def bring_files(
 
     A model's name is replaced by its local folder; a data set's commit is added to its
     environment's `args`. `before` holds the settings in the run's folder, or nothing: a name
-    without a revision keeps the commit recorded there. Without `whole`, neither weights nor data
-    sets are downloaded. `apart` says that the parts of the run are started separately; then a
-    model's name must include a commit. Raises ConfigError if that commit is missing, and for a
-    failed download.
+    without a revision keeps the commit recorded there. Without `whole`, weights are not downloaded
+    and commits of data sets not fixed. `apart` says that the parts of the run are started
+    separately; then a model's name must include a commit. Raises ConfigError if that commit is
+    missing, and for a failed download.
     """
     for place in MODELS:
         section, earlier = table.get(place), before.get(place)

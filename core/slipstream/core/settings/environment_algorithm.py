@@ -44,8 +44,8 @@ class EnvironmentAlgorithmSection(_Settings):
     """The algorithm for the episodes of one environment, over the run's table `algorithm`.
 
     A table here replaces the run's whole table. Settings of a step as a whole are refused.
-    `advantage` is `gae` in all environments or in none. Advantages are normalized over the
-    environments that have the same advantage function and arguments.
+    `advantage` is `gae` in all environments or in none; its statistics over a batch cover all
+    environments with the same function and arguments.
     """
 
     if TYPE_CHECKING:

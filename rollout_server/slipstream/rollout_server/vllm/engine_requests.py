@@ -289,7 +289,7 @@ class EngineCollector:
         self._requests = requests
 
     def collect(self) -> Iterator[Metric]:
-        """Yields gauges as of the newest statistics, and counters."""
+        """Yields gauges with vLLM's newest statistics, and counters."""
         counter = self._requests.counter
         # An engine without requests takes no step and sends nothing.
         num_open = self._requests.num_open
