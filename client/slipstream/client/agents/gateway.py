@@ -71,10 +71,10 @@ class _Connection(H11Protocol):
         resting: dict[_Connection, None],
         **options: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
-        """Takes the time for a request to arrive, and the connections that are `resting` (idle).
+        """Takes the time limit for a request to arrive, and the idle connections, `resting`.
 
-        `resting` begins with the connection that is idle longest. A new connection closes it if
-        there are more than `most`.
+        `resting` begins with the connection that is idle longest. If a new connection makes more
+        than `most`, that one is closed.
         """
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting

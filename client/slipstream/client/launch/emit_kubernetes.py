@@ -139,7 +139,7 @@ class Pods:
         return f"    ports: [{', '.join(each)}]\n"
 
     def _metrics_rule(self) -> str:
-        """Returns, as YAML, the network rule that admits Prometheus; "" without metrics."""
+        """Returns, as YAML, the network rule that admits Prometheus; "" if there are no metrics."""
         first, last = self.metrics_port, self.metrics_port + 1
         return f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
 

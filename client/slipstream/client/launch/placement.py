@@ -225,7 +225,7 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
 
 
 def draft_problem(config: Config, placement: Placement) -> str:
-    """Returns why servers make no drafts although the settings ask for them, else ""."""
+    """Returns why servers decode without drafts although the settings ask for them, else ""."""
     drafts, servers = config.rollout_server.drafts, range(len(placement.servers))
     # Without GPUs here all servers are for the same number of episodes.
     most = {number: placement.max_episodes(config, number) for number in servers or (0,)}

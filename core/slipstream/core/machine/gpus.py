@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Nvml:
-    """NVIDIA's management library, open in the context; `ask` returns None without a driver."""
+    """NVIDIA's management library, opened by `with`; `ask` returns None without a driver."""
 
     def __init__(self) -> None:
         self._is_open = False

@@ -84,7 +84,7 @@ class Counters:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all entries of the stream."""
+        """The bytes of all entries of the stream."""
         return self.first_bytes + self.added_bytes - self.removed_bytes
 
     def newest(self, other: Counters) -> Counters:

@@ -267,7 +267,7 @@ async def _as_it_is(error: EnvironmentFailed) -> EnvironmentFailed:
 
 
 class LoneWorkers:
-    """Gives each episode a worker of its own; no worker runs while no episode waits."""
+    """Gives each episode a worker of its own; a worker ends when no other episode waits for it."""
 
     def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
         """Takes the maker of workers, of which at most `count` run at one time.
