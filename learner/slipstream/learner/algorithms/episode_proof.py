@@ -104,7 +104,7 @@ def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
 
 
 def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) -> list[FloatArray]:
-    """Returns the function's result on `episodes`: one array per episode, or one for a filter."""
+    """Returns the results on `episodes`: an array per episode, or one number (0, 1) of a filter."""
     where = _shown(groups)
     if proved.kind == "filter":
         return [np.array(float(filtered(proved.algorithm, episodes, where=where)))]

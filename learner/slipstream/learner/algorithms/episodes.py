@@ -35,7 +35,7 @@ class ScoredEpisode:
     values: FloatArray | None = None
     # The sampled tokens of each branch: only these follow each other.
     branches: tuple[slice, ...] = (slice(None),)
-    # What the environment measured.
+    # The metrics that the environment measured.
     metrics: Mapping[str, float] = field(default_factory=dict)
     # Versions between the sampling of each token and this step.
     lags: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -79,7 +79,7 @@ class RewardedEpisode:
     """
 
     reward: float
-    # What the environment measured.
+    # The metrics that the environment measured.
     metrics: Mapping[str, float]
     # A limit of reply, episode or turns ended it.
     is_truncated: bool
@@ -91,5 +91,5 @@ class RewardedEpisode:
     task_index: int
     # The name of the branches with a reward of their own; "" for all others.
     side: str = ""
-    # What the function `reward` reported of it.
+    # The values that the function `reward` reported of the episode.
     reports: Mapping[str, float] = field(default_factory=dict)

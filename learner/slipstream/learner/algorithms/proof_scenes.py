@@ -107,7 +107,7 @@ class Scene:
         ]
         first = [[*one[0], *one[3]] for one in cut]
         second = [[*one[1], *one[2]] for one in cut]
-        # What sequences have in common stands in the first one; the others keep what they train.
+        # Only the first sequence keeps the shared prefix; the others keep the tokens they train.
         shared = [one[max(0, self.sequences[i].find("x")) :] for i, one in enumerate(each) if i]
         heads = [one[: len(one) // 2] for one in shared]
         tails = [one[len(one) // 2 :] for one in shared]

@@ -39,7 +39,7 @@ class Signal:
     """
 
     def __init__(self) -> None:
-        # Those that the next notice wakes, by the time for which they gather changes before that.
+        # The waiters, by the seconds for which they gather changes after a notice.
         self._waiting: dict[float, dict[asyncio.Future[None], None]] = {}
 
     def notify(self) -> None:

@@ -145,7 +145,7 @@ def unpack(path: Path, folder: Path) -> Receipt:
 
 
 def describe_model(setting: str, path: Path) -> ModelFolder:
-    """Returns the name of a model's folder and its files' digests; none if it does not exist."""
+    """Returns the name of a model's folder and its files' digests, or no files if it is missing."""
     found = _SNAPSHOT.search(str(path))
     name = f"{found[1]}/{found[2]}@{found[3]}" if found else str(path)
     files = {file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()}
@@ -211,7 +211,7 @@ def _models(config: Config) -> Iterator[ModelFolder]:
 
 
 def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
-    """Raises ConfigError for a setting with a secret: its name or a password in a URL shows it."""
+    """Raises ConfigError for a setting that is a secret by its name, or a URL with a password."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_settings(inner, (*keys, key))

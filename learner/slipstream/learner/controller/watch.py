@@ -36,7 +36,7 @@ LATE_S = 2 * WATCH_S
 LOOK_S = 2.0
 # Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0
-# Seconds in which a server joins again that has lost its controller, beside its heartbeat's limit.
+# Seconds, after its heartbeat's limit, in which a server that lost its controller joins again.
 REJOIN_S = 10.0
 
 

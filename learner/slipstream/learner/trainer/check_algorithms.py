@@ -80,7 +80,7 @@ def main() -> int:
         folder, *ports = arguments.second
         _train_all(Path(folder), ports, rank=1)
         return 0
-    # What libraries print is no part of the answer.
+    # The output of libraries is not part of the answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")

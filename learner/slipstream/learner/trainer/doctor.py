@@ -42,7 +42,7 @@ def findings() -> Iterator[Line]:
 def _without_gpu() -> Iterator[Line]:
     build = torch.version.cuda
     if build is None:
-        # `slipstream doctor` itself tells of a build for CPUs: it knows who wants a GPU.
+        # `slipstream doctor` itself reports a build for CPUs, as it knows if a GPU is needed.
         return
     seen = f"torch {torch.__version__} was built for CUDA {build} and sees no GPU"
     yield "gpu", "problem", seen, "check nvidia-smi and the driver, or install torch's CPU build"

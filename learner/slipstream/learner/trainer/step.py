@@ -60,7 +60,7 @@ class TrainedStep:
     wall_s: float
     # The mean advantage of the trained tokens, by trajectory id.
     advantages: dict[str, float]
-    # What common beginnings saved, over all replicas.
+    # The work that shared prefixes saved, over all replicas.
     saved: SavedWork = SavedWork()
 
 

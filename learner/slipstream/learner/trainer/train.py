@@ -51,7 +51,7 @@ from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from torch.profiler import ProfilerActivity, profile
 
-# Trajectories of a batch whose advantages a report tells: the bound of the message.
+# Most trajectories of a batch whose advantages a report contains, to bound the message.
 _MOST_TOLD = 65536
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

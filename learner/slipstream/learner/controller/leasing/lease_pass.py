@@ -63,7 +63,7 @@ class Grant:
 
     session: ServerSession
     group: Group
-    # Number of the group among those of its environment; -1: the task was leased before.
+    # Number of the group among those of its environment, or -1 if the task was leased before.
     number: int = -1
     # The abandoned group whose task is leased again. Empty for a new task.
     replaces: str = ""

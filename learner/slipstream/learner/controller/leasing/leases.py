@@ -174,7 +174,7 @@ class LeaseBook:
         self._ids = GroupIds(history.next_group, history.starts)
         for open_group in history.open_groups.values():
             self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
-        # Those that left before the earlier controller ended do not come back with anything.
+        # Servers that left before the earlier controller ended deliver nothing any more.
         connected = {key.server_id for key in history.servers.connected}
         self.awaited.expect(connected.intersection(g.server for g in history.open_groups.values()))
 

@@ -295,7 +295,7 @@ class Publisher:
             self._abandon(publish, "a receiver was lost")
             return []
         if publish.is_announced:
-            # The call was repeated: a server that is told twice would join twice.
+            # The call was repeated: a server that gets the order twice would join twice.
             return list(known.values())
         publish.order.communicator.CopyFrom(start.communicator)
         self._tell_receivers(publish, start.layout)
@@ -458,7 +458,7 @@ class Publisher:
             self._progress.publish_ended()
         self._membership.forget(publish.communicator_id)
         if not publish.is_announced:
-            # The receivers were told nothing yet.
+            # The receivers have not got an order yet.
             return
         self._trace(publish, error=cause)
         for session in publish.receivers:

@@ -64,7 +64,7 @@ class TokenLedger:
         self._seen = SeenIds()
         # Number of trajectories that came; all that went to the journal, ended or in a batch.
         self._num_received, self._settled = 0, Amount()
-        # What the journal had at its last count and has no more.
+        # The amount that the journal had at its last count and lacks now.
         self._unread = Amount()
         # While a batch is written the journal's count may have it or not.
         self.is_writing = False

@@ -29,7 +29,7 @@ PAUSE = 100.0
 # Groups and server reports from which the model takes lengths and speeds.
 MOST_EPISODES, LEAST_GROUPS = 4096, 32
 MOST_REPORTS = 1024
-# Relative spread of the running replies below which their cost cannot be told from a step's.
+# Relative spread of running replies below which their cost is not separable from a step's.
 LEAST_SPREAD = 0.05
 # An engine's step takes longer; one of no time would make endless steps.
 LEAST_STEP_S = 1e-6
@@ -136,7 +136,7 @@ class Advisor:
             tokens=row["num_tokens"],
         )
         if self._is_first:
-            # Its seconds are those of loading.
+            # The first step includes the time of loading.
             self._is_first = False
         else:
             self._since += 1

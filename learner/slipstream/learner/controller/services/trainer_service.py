@@ -316,7 +316,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Yields the first ready order (stop, publish, store, wait) or a batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
-        # A call of which the trainer lost the connection may still wait beside this one.
+        # An earlier call whose connection the trainer lost may still wait at the same time.
         asked_s = self._asked_s = self._asked_s or time.time()
         async with self._lock:
             order = await self._next_order(request, context)
@@ -477,7 +477,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self.place.check(context)
         self.goodbye = request
         if self._progress.all_steps_done and request.export_path and not self._progress.is_over:
-            # A controller before this one had told it to stop.
+            # An earlier controller had ordered the trainer to stop.
             self._progress.complete()
         if not self._progress.is_over:
             self._progress.fail(

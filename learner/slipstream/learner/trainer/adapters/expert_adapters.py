@@ -122,15 +122,15 @@ def has_adapters(module: Megatron) -> bool:
 
 
 def merged_tasks(tasks: list[Megatron]) -> list[Megatron]:
-    """Returns tasks that export experts' matrices with their adapters merged."""
+    """Returns Bridge's conversion tasks that export experts' matrices with adapters merged."""
     return [_Changed(t, _merging(t)) if has_adapters(t.megatron_module) else t for t in tasks]
 
 
 def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> list[Megatron]:
-    """Returns tasks that export one factor, lora_A or lora_B, under the names of the matrices.
+    """Returns conversion tasks of Bridge that export one factor, under the names of the matrices.
 
-    Only matrices whose names contain one of `modules` have adapters, on any pipeline stage.
-    `tasks` must be new: Bridge caches the shapes that a task has exported.
+    `factor` is lora_A or lora_B. Only matrices whose names contain one of `modules` have adapters,
+    on any pipeline stage. `tasks` must be new: Bridge caches the shapes that a task has exported.
     """
     chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
     return [

@@ -29,7 +29,7 @@ from slipstream.v1 import trajectory_pb2
 LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 
 
-# What functions report of the episodes, by name.
+# The values that functions report of the episodes, by name.
 Reports: TypeAlias = dict[str, list[float]]
 
 

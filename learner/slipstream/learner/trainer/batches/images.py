@@ -83,7 +83,7 @@ class ImageInputs:
 
     # int64 [tokens, 3]: the position of each token in time, height and width of its sequence.
     positions: Tensor
-    # int64 [tokens]: the row of the image's features that replaces the embedding; -1: none does.
+    # int64 [tokens]: the row of features that replaces the embedding, or -1 for other tokens.
     rows: Tensor
     # float32 [patches, values of a patch], all images in order.
     pixels: Tensor

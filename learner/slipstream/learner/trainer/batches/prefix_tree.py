@@ -54,7 +54,7 @@ class SavedWork(NamedTuple):
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
 ) -> SavedWork:
-    """Returns the work that the bundles `made` save over separate sequences `members`."""
+    """Returns the work that the bundles `made` save against computing `members` separately."""
     lengths = [len(sequences[index]) for index in members]
     return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),

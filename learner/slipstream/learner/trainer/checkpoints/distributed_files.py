@@ -74,7 +74,7 @@ _DISTRIBUTED_COPY = "optimizer.state.param."
 _PLAIN_COPY = "optimizer.state.fp32_param."
 _STATE = "optimizer.state."
 _SCALER = "grad_scaler"
-# Name of the number of updates beside a model's own state.
+# Key of the number of updates, which is stored with a model's own state.
 _UPDATES = "updates"
 
 # Nested dicts and lists, with Megatron's sharded tensors as leaves.

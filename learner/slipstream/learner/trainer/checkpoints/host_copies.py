@@ -18,7 +18,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from torch import Tensor
 
-# Fewest bytes that are taken beside the reservation for a GPU, since pinning costs time each time.
+# Least size of a further block after the reservation for a GPU, since each pinning takes time.
 LEAST_BYTES = 256 << 20
 _ALIGNMENT = 256
 

@@ -117,7 +117,7 @@ def experts(
 
 
 def shared_expert() -> list[Megatron]:
-    """Returns the mappings of the shared expert, which takes every token, and its gate to files."""
+    """Returns the mappings of the shared expert, used by every token, and its gate to the files."""
     gate = ReplicatedMapping(
         megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
     )

@@ -147,7 +147,7 @@ class GpuKernels:
     """The batch-invariant kernels of vLLM's layers on GPUs; see `EngineKernels`."""
 
     def __init__(self) -> None:
-        # Its kernels read this at their first call: rows of a norm are added up in one order then.
+        # vLLM's kernels read this at their first call, and then sum rows of a norm in one order.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm import _custom_ops
         from vllm.model_executor.determinism import batch_invariant

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class MaskType(Enum):
-    """A mask that Megatron's own enumeration lacks; the name is TransformerEngine's."""
+    """An attention mask type that Megatron's enumeration lacks, by TransformerEngine's name."""
 
     padding_causal_bottom_right = 1
 

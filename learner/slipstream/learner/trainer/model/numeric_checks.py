@@ -61,7 +61,7 @@ class Kind:
     # Dimensions of queries and keys, and of values.
     size: int
     value_size: int
-    # Tokens before a query that it sees, itself included; 0: all of them.
+    # Number of tokens that a query sees, its own included; 0 means all tokens before it.
     window: int
     scale: float
     cap: float
@@ -86,7 +86,7 @@ def check_attention(model: ParallelModel) -> None:
 
 
 def kind_of(attention: Megatron) -> Kind:
-    """Returns the kind of an attention layer; its `core_attention` is what is checked."""
+    """Returns the kind of an attention layer, whose `core_attention` is checked."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     core, config = attention.core_attention, attention.config

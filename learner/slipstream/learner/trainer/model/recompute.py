@@ -87,7 +87,7 @@ class Recompute:
     def __init__(
         self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
     ) -> None:
-        """Takes this rank's unwrapped chunks; at first all layers but one in each recompute."""
+        """Takes this rank's unwrapped chunks; at first each recomputes all layers but one."""
         blocks = [model.decoder for model in models]
         self._configs = {
             id(config): config

@@ -28,7 +28,7 @@ def stochastic_bfloat16(masters: Tensor, *, seed: int) -> Tensor:
         mixed ^= (mixed >> shift) & ((1 << (32 - shift)) - 1)
         if multiplier is not None:
             mixed *= multiplier
-    # What is cut off carries into the part that stays as often as its size says.
+    # The cut-off bits carry into the kept bits with a probability equal to their share.
     mixed &= _LOW
     mixed += bits
     mixed &= ~_LOW

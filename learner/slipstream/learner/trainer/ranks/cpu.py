@@ -130,7 +130,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_op() -> Callable[..., None]:
-    """Returns a new function that does nothing; torch.compile rejects one that it already knows."""
+    """Returns a new function that does nothing; torch.compile refuses to register one twice."""
 
     def nothing(*_: object, **__: object) -> None: ...
 

@@ -276,7 +276,7 @@ class _State:
 
 
 class Grids:
-    """The layouts of one trainer; each distinct layout's groups are created once, on all ranks.
+    """The parallel layouts of one trainer; the groups of each are created once, on all ranks.
 
     The layout of `home` is in force while no other layout is in use. The constructor, `for_layout`
     and `close` are collective.
@@ -293,7 +293,7 @@ class Grids:
         self.current = self.home
 
     def for_layout(self, parallel: ParallelSection) -> Grid:
-        """Returns the groups of a layout, created if new; the layout in force does not change."""
+        """Returns the grid of a layout, created if new; the layout in force does not change."""
         # Sequence parallelism has no groups of its own.
         sizes = parallel.model_copy(update={"sequence_parallel": False})
         if sizes not in self._by_sizes:
@@ -336,7 +336,7 @@ class Grids:
 
 
 class Grid:
-    """One layout of all ranks, with its groups; `Grids.for_layout` creates it."""
+    """One parallel layout of all ranks, with its process groups; `Grids.for_layout` creates it."""
 
     def __init__(self, grids: Grids, state: _State) -> None:
         self._grids, self.state = grids, state

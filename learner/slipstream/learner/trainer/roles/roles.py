@@ -151,7 +151,7 @@ class PolicyWithoutAdapters:
         with without_adapters(policy.chunks):
             found = reference_logprobs(policy, batch, self._config)
         if sharing is not None and noted is not None:
-            # What this pass shares belongs to no training step.
+            # The work that sharing saves in this pass does not count for a training step.
             sharing.saved = noted
         return found
 
@@ -211,7 +211,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns those of these models that change in training, for checkpoints."""
+        """Returns the models of these that change in training, as checkpoints store them."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model

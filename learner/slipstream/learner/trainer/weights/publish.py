@@ -225,7 +225,7 @@ class WeightPublisher:
                     sender.connect(announced, place, abandoned)
             except WeightSyncError as error:
                 # A sender that stopped because another sender failed has nothing to add. The
-                # first one that fails tells the other senders, which still wait.
+                # first one that fails informs the other senders, which still wait.
                 if not self._ranks.flags.is_set(_abandoned(order)):
                     problem = str(error)
                     self._ranks.flags.set(_abandoned(order))
@@ -284,7 +284,7 @@ class WeightPublisher:
     def _report(
         self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult, problem: str
     ) -> None:
-        """Reports to the controller on rank 0; all ranks abort an unusable communicator."""
+        """Reports the result to the controller on rank 0; all ranks abort a broken communicator."""
         data = None
         if self._ranks.is_main:
             if problem:

@@ -54,14 +54,17 @@ class Published:
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
-        """Returns the number of bytes sent to each receiver."""
+        """Returns the bytes sent to each receiver, with `adapters_alone` without the matrices."""
         if delta is not None:
             wires = on_the_wire(self.weights.buckets, delta.changed)
             return sum(bucket.num_bytes for bucket in wires)
         return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
-        """Returns the weight layout, from which a receiver derives the same buckets."""
+        """Returns the layout of the weights, from which a receiver derives the same buckets.
+
+        `adapters_alone`: whether it leaves out the base matrices.
+        """
         return layout_to_pb(
             () if adapters_alone else self.weights.tensors,
             self.weights.bucket_bytes,
@@ -88,9 +91,9 @@ class Published:
     ) -> WeightDigests:
         """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        `delta` is the last `offer`: only its changed elements are sent. `is_publish`: see
-        `WeightStream.run`. If adapters are published separately, both are ignored: buckets are
-        filled whole, for a publish.
+        `adapters_alone`: whether the base matrices are left out. `delta` is the last `offer`: only
+        its changed elements are sent. `is_publish`: see `WeightStream.run`. If adapters are
+        published separately, the last two are ignored: buckets are filled whole, for a publish.
         """
         if not self._adapters:
             return self.weights.run(send, delta=delta, is_publish=is_publish)

@@ -73,7 +73,7 @@ class VersionWriter:
         self._objects: RankObjects | None = None
         # The folder of the run in storage; "" before the first order.
         self._run = ""
-        # On rank 0: the chain of the newest version; empty: the next version is whole.
+        # The newest version and its deltas, on rank 0; empty if the next version must be whole.
         self._chain: list[weights_pb2.StoredLink] = []
         # On rank 0: all keys that a manifest of this trainer names, by the manifest's key.
         self._named: dict[str, set[str]] = {}
@@ -183,7 +183,7 @@ class VersionWriter:
                 self._ranks.flags.set(_failed(report.folder, self._published.weights.sender))
                 return
             report.error = cause
-            # Its objects would fill a full disk.
+            # The objects of the failed version would keep a full disk full.
             self._remove(report.folder, set(), Until.after(_CLOSE_LIMIT_S, self._abandoned))
         report.write_s = time.monotonic() - started_s
         self._report(report, until)
