@@ -121,10 +121,10 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "weights": {
             "transport": arguments.transport,
             "verify_every": 1,
-            "stage_on_server": False,
             "bucket_deadline_s": 30.0,
             "join_deadline_s": 120.0,
         },
+        "debug": {"stage_on_server": False},
     }
     return parse_config(settings, source="the benchmark")
 

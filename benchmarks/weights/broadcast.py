@@ -58,7 +58,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "verify_every": arguments.verify_every,
         "bucket_deadline_s": 30.0,
         "join_deadline_s": 120.0,
-        "stage_on_server": {"on": True, "off": False, "auto": "auto"}[arguments.stage],
         "delta": arguments.delta,
     }
     if arguments.decode_graphs:
@@ -93,7 +92,10 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_reply_tokens": REPLY_TOKENS if on_gpu else 100,
             "max_episode_tokens": REPLY_TOKENS + 64,
         },
-        "debug": {"ignore_eos": True},
+        "debug": {
+            "ignore_eos": True,
+            "stage_on_server": {"on": True, "off": False, "auto": "auto"}[arguments.stage],
+        },
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
             "stall_timeout_s": 3600.0,

@@ -10,14 +10,14 @@ windows over their time; a window has `max_staleness` + 1 steps, after which an 
 waits for the same groups again, or a few more, so that waves of replies of one length end with it.
 
     python -m benchmarks.whole_systems.compare --systems ours trl-async   # two GPUs, 8 minutes
-    python -m benchmarks.whole_systems.compare --gpus 1 --systems ours ours-pause
+    python -m benchmarks.whole_systems.compare --gpus 1 --systems ours ours-off
     python -m benchmarks.whole_systems.compare --device cpu --systems ours trl-async --rounds 1
 
 `ours-fp8` is ours with `rollout_server.quantization = "fp8_per_channel"`, `ours-kv8` with the KV
-cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-pause` and `ours-sleep` have
-that value of `controller.turns`. `ours-both` has a second rollout server, on the learner's GPU.
-These words go together: `ours-both-kv8-pause`. TRL 1.16 with datasets, accelerate and Liger must be
-importable (`--peer-path`).
+cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours-pause` and
+`ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
+learner's GPU. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets, accelerate and
+Liger must be importable (`--peer-path`).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """
@@ -62,7 +62,7 @@ from benchmarks.whole_systems.work import NO_SEEDS, Work
 
 NAME = "whole-systems"
 # What may follow `ours`, with hyphens between.
-WORDS = {"bits", "fp8", "kv8", "both", "pause", "sleep"}
+WORDS = {"bits", "fp8", "kv8", "both", "off", "pause", "sleep"}
 
 
 @dataclass

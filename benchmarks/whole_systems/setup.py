@@ -146,8 +146,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     """Returns the configuration of our run: what a user writes for this work."""
     work, on_cpu = system.work, arguments.device == "cpu"
     words = system.name.split("-")
-    turns = next((word for word in words if word in ("pause", "sleep")), "off")
-    offload = "{ gradients = true, optimizer = true }" if turns == "sleep" else "{}"
+    turns = next((word for word in words if word in ("off", "pause", "sleep")), "auto")
     longest = max(work.tokens, work.longest)
     work_table = ", ".join(f"{key} = {value}" for key, value in asdict(work).items())
     extra = 'quantization = "fp8_per_channel"\n' if "fp8" in words else ""
@@ -194,7 +193,6 @@ micro_batch_tokens = {arguments.micro_tokens}
 threads = {1 if on_cpu else 4}
 export_final = false
 {"devices = [0]" if "both" in words and not on_cpu else ""}
-offload = {offload}
 [rollout_server]
 max_episodes = {arguments.episodes}
 threads = {1 if on_cpu else 4}

@@ -55,6 +55,19 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(
     assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
 
 
+async def test_by_default_the_engine_on_the_trainers_gpu_rests_alone(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    beside, apart = (FakeServer(config.controller.address, f"s{i}", delay_s=0.02) for i in range(2))
+    trainer = TrainerBeside(config, beside, apart)
+    trainer.places = [weights_pb2.Place(gpus=["GPU-0"])]
+    beside.gpus, apart.gpus = ["GPU-0"], ["GPU-1"]
+    summary = await play(config, beside, apart, trainer=trainer)
+    assert (summary["code"], summary["steps"]) == (0, 12)
+    assert trainer.resting[-1] == [True, False]
+    assert not any(beside.rests)
+    assert apart.rests == []
+
+
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
 async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
     tmp_path: Path, turns: str

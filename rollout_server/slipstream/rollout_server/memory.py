@@ -80,7 +80,7 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 
     `wire_bytes` is the size of an update, all of which each worker of an engine receives. Nothing
     is subtracted if updates are not staged, or if "auto" finds the update too large. Raises
-    ConfigError if `weights.stage_on_server` is true and leaves vLLM nothing.
+    ConfigError if `debug.stage_on_server` is true and leaves vLLM nothing.
     """
     share = config.rollout_server.gpu_memory_utilization
     stage, part = config.staging, wire_bytes / gpu_bytes
@@ -88,7 +88,7 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
         return share
     if part >= share:
         raise ConfigError(
-            f"weights.stage_on_server = true takes {wire_bytes / 1e9:.1f} GB of the "
+            f"debug.stage_on_server = true takes {wire_bytes / 1e9:.1f} GB of the "
             f"{share * gpu_bytes / 1e9:.1f} GB of the engine: set 'auto' or false"
         )
     return share - part

@@ -26,7 +26,7 @@ from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
-from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 
 OPEN = Credentials(None, None, None, None)
 QUEUE_BYTES = 256 << 20
@@ -74,6 +74,8 @@ class FakeServer:
         self.environments_fail, self.slow_environment = environments_fail, slow_environment
         self.failing_environment, self.queue_url = failing_environment, queue_url
         self.queue_bytes = queue_bytes
+        # Names of the GPUs on which it seems to compute.
+        self.gpus: list[str] = []
         # Lets a version be fetched from storage, and what was fetched.
         self.from_storage, self.link, self.fetch_s = from_storage, asyncio.Event(), 0.0
         self.link.set()
@@ -159,6 +161,7 @@ class FakeServer:
                 max_model_len=4096,
                 queue_bytes=self.queue_bytes,
                 from_storage=self.from_storage,
+                place=weights_pb2.Place(gpus=self.gpus),
             )
         )
         while (message := await self.outbox.get()) is not None:

@@ -123,7 +123,8 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
-            "weights": {"stage_on_server": STAGES[options.stage], "delta": options.delta},
+            "weights": {"delta": options.delta},
+            "debug": {"stage_on_server": STAGES[options.stage]},
             "rollout_server": {
                 "max_episodes": 256,
                 "threads": 1,
@@ -258,7 +259,7 @@ def parsed(description: str | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
-    parser.add_argument("--stage", choices=STAGES, default="auto", help="weights.stage_on_server")
+    parser.add_argument("--stage", choices=STAGES, default="auto", help="debug.stage_on_server")
     parser.add_argument("--delta", default="off", help="weights.delta")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")

@@ -95,7 +95,7 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
     ("name", "settings"),
     [
         ("ours", {"count": 1, "shared_max_episodes": None}),
-        ("ours-both-pause", {"count": 2, "devices": (1, 0), "shared_max_episodes": 32}),
+        ("ours-both-off", {"count": 2, "devices": (1, 0), "shared_max_episodes": 32}),
         ("ours-fp8", {"quantization": "fp8_per_channel"}),
         ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
     ],
@@ -110,7 +110,7 @@ def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path)
     )
     found = config.rollout_server.model_dump()
     assert {key: found[key] for key in settings} == settings
-    assert config.controller.turns == ("pause" if "pause" in name else "off")
+    assert config.controller.turns == ("off" if "off" in name else "auto")
     assert (config.learner.devices == (0,)) is ("both" in name)
 
 

@@ -159,6 +159,11 @@ def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.Monkey
     assert shared["GPU memory"].verdict is Verdict.PROBLEM
     assert shared["GPU memory"].seen == "117.3 of 84.0 GiB for a trainer rank"
     assert "lower rollout_server.gpu_memory_utilization" in shared["GPU memory"].remedy
+    assert 'controller.turns = "sleep"' in shared["GPU memory"].remedy
+    offload = {"offload": {"gradients": True, "optimizer": True}}
+    in_turn = config_of(controller={"turns": "sleep"}, learner=offload)
+    found = fits(in_turn, monkeypatch, 1, 7.0)["GPU memory"]
+    assert found.seen == "117.3 of 140.0 GiB for a trainer rank"
     tight = fits(config_of(), monkeypatch, 2, 7.5)
     assert tight["GPU memory"].verdict is Verdict.ADVICE
 

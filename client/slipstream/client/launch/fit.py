@@ -342,7 +342,9 @@ def _memory(
 ) -> Iterator[Finding]:
     own = [find_gpu(name, gpus) for name in placement.learner]
     share = config.rollout_server.gpu_memory_utilization
-    sharing = max(placement.shared.values(), default=0)
+    # Engines that sleep leave a step what they have.
+    sleeps = config.controller.turns == "sleep"
+    sharing = 0 if sleeps else max(placement.shared.values(), default=0)
     known = [gpu.memory_bytes for gpu in own if gpu is not None]
     if not known:
         return
@@ -363,7 +365,8 @@ def _memory(
             "learner.use_distributed_optimizer with more ranks, or learner.offload.optimizer"
         )
         if sharing:
-            remedy += ", or lower rollout_server.gpu_memory_utilization"
+            remedy += ", lower rollout_server.gpu_memory_utilization, or let engines give their "
+            remedy += 'memory back in each step by controller.turns = "sleep"'
         yield problem("GPU memory", seen, remedy)
     elif needs.rank_bytes + more > room:
         yield advice(

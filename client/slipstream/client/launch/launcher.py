@@ -31,6 +31,7 @@ from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.placement import (
     Placement,
     describe_sharing,
+    describe_turns,
     fit_here,
     place_here,
     uses_gpus,
@@ -478,5 +479,5 @@ def place_dry(
         return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
     sharing = describe_sharing(config, placement)
     if transport:
-        sharing.append(f"weights travel by {transport}")
+        sharing += [describe_turns(config, placement), f"weights travel by {transport}"]
     return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine], ()

@@ -182,8 +182,8 @@ def _share_with_learner(config: Config, placement: Placement) -> Config:
     if total > 1 and config.controller.turns != "sleep":
         raise ConfigError(
             f"on a shared GPU {engines} * rollout_server.gpu_memory_utilization + "
-            f"learner.gpu_memory_fraction must be at most 1, got "
-            f"{server.gpu_memory_utilization:g} and {fraction or 0.0:g}"
+            f'learner.gpu_memory_fraction must be at most 1 without controller.turns = "sleep", '
+            f"got {server.gpu_memory_utilization:g} and {fraction or 0.0:g}"
         )
     return config
 
@@ -222,6 +222,23 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
     if undrafted := draft_problem(config, placement):
         lines.append(undrafted)
     return lines
+
+
+def describe_turns(config: Config, placement: Placement) -> str:
+    """Returns one line with what `controller.turns` means for ranks and servers here, and why.
+
+    The controller finds the same in the places of those that join it (`EngineTurns`).
+    """
+    turns, server = config.controller.turns, config.rollout_server
+    first = next(filter(placement.shares, range(len(placement.servers))), None)
+    if turns != "auto":
+        return f"turns: {turns}, as controller.turns says"
+    if first is None:
+        return "turns: off, because no rollout server shares a GPU with the learner"
+    if server.weights_from == "storage":
+        return 'turns: off, because rollout_server.weights_from is "storage"'
+    gpu = next(filter(placement.shared.get, placement.servers[first]))
+    return f"turns: pause, because rollout server {first} shares GPU {gpu} with the learner"
 
 
 def draft_problem(config: Config, placement: Placement) -> str:

@@ -153,6 +153,9 @@ class ProfileSection(Section):
     memory: bool = False
 
 
+StageSetting = Literal["auto"] | bool
+
+
 class DebugSection(Section):
     """Settings for tests, measurements and strange devices, which no run needs."""
 
@@ -172,6 +175,10 @@ class DebugSection(Section):
     # Largest [gap of a probe](internals/wire_weights.md#the-probe). By default 1e-3 in float32,
     # 0.16 in bfloat16, 0.02 in float16, 0.5 with FP8.
     probe_tolerance: float | None = Field(None, gt=0)
+    # Receive weights [beside those that serve](internals/weights.md#beside-the-weights-that-serve),
+    # so that requests wait only for copies. It takes as much memory again. `auto` decides for each
+    # update.
+    stage_on_server: StageSetting = "auto"
     # Continue after the end-of-text token up to the limits, for benchmarks.
     ignore_eos: bool = False
     # Element type of the logits in learner and engine. `model` is `model.dtype`, with which

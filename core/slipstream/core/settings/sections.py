@@ -19,7 +19,6 @@ from slipstream.core.template_values import TemplateValues
 from slipstream.v1 import fleet_pb2
 
 DeltaSetting = Literal["off", "gpu", "host"]
-StageSetting = Literal["auto"] | bool
 
 
 def _check_storage(url: str) -> str:
@@ -47,10 +46,6 @@ class WeightsSection(Section):
     host: Host = "127.0.0.1"
     # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
-    # Receive weights [beside those that serve](internals/weights.md#beside-the-weights-that-serve),
-    # so that requests wait only for copies. It takes as much memory again. `auto` decides for each
-    # update.
-    stage_on_server: StageSetting = "auto"
     # Send [changed elements alone](internals/weight_changes.md#changes-alone), where that is at
     # most half as long. The trainer keeps what it sent on its GPU (`gpu`) or in main memory
     # (`host`).
@@ -311,8 +306,9 @@ class ControllerSection(Section):
     # Steps between samples of trajectories, which are written as text.
     sample_every_steps: Positive = 10
     # Use of a GPU that learner and servers share. With `pause` engines rest during training, with
-    # `sleep` each also gives memory back while the other computes.
-    turns: Literal["off", "pause", "sleep"] = "off"
+    # `sleep` each also gives memory back while the other computes. `auto` is pause on such a GPU,
+    # and off elsewhere.
+    turns: Literal["auto", "off", "pause", "sleep"] = "auto"
 
 
 class ParallelSection(Section):

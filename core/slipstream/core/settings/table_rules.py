@@ -158,15 +158,15 @@ def turn_problems(config: Tables) -> Iterator[str]:
             'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
             "the learner gives its memory back to the engines"
         )
-    if turns == "sleep" and config.weights.stage_on_server is True:
+    if turns == "sleep" and config.debug.stage_on_server is True:
         yield (
-            'weights.stage_on_server must be "auto" or false with controller.turns = "sleep", got '
+            'debug.stage_on_server must be "auto" or false with controller.turns = "sleep", got '
             "true: engines keep the memory in which weights arrive"
         )
-    if turns != "off" and config.rollout_server.weights_from == "storage":
+    if turns in ("pause", "sleep") and config.rollout_server.weights_from == "storage":
         yield (
-            'controller.turns must be "off" with rollout_server.weights_from = "storage", got '
-            f"{turns!r}: such a server loads weights while the learner trains"
+            'controller.turns must be "auto" or "off" with rollout_server.weights_from = '
+            f'"storage", got {turns!r}: such a server loads weights while the learner trains'
         )
 
 

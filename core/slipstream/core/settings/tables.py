@@ -9,6 +9,7 @@ from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
     DebugSection,
     EvaluationSection,
+    StageSetting,
     TrackingSection,
 )
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
@@ -24,7 +25,6 @@ from slipstream.core.settings.sections import (
     RunSection,
     SamplingSection,
     SecuritySection,
-    StageSetting,
     WeightsSection,
 )
 from slipstream.core.types import reference_bytes_per_token
@@ -79,11 +79,11 @@ class Tables(Section):
 
     @property
     def staging(self) -> StageSetting:
-        """The value of `weights.stage_on_server`, with "auto" resolved if engines sleep.
+        """The value of `debug.stage_on_server`, with "auto" resolved if engines sleep.
 
         "auto" then becomes false, since engines sleep to free their memory.
         """
-        stage = self.weights.stage_on_server
+        stage = self.debug.stage_on_server
         return False if stage == "auto" and self.controller.turns == "sleep" else stage
 
     @property

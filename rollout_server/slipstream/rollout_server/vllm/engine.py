@@ -18,7 +18,7 @@ import psutil
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import StageSetting
+from slipstream.core.settings.measurement_sections import StageSetting
 from slipstream.core.types import LogprobArray, PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import (

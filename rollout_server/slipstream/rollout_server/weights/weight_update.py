@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.sections import StageSetting
+from slipstream.core.settings.measurement_sections import StageSetting
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
@@ -87,7 +87,7 @@ class WeightUpdate:
     """
 
     def __init__(self, call_all: CallAll, pause: Pause, *, stage: StageSetting) -> None:
-        """`stage` is the setting `weights.stage_on_server`."""
+        """`stage` is the setting `debug.stage_on_server`."""
         self._call_all, self._pause, self._stage = call_all, pause, stage
         # A worker that stages receives the buckets in `prepare`; a worker that loads receives them
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan

@@ -36,7 +36,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     text, _ = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1)
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
-    assert notes[:16] == [
+    assert notes[:17] == [
         "# The trainer's ranks:",
         "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
         "# tp: 1 x 2: [0 1]",
@@ -51,6 +51,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "#",
         "# The GPUs of what starts here:",
         "# no GPU is used",
+        "# turns: off, because no rollout server shares a GPU with the learner",
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]

@@ -14,6 +14,7 @@ from slipstream.client.launch.placement import (
     Visible,
     check_transport,
     describe_sharing,
+    describe_turns,
     draft_problem,
     place,
     share_memory,
@@ -203,7 +204,9 @@ def test_shares_of_one_gpu_are_at_most_all_of_it() -> None:
     config = config_of({"gpu_memory_fraction": 0.5}, {"gpu_memory_utilization": 0.5})
     assert share_memory(config, shared) is config
     config = config_of({"gpu_memory_fraction": 0.5}, {"gpu_memory_utilization": 0.6})
-    with pytest.raises(ConfigError, match=r"at most 1, got 0\.6 and 0\.5"):
+    with pytest.raises(
+        ConfigError, match=r'at most 1 without controller\.turns = "sleep", got 0\.6 and 0\.5'
+    ):
         share_memory(config, shared)
     assert share_memory(config, Placement(("0",), (("1",),))) is config
 
@@ -219,6 +222,32 @@ def test_shares_of_a_gpu_that_is_used_in_turn_may_be_more_than_all_of_it() -> No
     assert share_memory(in_turn, shared) is in_turn
     with pytest.raises(ConfigError, match="at most 1"):
         share_memory(config, shared)
+
+
+ONE, BESIDE, OWN = ("0",), Placement(("0",), (("1",), ("0",))), Placement(("0",), (("1",),))
+
+
+@pytest.mark.parametrize(
+    ("turns", "weights_from", "placement", "said"),
+    [
+        ("auto", "trainer", Placement(), "off, because no rollout server shares a GPU with "),
+        ("auto", "trainer", OWN, "off, because no rollout server shares a GPU with "),
+        ("auto", "trainer", BESIDE, "pause, because rollout server 1 shares GPU 0 with "),
+        ("auto", "storage", BESIDE, 'off, because rollout_server.weights_from is "storage"'),
+        ("off", "trainer", BESIDE, "off, as controller.turns says"),
+        ("sleep", "trainer", BESIDE, "sleep, as controller.turns says"),
+    ],
+)
+def test_the_plan_names_the_turns_and_why(turns, weights_from, placement, said):
+    config = small_config(
+        run={"name": "placed", "steps": 1},
+        controller={"turns": turns},
+        learner={"offload": {"gradients": True, "optimizer": True}},
+        rollout_server={"weights_from": weights_from},
+        weights={"storage_url": "versions"},
+    )
+    said += "the learner" if said.endswith("with ") else ""
+    assert describe_turns(config, placement) == f"turns: {said}"
 
 
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
@@ -255,6 +284,7 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         "The GPUs of what starts here:",
         "trainer rank 0: GPU 2",
         "rollout server 0: GPU 1",
+        "turns: off, because no rollout server shares a GPU with the learner",
         "weights travel by nccl",
         ENGINE_LINE,
     ]
@@ -264,7 +294,8 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     config, lines, _ = launcher.place_dry(config_of(), ranks=1, servers=1)
     assert config.rollout_server.gpu_memory_utilization == 0.4
-    assert lines[-3].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-4].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-3] == "turns: pause, because rollout server 0 shares GPU 2 with the learner"
     assert lines[-2] == "weights travel by ipc"
 
 

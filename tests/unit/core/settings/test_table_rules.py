@@ -204,14 +204,14 @@ TABLES: list[tuple[Changes, str]] = [
         'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true',
     ),
     (
-        SLEEP | {"weights.stage_on_server": True},
-        'weights.stage_on_server must be "auto" or false with controller.turns = "sleep", got true',
+        SLEEP | {"debug.stage_on_server": True},
+        'debug.stage_on_server must be "auto" or false with controller.turns = "sleep", got true',
     ),
     *(
         (
             SLEEP | STORED | {"controller.turns": turns},
-            f'controller.turns must be "off" with rollout_server.weights_from = "storage", got '
-            f"{turns!r}",
+            'controller.turns must be "auto" or "off" with rollout_server.weights_from = '
+            f'"storage", got {turns!r}',
         )
         for turns in ("pause", "sleep")
     ),
@@ -464,7 +464,7 @@ def test_a_probe_allows_for_the_rounding_of_fp8() -> None:
 
 def test_engines_that_give_their_memory_back_keep_none_for_arriving_weights() -> None:
     assert config_with(SLEEP).staging is False
-    assert config_with({"weights.stage_on_server": True}).staging is True
+    assert config_with({"debug.stage_on_server": True}).staging is True
 
 
 @pytest.mark.parametrize(

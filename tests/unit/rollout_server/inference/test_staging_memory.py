@@ -16,7 +16,8 @@ def config_of(folder, stage, share=0.9, max_images=0, **weights):
         model={"path": str(folder), "dtype": "bfloat16"},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
         rollout_server={"gpu_memory_utilization": share},
-        weights={"stage_on_server": stage, **weights},
+        weights=weights,
+        debug={"stage_on_server": stage},
     )
 
 

@@ -7,7 +7,7 @@ controller ends the server's stream.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.run import Run
@@ -21,6 +21,9 @@ from slipstream.v1 import fleet_pb2
 class EngineTurns:
     """Orders engines on devices of the learner to rest while it trains, and to wake.
 
+    With `controller.turns = "auto"` these are the engines on its GPUs, as processes named their
+    places when they joined. Engines and learners on CPUs compute at the same time.
+
     await turns.begin()           # before the trainer gets a batch
     turns.end(keep=["server-0"])  # after the step: all but server-0, which receives weights, wake
     await turns.stop()            # before the trainer is told to save and leave
@@ -29,34 +32,33 @@ class EngineTurns:
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
         self._fleet, self._run = fleet, run
-        self._are_off = run.config.controller.turns == "off"
-        self._gives_back = run.config.controller.turns == "sleep"
+        self._setting = run.config.controller.turns
+        self._gives_back = self._setting == "sleep"
         self._number = 0
         # True between the orders to rest and `end`.
         self._is_learners_turn = False
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
         self._answers: dict[ServerKey, asyncio.Future[None]] = {}
-        self._has_warned = False
+        # Whether an engine rested when the log last said it; None: it has not said it.
+        self._told: bool | None = None
 
     def are_taken_by(self, session: ServerSession) -> bool:
         """Whether the engine of this server rests while the learner trains."""
-        return not self._are_off and self._is_beside(session)
+        has_gpu = bool(session.hello.place.gpus)
+        may_rest = has_gpu if self._setting == "auto" else self._setting != "off"
+        if session.hello.from_storage or not may_rest:
+            return False
+        place = place_from_pb(session.hello.place)
+        return any(shares(place, rank) for rank in self._run.progress.learner_places)
 
     async def begin(self) -> None:
         """Orders the engines on the learner's devices to rest; returns when all of them do.
 
         Ends the streams of servers that do not answer within `weights.join_deadline_s`.
         """
-        if self._are_off:
-            return
         sharing = self._sharing()
-        if not sharing and self._fleet.serving() and not self._has_warned:
-            self._has_warned = True
-            self._run.events.warn(
-                f'controller.turns = "{self._run.config.controller.turns}" has no effect: no '
-                "rollout server computes on a device of the learner"
-            )
+        self._tell(sharing)
         self._order(sharing)
         limit_s = self._run.config.weights.join_deadline_s
         await self._run.clock.wait(list(self._answers.values()), limit_s)
@@ -108,6 +110,23 @@ class EngineTurns:
         if answer.number == self._number:
             self._answered(session.key)
 
+    def _tell(self, sharing: Sequence[ServerSession]) -> None:
+        """Says in the log, once each, what "auto" means here, and that other turns mean nothing."""
+        rests, setting, events = bool(sharing), self._setting, self._run.events
+        if self._told in (True, rests) or not self._fleet.serving():
+            return
+        self._told = rests
+        if setting == "auto" and any(rank.gpus for rank in self._run.progress.learner_places):
+            turns, who = "off", "no rollout server"
+            if rests:
+                turns, who = "pause", f"rollout server {sharing[0].name}"
+            events.add(f"turns: {turns}, because {who} shares a GPU with the learner")
+        elif setting in ("pause", "sleep") and not rests:
+            events.warn(
+                f'controller.turns = "{setting}" has no effect: no rollout server computes on a '
+                "device of the learner"
+            )
+
     def _order(self, sessions: Collection[ServerSession]) -> None:
         self._number += 1
         self._is_learners_turn = True
@@ -135,14 +154,10 @@ class EngineTurns:
         """
         return [
             session
-            for session in self._fleet.fed_by_trainer()
+            for session in self._fleet.sessions.values()
             if (self._gives_back or session.state in (SERVING, LOADING))
-            and self._is_beside(session)
+            and self.are_taken_by(session)
         ]
-
-    def _is_beside(self, session: ServerSession) -> bool:
-        ranks = self._run.progress.learner_places
-        return any(shares(place_from_pb(session.hello.place), rank) for rank in ranks)
 
 
 def shares(server: Place, rank: Place) -> bool:

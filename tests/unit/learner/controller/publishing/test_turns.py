@@ -15,10 +15,10 @@ from support.rigs.publishing_scene import joined, nothing, run_of, sent
 class Scene:
     """Two servers that serve; `lost` is the name of each that is gone."""
 
-    def __init__(self, turns: str = "pause", join_deadline_s: float = 20.0) -> None:
+    def __init__(self, turns: str | None = "pause", join_deadline_s: float = 20.0) -> None:
         offload = {"offload": {"gradients": True, "optimizer": True}}
         self.run = run_of(
-            controller={"turns": turns},
+            controller={"turns": turns} if turns else {},
             learner=offload,
             weights={"join_deadline_s": join_deadline_s},
         )
@@ -37,6 +37,16 @@ class Scene:
         session.on(ServerEvent.RECEIVE)
         session.on(ServerEvent.PUBLISHED)
         return session
+
+    def compute_on(self, rank: str, *servers: str) -> None:
+        """Tells the GPU of the trainer's rank and those of the servers; "": a CPU."""
+        self.run.progress.trainer_registered((Place("here", tuple(filter(None, [rank]))),))
+        for session, gpu in zip(self.sessions, servers, strict=True):
+            session.hello.place.gpus[:] = filter(None, [gpu])
+
+    @property
+    def said(self) -> list[str]:
+        return [event.text for event in self.run.events.kept() if "turns" in event.text]
 
     async def begin(self, *answering: ServerSession) -> list[fleet_pb2.Rest]:
         """Begins a step; these servers say at once that their engines rest."""
@@ -187,11 +197,62 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
     await scene.begin()
     await scene.begin()
     assert [sent(session) for session in scene.sessions] == [[], []]
-    said = [event.text for event in scene.run.events.kept() if "no effect" in event.text]
-    assert said == [
+    assert scene.said == [
         'controller.turns = "pause" has no effect: no rollout server computes on a device of the '
         "learner"
     ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "servers", "said"),
+    [
+        ("", ("", ""), []),
+        ("0", ("1", "2"), ["off, because no rollout server shares a GPU with the learner"]),
+        ("0", ("1", "0"), ["pause, because rollout server b shares a GPU with the learner"]),
+    ],
+    ids=["CPUs", "own GPUs", "a shared GPU"],
+)
+async def test_by_default_engines_on_the_learners_gpus_rest_and_no_others(rank, servers, said):
+    scene = Scene(None)
+    scene.compute_on(rank, *servers)
+    resting = [session for session, gpu in zip(scene.sessions, servers, strict=True) if gpu == "0"]
+    for _ in range(2):
+        orders = await scene.begin(*resting)
+        assert [order.give_back for order in orders] == [False] * len(resting)
+        scene.turns.end()
+        found = [sent(session) for session in scene.sessions]
+        assert found == [["wake"] if each in resting else [] for each in scene.sessions]
+    assert list(filter(scene.turns.are_taken_by, scene.sessions)) == resting
+    assert scene.said == [f"turns: {line}" for line in said]
+
+
+async def test_by_default_a_server_that_reads_storage_on_the_learners_gpu_takes_no_turns() -> None:
+    scene = Scene(None)
+    scene.compute_on("0", "0", "0")
+    for session in scene.sessions:
+        session.hello.from_storage = True
+    await scene.begin()
+    assert not any(map(scene.turns.are_taken_by, scene.sessions))
+    assert scene.said == ["turns: off, because no rollout server shares a GPU with the learner"]
+
+
+async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu() -> None:
+    scene = Scene(None)
+    scene.compute_on("0", "1", "1")
+    await scene.begin()
+    scene.compute_on("0", "1", "0")
+    await scene.begin(scene.sessions[1])
+    scene.compute_on("0", "1", "1")
+    await scene.begin()
+    assert [line.split(",")[0] for line in scene.said] == ["turns: off", "turns: pause"]
+
+
+async def test_a_stated_value_wins_on_a_shared_gpu() -> None:
+    scene = Scene("off")
+    scene.compute_on("0", "0", "0")
+    await scene.begin()
+    assert [sent(session) for session in scene.sessions] == [[], []]
+    assert scene.said == []
 
 
 @pytest.mark.parametrize(
