@@ -8,14 +8,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.vllm.weights.loader_update import check_layers
 from slipstream.rollout_server.weights.copy_plan import NotCopied, record
 from slipstream.rollout_server.weights.live_base import whole_digests
-from support.fakes.receiver_worker import (
-    deltas,
-    first_update_with_slow_recording,
-    updates,
-    updates_from_files,
-    updates_of_layers_with_scales,
-    updates_while_experts_move,
-)
+from support.fakes import receiver_worker
 from support.ranks.loader_ranks import (
     SHAPES,
     Outcome,
@@ -112,7 +105,7 @@ def test_the_proof_accepts_what_the_loader_did_and_nothing_else(alone) -> None:
 def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
     folder: Path, stage: bool
 ) -> None:
-    (seen,) = in_ranks(1, updates, folder, "llama_tied", stage)
+    (seen,) = in_ranks(1, receiver_worker.updates, folder, "llama_tied", stage)
     loader, plan = (False, True), (True, True)
     assert seen[:5] == [loader, plan, plan, loader, plan]
     assert "did not arrive" in seen[5]
@@ -121,7 +114,7 @@ def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
 
 @pytest.mark.parametrize("stage", [False, True])
 def test_a_receiver_applies_deltas_to_what_it_was_sent_whole(folder: Path, stage: bool) -> None:
-    (seen,) = in_ranks(1, deltas, folder, "llama_tied", stage)
+    (seen,) = in_ranks(1, receiver_worker.deltas, folder, "llama_tied", stage)
     loader, plan = (False, True), (True, True)
     assert seen[:6] == [loader, plan, plan, plan, plan, plan]
     assert "did not arrive" in seen[6]
@@ -135,17 +128,17 @@ def test_a_receiver_applies_deltas_to_what_it_was_sent_whole(folder: Path, stage
 def test_a_receiver_loads_and_then_copies_what_its_server_fetched(
     folder: Path, stage: bool
 ) -> None:
-    (seen,) = in_ranks(1, updates_from_files, folder, "llama_tied", stage)
+    (seen,) = in_ranks(1, receiver_worker.updates_from_files, folder, "llama_tied", stage)
     assert seen == [(False, True, True), (True, True, True), (True, True, True)]
 
 
 def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> None:
-    (seen,) = in_ranks(1, updates, folder, "qwen3_moe", False)
+    (seen,) = in_ranks(1, receiver_worker.updates, folder, "qwen3_moe", False)
     assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])
 
 
 def test_layers_that_compute_scales_are_loaded_though_nobody_sends_them(folder: Path) -> None:
-    (seen,) = in_ranks(1, updates_of_layers_with_scales, folder, "llama_tied")
+    (seen,) = in_ranks(1, receiver_worker.updates_of_layers_with_scales, folder, "llama_tied")
     # Four in each of two blocks.
     assert seen == [8, (False, True), True, (False, True), True]
 
@@ -188,10 +181,10 @@ def test_sinks_that_attention_copies_go_through_the_loader(precision: str) -> No
 
 
 def test_a_plan_is_not_made_where_experts_change_their_places(folder: Path) -> None:
-    (seen,) = in_ranks(1, updates_while_experts_move, folder, "llama_tied")
+    (seen,) = in_ranks(1, receiver_worker.updates_while_experts_move, folder, "llama_tied")
     assert seen == [(False, True), (False, True)]
 
 
 def test_recording_a_plan_takes_nothing_of_the_time_of_a_bucket(folder: Path) -> None:
-    (seen,) = in_ranks(1, first_update_with_slow_recording, folder, "llama_tied")
+    (seen,) = in_ranks(1, receiver_worker.first_update_with_slow_recording, folder, "llama_tied")
     assert seen == [(False, True)]

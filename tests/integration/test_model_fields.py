@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from support.fakes.field_models import (
-    CASES,
-    CHOICES,
-    FAMILIES,
-    ROPES,
-    make_field_model,
-    write_as_transformers_4,
-)
+from support.fakes import field_models
 from support.ranks import field_ranks
 from support.ranks.field_ranks import probe
 from support.ranks.rank_pool import RankPool
@@ -47,12 +40,12 @@ OLD_FORM = ["llama.llama3", "qwen3.llama3", "qwen2-moe.default", "llama.yarn"]
 def folder(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, and what the learner makes of them."""
     folder = tmp_path_factory.mktemp("fields")
-    for case in CASES:
-        make_field_model(folder, case)
+    for case in field_models.CASES:
+        field_models.make_field_model(folder, case)
     for case in OLD_FORM:
-        make_field_model(folder / "old", case)
-        write_as_transformers_4(folder / "old" / case)
-    jobs = [*CASES, *(f"old/{case}" for case in OLD_FORM)]
+        field_models.make_field_model(folder / "old", case)
+        field_models.write_as_transformers_4(folder / "old" / case)
+    jobs = [*field_models.CASES, *(f"old/{case}" for case in OLD_FORM)]
     rank_pool.run(Path(field_ranks.__file__), jobs, world_size=1, folder=folder)
     return folder
 
@@ -75,42 +68,43 @@ def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(f"old/{case}" for case in OLD_FORM)])
+@pytest.mark.parametrize("case", [*field_models.CASES, *(f"old/{case}" for case in OLD_FORM)])
 def test_the_learner_computes_what_transformers_does(case: str, folder: Path) -> None:
     found = torch.load(folder / f"{case}.pt", weights_only=True)
     torch.testing.assert_close(found, logprobs(folder / case, {}), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", field_models.CASES)
 def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> None:
     """A field that changed nothing here could be ignored by the learner unseen."""
     family, rope = case.split(".")
     first = logprobs(folder / case, {})
-    ropes: dict[str, Any] = {"rope_parameters": ROPES[rope] | {"rope_theta": 10000.0}}
+    ropes: dict[str, Any] = {"rope_parameters": field_models.ROPES[rope] | {"rope_theta": 10000.0}}
     if rope == "gemma3":
         ropes = {
-            f"{name} of {layer}": ROPES[rope] | {layer: ROPES[rope][layer] | {name: 2000.0}}
+            f"{name} of {layer}": field_models.ROPES[rope]
+            | {layer: field_models.ROPES[rope][layer] | {name: 2000.0}}
             for layer, name in (
                 ("sliding_attention", "rope_theta"),
                 ("full_attention", "rope_theta"),
                 ("full_attention", "factor"),
             )
         }
-    elif not ROPES[rope]:
+    elif not field_models.ROPES[rope]:
         ropes = {}
-    elif ROPES[rope]["rope_type"] != "default":
-        ropes["unscaled"] = ROPES[rope] | {"rope_type": "default"}
+    elif field_models.ROPES[rope]["rope_type"] != "default":
+        ropes["unscaled"] = field_models.ROPES[rope] | {"rope_type": "default"}
     others = OTHER_ROPE.get(rope, {})
-    ropes |= {name: ROPES[rope] | {name: value} for name, value in others.items()}
+    ropes |= {name: field_models.ROPES[rope] | {name: value} for name, value in others.items()}
     # Norms of a Nemotron-H read another field.
-    norms = {} if family == "nemotron-h" else CHOICES
-    for name, value in {**norms, **FAMILIES[family].choices, **ropes}.items():
+    norms = {} if family == "nemotron-h" else field_models.CHOICES
+    for name, value in {**norms, **field_models.FAMILIES[family].choices, **ropes}.items():
         field = "rope_parameters" if name in ropes else name
         other = logprobs(folder / case, {field: value})
         assert (other - first).abs().max() > 2e-4, name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", field_models.CASES)
 def test_what_transformers_writes_is_neither_unknown_nor_refused(case: str, folder: Path) -> None:
     values = json.loads((folder / case / "config.json").read_text())
     assert unknown_fields(values) == []

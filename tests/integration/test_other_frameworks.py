@@ -34,14 +34,7 @@ from slipstream.environments.frameworks.openenv import OpenEnv
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
-from support.rigs.run_processes import (
-    ROOT,
-    check_ledger,
-    command,
-    summary_of,
-    trained_trajectories,
-    write_config,
-)
+from support.rigs import run_processes
 from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
@@ -53,7 +46,7 @@ LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.environments.frameworks.verifiers:Verifiers"
 OPENENV = "slipstream.environments.frameworks.openenv:OpenEnv"
-FAKES = ROOT / "tests" / "support" / "fakes"
+FAKES = run_processes.ROOT / "tests" / "support" / "fakes"
 
 
 def python_of(framework: str) -> Path:
@@ -71,7 +64,10 @@ def play(
 ) -> list[dict]:
     """Plays episodes in another interpreter and in `folder`, with scripted replies."""
     asked = {"reference": reference, "args": args, "search_path": str(folder)}
-    paths = [str(ROOT / part) for part in ("client", "core", "environments", "protos", "tests")]
+    paths = [
+        str(run_processes.ROOT / part)
+        for part in ("client", "core", "environments", "protos", "tests")
+    ]
     ended = subprocess.run(
         [python, FAKES / "framework_episode.py", json.dumps({**asked, "episodes": episodes})],
         cwd=folder,
@@ -247,7 +243,7 @@ async def test_sessions_of_openenv_are_episodes_and_their_failures_have_causes()
 
 def shown(folder: Path, framework: str) -> dict:
     """Saves the file of a section of the guide; returns the args of its first environment."""
-    page = (ROOT / "docs" / "guides" / "frameworks.md").read_text()
+    page = (run_processes.ROOT / "docs" / "guides" / "frameworks.md").read_text()
     section = page.partition(f"## {framework}\n")[2].partition("\n## ")[0]
     blocks = [(block[1], block[2]) for block in BLOCK.finditer(section)]
     for name in re.findall(r"`(\w+\.py)`", section)[:1]:
@@ -310,19 +306,19 @@ def sizes(**changes: object) -> dict[str, object]:
 async def trained(folder: Path, entries: list[dict], **changes: object) -> Path:
     """A run of twenty steps whose ledger is closed and in which no episode failed."""
     model = make_chat_model(folder / "model")
-    write_config(folder, model, environments=entries, **sizes(**changes))
-    async with command(folder, "run", "config.toml", cwd=folder) as run:
+    run_processes.write_config(folder, model, environments=entries, **sizes(**changes))
+    async with run_processes.command(folder, "run", "config.toml", cwd=folder) as run:
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    summary = summary_of(folder / "run")
+    summary = run_processes.summary_of(folder / "run")
     assert summary["steps"] == 20
     assert summary["ledger"]["failed"] == 0
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
     return folder / "run"
 
 
 def were_trained(run: Path) -> set[str]:
     """The environments whose trajectories were trained."""
-    return {trajectory.environment for trajectory in trained_trajectories(run)}
+    return {trajectory.environment for trajectory in run_processes.trained_trajectories(run)}
 
 
 @pytest.mark.slow

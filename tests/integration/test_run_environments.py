@@ -9,23 +9,9 @@ import pytest
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.learner.controller.records.journal import read_records
 from support.fakes.example_environments import Repeat
-from support.rigs.run_processes import (
-    SLOW_RUN,
-    WORKER,
-    address_of,
-    check_ledger,
-    command,
-    connection,
-    copy_environments,
-    run_command,
-    summary_of,
-    trained_trajectories,
-    until_status,
-    until_step,
-    write_config,
-)
+from support.rigs import run_processes
 
-pytestmark = [*SLOW_RUN, pytest.mark.timeout(300)]
+pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
 
 RUN_LIMIT_S = 200.0
 SIZES = {
@@ -66,8 +52,8 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
 ) -> None:
     bad = set(range(0, 24, 4))
     entry = {"name": "sabotaged", "reference": f"user_environments:{kind}", "timeout_s": 3.0}
-    write_config(
-        copy_environments(tmp_path),
+    run_processes.write_config(
+        run_processes.copy_environments(tmp_path),
         tiny_model,
         run__steps=SABOTAGE_STEPS,
         environments=[entry],
@@ -76,19 +62,21 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
         rollout_server__environment_processes=50,
         **SIZES | {"rollout_server__max_episodes": 64},
     )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         assert await run.wait(SABOTAGE_LIMIT_S) == 0, run.out + run.err
-    summary = summary_of(tmp_path / "run")
+    summary = run_processes.summary_of(tmp_path / "run")
     assert summary["steps"] == SABOTAGE_STEPS
     assert summary["max_lag_seen"] <= 2
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
     records = list(read_records(tmp_path / "run" / "journal"))
     set_aside = {r["task"]: r["cause"] for r in records if r["kind"] == "set_aside"}
     assert set(set_aside) == bad
     causes = [set_aside[task] for task in sorted(bad)]
     for cause, said in zip(causes, SABOTAGE, strict=True):
         assert said in cause
-    assert {t.task_index for t in trained_trajectories(tmp_path / "run")} == set(range(25)) - bad
+    assert {t.task_index for t in run_processes.trained_trajectories(tmp_path / "run")} == set(
+        range(25)
+    ) - bad
     rewards = rewards_by_step(tmp_path / "run")
     assert fmean(rewards[-3:]) > 2 * fmean(rewards[:3]), rewards
 
@@ -96,19 +84,21 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
 async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    folder = copy_environments(tmp_path)
+    folder = run_processes.copy_environments(tmp_path)
     mine = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
-    config = write_config(folder, tiny_model, run__steps=10_000, environments=[mine], **SIZES)
-    address = address_of(config)
+    config = run_processes.write_config(
+        folder, tiny_model, run__steps=10_000, environments=[mine], **SIZES
+    )
+    address = run_processes.address_of(config)
 
     async def ask(*arguments: str, cwd: Path = folder) -> tuple[int, str, str]:
         parts = (*arguments, "--controller", address)
-        result = await asyncio.to_thread(run_command, *parts, cwd=cwd)
+        result = await asyncio.to_thread(run_processes.run_command, *parts, cwd=cwd)
         return result.returncode, result.stdout, result.stderr
 
-    async with command(tmp_path, "run", "config.toml", cwd=folder) as run:
-        async with connection(config, run) as client:
-            await until_step(client, 1)
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=folder) as run:
+        async with run_processes.connection(config, run) as client:
+            await run_processes.until_step(client, 1)
 
             other = tmp_path / "other"
             other.mkdir()
@@ -136,7 +126,7 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
                 assert cause in err
 
             serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
-            await until_status(
+            await run_processes.until_status(
                 client,
                 lambda status: (
                     all(
@@ -160,28 +150,28 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
 
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            left = await until_status(
+            left = await run_processes.until_status(
                 client, lambda status: by_name(status)["served"].state == "suspended"
             )
             assert by_name(left)["served"].cause == "the client that served it left"
-            await until_step(client, left.step + 3)
+            await run_processes.until_step(client, left.step + 3)
 
             serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
-            await until_status(
+            await run_processes.until_status(
                 client,
                 lambda status: (
                     by_name(status)["served"].state == "ready"
                     and by_name(status)["served"].groups_accepted > 0
                 ),
             )
-            assert len(run.find(WORKER)) == 2
+            assert len(run.find(run_processes.WORKER)) == 2
             code, out, err = await ask("stop")
             assert (code, err) == (0, "")
             async with asyncio.timeout(60):
                 await serving
         assert await run.wait(60) == 0, run.out + run.err
-    summary = summary_of(tmp_path / "run")
-    check_ledger(summary)
+    summary = run_processes.summary_of(tmp_path / "run")
+    run_processes.check_ledger(summary)
     assert summary["max_lag_seen"] <= 2
-    trained = {t.environment for t in trained_trajectories(tmp_path / "run")}
+    trained = {t.environment for t in run_processes.trained_trajectories(tmp_path / "run")}
     assert trained == {"configured", "submitted", "served"}

@@ -11,27 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.client import Client
-from support.rigs.run_processes import (
-    CONTROLLER,
-    ROLLOUT_SERVER,
-    SLOW_RUN,
-    TRAINER,
-    check_ledger,
-    command,
-    connection,
-    copy_environments,
-    descendants,
-    kill,
-    summary_of,
-    until_event,
-    until_gone,
-    until_status,
-    until_step,
-    write_config,
-)
+from support.rigs import run_processes
 from support.rigs.waiting import until
 
-pytestmark = [*SLOW_RUN, pytest.mark.timeout(300)]
+pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
 
 # A run that is killed has ended so long after.
 END_LIMIT_S = 30.0
@@ -55,38 +38,42 @@ def write_slow_run(folder: Path, model: Path, **changes: object) -> Path:
         "controller__heartbeat_timeout_s": 3.0,
         "rollout_server__max_episodes": 64,
     }
-    return write_config(copy_environments(folder), model, **(settings | changes))
+    return run_processes.write_config(
+        run_processes.copy_environments(folder), model, **(settings | changes)
+    )
 
 
 async def until_in_flight(client: Client, tokens: int) -> None:
-    await until_status(client, lambda run: run.ledger.in_flight > tokens)
+    await run_processes.until_status(client, lambda run: run.ledger.in_flight > tokens)
 
 
 async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_slow_run(tmp_path, tiny_model, run__steps=12)
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
-            await until_step(client, 4)
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
+            await run_processes.until_step(client, 4)
             await until_in_flight(client, 50)
-            (server,) = run.find(ROLLOUT_SERVER)
-            below = descendants(server.pid)
+            (server,) = run.find(run_processes.ROLLOUT_SERVER)
+            below = run_processes.descendants(server.pid)
             assert run.engines()
-            kill(server)
-            await until_gone([server, *below])
-            gone = await until_event(client, lambda event: "server-0 is gone" in event.text)
+            run_processes.kill(server)
+            await run_processes.until_gone([server, *below])
+            gone = await run_processes.until_event(
+                client, lambda event: "server-0 is gone" in event.text
+            )
             async with asyncio.timeout(RUN_LIMIT_S):
                 async for event in client.watch(after=gone.number):
                     if "server-0 joined" in event.text:
                         break
             assert (await client.status()).ledger.lost > 0
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    summary = summary_of(tmp_path / "run")
+    summary = run_processes.summary_of(tmp_path / "run")
     assert summary["steps"] == 12
     assert summary["max_lag_seen"] <= 2
     assert summary["ledger"]["lost"] > 0
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
     assert run.err == ""
     assert re.search(r"! server-0 was killed by SIGKILL.*; start 2$", run.out, re.MULTILINE)
     assert re.search(r"lost \d+.*; difference 0$", run.out, re.MULTILINE)
@@ -96,41 +83,41 @@ async def test_a_killed_queue_is_started_again_and_loses_nothing(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_slow_run(tmp_path, tiny_model, run__steps=12, queue__kind="redis")
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
             for step in (3, 6):
-                await until_step(client, step)
+                await run_processes.until_step(client, step)
                 (server,) = run.find("valkey-server")
-                kill(server)
+                run_processes.kill(server)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     assert run.err == ""
     assert run.out.count("! the queue's server ended with code -9; it is started again") == 2
     assert " is gone" not in run.out
-    summary = summary_of(tmp_path / "run")
+    summary = run_processes.summary_of(tmp_path / "run")
     assert summary["steps"] == 12
     assert summary["ledger"]["lost"] == 0
     assert summary["max_lag_seen"] <= 2
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
 
 
 async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_slow_run(tmp_path, tiny_model, learner__world_size=2)
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
-            await until_step(client, 2)
-        everything = descendants(run.process.pid)
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
+            await run_processes.until_step(client, 2)
+        everything = run_processes.descendants(run.process.pid)
         async with asyncio.timeout(RUN_LIMIT_S):
             while run.process.returncode is None:
-                for found in run.find(f"{TRAINER} "):
+                for found in run.find(f"{run_processes.TRAINER} "):
                     # A process may end while it is looked at.
                     with contextlib.suppress(psutil.Error):
                         if found.name() == "trainer-rank-1":
                             found.kill()
                 await asyncio.sleep(0.05)
         assert await run.wait(END_LIMIT_S) == 1
-        await until_gone(everything)
+        await run_processes.until_gone(everything)
     assert run.out.count("the trainer starts again") == 3
     log = tmp_path / "run" / "logs" / "trainer-rank-1.log"
     assert run.err == f"slipstream: trainer-rank-1 was killed by SIGKILL (log: {log})\n"
@@ -141,24 +128,24 @@ async def test_a_signal_ends_the_run_in_order(
     number: signal.Signals, tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_slow_run(tmp_path, tiny_model)
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
-            await until_step(client, 2)
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
+            await run_processes.until_step(client, 2)
             await until_in_flight(client, 50)
-        everything = descendants(run.process.pid)
+        everything = run_processes.descendants(run.process.pid)
         # A terminal sends it to the whole group.
         os.killpg(run.process.pid, number)
         assert await run.wait(END_LIMIT_S) == 128 + number, run.out + run.err
-        await until_gone(everything)
+        await run_processes.until_gone(everything)
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
-    summary = summary_of(tmp_path / "run")
+    summary = run_processes.summary_of(tmp_path / "run")
     ending = f"stopped at version {summary['steps']} of 10000; {RESUME}\n"
     assert run.out.endswith(ending)
     assert summary["state"] == "stopped"
     assert number.name in summary["cause"]
     assert summary["steps"] >= 2
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
     assert (tmp_path / "run" / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
@@ -171,16 +158,16 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
         environments=[{**slow, "timeout_s": 900.0}],
         rollout_server__drain_timeout_s=600.0,
     )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
             await until_in_flight(client, 50)
-            everything = descendants(run.process.pid)
+            everything = run_processes.descendants(run.process.pid)
             os.killpg(run.process.pid, signal.SIGINT)
-            await until_event(client, lambda event: "stopping" in event.text)
+            await run_processes.until_event(client, lambda event: "stopping" in event.text)
         os.killpg(run.process.pid, signal.SIGINT)
         # Servers get no time for their episodes.
         assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
-        await until_gone(everything)
+        await run_processes.until_gone(everything)
     assert run.err == ""
     assert run.out.endswith(f"! the run is ended at once; {RESUME}\n")
 
@@ -190,16 +177,16 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(
     moment: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     config = write_slow_run(tmp_path, tiny_model)
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         if moment == "before the controller listens":
-            await until(lambda: run.find(CONTROLLER), 30)
+            await until(lambda: run.find(run_processes.CONTROLLER), 30)
         else:
-            async with connection(config, run):
+            async with run_processes.connection(config, run):
                 assert "the trainer has" not in run.out
         os.killpg(run.process.pid, signal.SIGINT)
         assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
     assert run.err == ""
-    assert summary_of(tmp_path / "run")["steps"] == 0
+    assert run_processes.summary_of(tmp_path / "run")["steps"] == 0
 
 
 async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
@@ -209,7 +196,7 @@ async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
     config = write_slow_run(
         tmp_path, tiny_model, rollout_server__engine={"num_gpu_blocks_override": 1}
     )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         assert await run.wait(RUN_LIMIT_S) == 1
     assert config.is_file()
     assert run.out.count("! server-0 exited with code 4: ") == 1
@@ -220,13 +207,13 @@ async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
 
 async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Path) -> None:
     config = write_slow_run(tmp_path, tiny_model, queue__kind="redis")
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
-            await until_step(client, 1)
-        everything = descendants(run.process.pid)
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
+            await run_processes.until_step(client, 1)
+        everything = run_processes.descendants(run.process.pid)
         names = " ".join(process.name() for process in everything)
         assert "valkey" in names
         assert run.engines()
-        kill(psutil.Process(run.process.pid))
+        run_processes.kill(psutil.Process(run.process.pid))
         assert await run.wait(END_LIMIT_S) == -signal.SIGKILL
-        await until_gone(everything)
+        await run_processes.until_gone(everything)

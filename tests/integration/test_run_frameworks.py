@@ -4,16 +4,9 @@ from pathlib import Path
 
 import pytest
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.run_processes import (
-    SLOW_RUN,
-    check_ledger,
-    rows_of,
-    succeed,
-    summary_of,
-    write_config,
-)
+from support.rigs import run_processes
 
-pytestmark = [*SLOW_RUN, pytest.mark.timeout(1300)]
+pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(1300)]
 
 STEPS = 20
 FRAMEWORKS = "slipstream.environments.frameworks"
@@ -63,7 +56,7 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         pytest.importorskip(package)
     entry = {"name": name, "reference": reference, "timeout_s": 60.0}
     heldout = {"name": f"{name}-heldout", "reference": reference, "timeout_s": 60.0}
-    config = write_config(
+    config = run_processes.write_config(
         tmp_path,
         model,
         run__steps=STEPS,
@@ -81,10 +74,10 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         learner__micro_batch_tokens=4096,
         rollout_server__max_episodes=32,
     )
-    succeed("run", config, cwd=tmp_path, limit_s=1200.0)
-    summary = summary_of(tmp_path / "run")
+    run_processes.succeed("run", config, cwd=tmp_path, limit_s=1200.0)
+    summary = run_processes.summary_of(tmp_path / "run")
     assert summary["steps"] == STEPS
     assert summary["ledger"]["failed"] == 0
-    check_ledger(summary)
-    rows = rows_of(tmp_path / "run")
+    run_processes.check_ledger(summary)
+    rows = run_processes.rows_of(tmp_path / "run")
     assert len([row for row in rows if f"{name}/reward" in row]) == STEPS

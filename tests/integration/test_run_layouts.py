@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.run_processes import (
-    SLOW_RUN,
-    check_ledger,
-    copy_environments,
-    succeed,
-    summary_of,
-    write_config,
-)
+from support.rigs import run_processes
 
-pytestmark = [*SLOW_RUN, pytest.mark.timeout(300)]
+pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
 
 LAYOUTS = {
     "two replicas with a distributed optimizer": {"learner__use_distributed_optimizer": True},
@@ -56,8 +49,8 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(
 ) -> None:
     if layout.startswith("expert parallel"):
         model = make_mixture(model, tmp_path / "mixture")
-    write_config(
-        copy_environments(tmp_path),
+    run_processes.write_config(
+        run_processes.copy_environments(tmp_path),
         model,
         run__steps=3,
         evaluations=[],
@@ -67,18 +60,18 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(
         weights__verify_every=1,
         **LAYOUTS[layout],
     )
-    result = succeed("run", "config.toml", cwd=tmp_path, limit_s=200)
+    result = run_processes.succeed("run", "config.toml", cwd=tmp_path, limit_s=200)
     assert result.stderr == ""
-    summary = summary_of(tmp_path / "run")
+    summary = run_processes.summary_of(tmp_path / "run")
     assert summary["steps"] == 3
     assert summary["publishes_verified"] == summary["publishes"] >= 3
     assert summary["probe_gap_max"] <= 1e-4
     assert summary["logprob_gap_mean"] <= 1e-4
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
     if layout.endswith("router replay"):
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line) for line in lines]
         assert [step["routing_unrecorded"] for step in steps] == [0.0] * 3
         assert all(0 <= step["routing_difference"] < 0.2 for step in steps)
-    replay = succeed("replay", tmp_path / "run", limit_s=100)
+    replay = run_processes.succeed("replay", tmp_path / "run", limit_s=100)
     assert replay.stdout.count("as recorded") == 3

@@ -6,35 +6,27 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch.preflight import free_port
 from support.references.documented_metrics import tables
-from support.rigs.run_processes import (
-    SLOW_RUN,
-    check_ledger,
-    rows_of,
-    run_command,
-    succeed,
-    summary_of,
-    write_config,
-)
+from support.rigs import run_processes
 
-pytestmark = [*SLOW_RUN, pytest.mark.timeout(700)]
+pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(700)]
 
 
 def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:
-    write_config(folder, model, **changes)
-    result = succeed("run", "config.toml", cwd=folder, limit_s=600)
+    run_processes.write_config(folder, model, **changes)
+    result = run_processes.succeed("run", "config.toml", cwd=folder, limit_s=600)
     assert result.stderr == ""
-    summary = summary_of(folder / "run")
-    check_ledger(summary)
+    summary = run_processes.summary_of(folder / "run")
+    run_processes.check_ledger(summary)
     return summary
 
 
 def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
     address = f"controller.address=127.0.0.1:{free_port('127.0.0.1')}"
-    result = run_command("quickstart", address, cwd=tmp_path, limit_s=600)
+    result = run_processes.run_command("quickstart", address, cwd=tmp_path, limit_s=600)
     assert (result.returncode, result.stderr) == (0, "")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny"}
-    summary = summary_of(tmp_path / "runs" / "quickstart")
-    check_ledger(summary)
+    summary = run_processes.summary_of(tmp_path / "runs" / "quickstart")
+    run_processes.check_ledger(summary)
     assert summary["reward_last"] >= 0.8
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     assert abs(summary["reward_heldout"] - summary["reward_last"]) <= 0.1
@@ -51,12 +43,12 @@ def test_shuffled_rewards_teach_nothing(tmp_path: Path, tiny_model: Path) -> Non
 
 def check_replay(run: Path) -> None:
     """The journal alone trains all models to the last bit again."""
-    replay = succeed("replay", run, limit_s=400)
+    replay = run_processes.succeed("replay", run, limit_s=400)
     assert len(replay.stdout.splitlines()) == len(steps_of(run))
 
 
 def steps_of(run: Path) -> list[dict]:
-    return [row for row in rows_of(run) if "step" in row]
+    return [row for row in run_processes.rows_of(run) if "step" in row]
 
 
 def test_ppo_with_a_critic_learns(tmp_path: Path, tiny_model: Path) -> None:

@@ -6,17 +6,10 @@ import sys
 from pathlib import Path
 
 from slipstream.v1 import trainer_pb2
-from support.rigs.run_processes import (
-    SLOW_RUN,
-    check_ledger,
-    rows_of,
-    succeed,
-    summary_of,
-    write_config,
-)
+from support.rigs import run_processes
 from support.rigs.teacher_server import NAME, teacher_server
 
-pytestmark = SLOW_RUN
+pytestmark = run_processes.SLOW_RUN
 
 STEPS, TOP_K = 25, 8
 
@@ -43,17 +36,17 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
 ) -> None:
     teacher = make_teacher(tmp_path / "teacher")
     with teacher_server(teacher, tmp_path / "log", more=["--dtype", "float32"]) as url:
-        write_config(tmp_path, tiny_model, **settings_with(url))
-        succeed("run", "config.toml", cwd=tmp_path, limit_s=500)
+        run_processes.write_config(tmp_path, tiny_model, **settings_with(url))
+        run_processes.succeed("run", "config.toml", cwd=tmp_path, limit_s=500)
     run = tmp_path / "run"
-    check_ledger(summary_of(run))
-    losses = [row["loss"] for row in rows_of(run) if "step" in row]
+    run_processes.check_ledger(run_processes.summary_of(run))
+    losses = [row["loss"] for row in run_processes.rows_of(run) if "step" in row]
     assert statistics.mean(losses[-5:]) < 0.5 * statistics.mean(losses[:5])
-    divergence = [row["kl_reference"] for row in rows_of(run) if "step" in row]
+    divergence = [row["kl_reference"] for row in run_processes.rows_of(run) if "step" in row]
     assert statistics.mean(divergence[-5:]) < 0.5 * statistics.mean(divergence[:5])
     batches = sorted((run / "journal" / "batches").glob("*.pb"))
     recorded = trainer_pb2.RecordedBatch.FromString(batches[0].read_bytes())
     assert {one.reference.top_k for one in recorded.trajectories} == {TOP_K}
     # The server is gone: the journal has what it said.
-    replay = succeed("replay", run, limit_s=400)
+    replay = run_processes.succeed("replay", run, limit_s=400)
     assert len(replay.stdout.splitlines()) == STEPS

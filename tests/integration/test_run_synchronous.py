@@ -5,15 +5,7 @@ from pathlib import Path
 import pytest
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.v1 import trainer_pb2
-from support.rigs.run_processes import (
-    check_ledger,
-    copy_environments,
-    plain_loop,
-    rows_of,
-    succeed,
-    summary_of,
-    write_config,
-)
+from support.rigs import run_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
@@ -22,8 +14,8 @@ STEPS, GROUPS, MEMBERS = 4, 8, 8
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    folder = copy_environments(tmp_path_factory.mktemp("synchronous"))
-    write_config(
+    folder = run_processes.copy_environments(tmp_path_factory.mktemp("synchronous"))
+    run_processes.write_config(
         folder,
         tiny_model,
         run__steps=STEPS,
@@ -34,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         queue__kind="redis",
         weights__transport="ipc",
     )
-    result = succeed("run", "config.toml", cwd=folder, limit_s=250)
+    result = run_processes.succeed("run", "config.toml", cwd=folder, limit_s=250)
     assert result.stderr == ""
     return folder / "run"
 
@@ -79,21 +71,21 @@ def test_every_token_is_sampled_by_the_version_that_is_trained(
     for step, batch in enumerate(batches):
         spans = [span for t in batch.trajectories for span in t.version_spans]
         assert {span.version.step for span in spans} == {step}
-    summary = summary_of(run)
+    summary = run_processes.summary_of(run)
     assert summary["max_lag_seen"] == 0
     assert summary["trajectories_with_several_versions"] == 0
     assert summary["logprob_gap_tokens"] == summary["trained_tokens"]
     assert summary["logprob_gap_mean"] <= 1e-4
-    check_ledger(summary)
+    run_processes.check_ledger(summary)
 
 
 def test_a_plain_loop_over_the_same_generations_gives_the_same_run(
     run: Path, batches: list[trainer_pb2.RecordedBatch]
 ) -> None:
-    plain = plain_loop(run / "config.toml")
+    plain = run_processes.plain_loop(run / "config.toml")
     assert len(plain) == STEPS
     digests = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
-    rows = rows_of(run)
+    rows = run_processes.rows_of(run)
     for step, line in enumerate(plain):
         members = [name.split(".")[:2] for name in line["ids"]]
         assert members == [[t.group_id, str(t.member)] for t in batches[step].trajectories]
@@ -102,4 +94,4 @@ def test_a_plain_loop_over_the_same_generations_gives_the_same_run(
         rewards = [t.reward for t in batches[step].trajectories]
         assert rows[step]["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
         assert line["digest"] == digests[step]
-    assert plain[-1]["digest"] == summary_of(run)["weight_digest"]
+    assert plain[-1]["digest"] == run_processes.summary_of(run)["weight_digest"]

@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 from support.fakes import example_tools
 from support.fakes.chat_models import make_chat_model
-from support.rigs.run_processes import (
-    check_ledger,
-    command,
-    connection,
-    succeed,
-    summary_of,
-    trained_trajectories,
-    write_config,
-)
+from support.rigs import run_processes
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
 
@@ -27,7 +19,7 @@ LOOKING = {"reference": "user_tools:Looking", "timeout_s": 60.0}
 async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None:
     shutil.copy(example_tools.__file__, tmp_path / "user_tools.py")
     model = make_chat_model(tmp_path / "model", max_length=1024, words=example_tools.CALLS)
-    config = write_config(
+    config = run_processes.write_config(
         tmp_path,
         model,
         run__steps=6,
@@ -46,17 +38,17 @@ async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -
         rollout_server__tool_parser="hermes",
         controller__sample_every_steps=1,
     )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with connection(config, run) as client:
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        async with run_processes.connection(config, run) as client:
             # Before the engine has started, so that the first steps lease it.
             await client.serve(example_tools.Looking(), name="served", weight=4.0, timeout_s=60.0)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     folder = tmp_path / "run"
-    summary = summary_of(folder)
+    summary = run_processes.summary_of(folder)
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
-    check_ledger(summary)
-    found = trained_trajectories(folder)
+    run_processes.check_ledger(summary)
+    found = run_processes.trained_trajectories(folder)
     assert {t.environment for t in found} == {"looking", "silent", "served"}
     for trajectory in found:
         thinks_not = trajectory.prompt_text.endswith("</think>\n\n")
@@ -72,4 +64,4 @@ async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -
     assert '"name": "look"' in turns[0]["context"]
     assert "<tool_call>" in turns[0]["sampled"]
     assert "<|im_start|>tool\nseen " in turns[1]["context"]
-    succeed("replay", folder, cwd=tmp_path)
+    run_processes.succeed("replay", folder, cwd=tmp_path)

@@ -10,17 +10,7 @@ import numpy.typing as npt
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.protocol.codec import merge_spans
-from slipstream.rollout_server.engine_interface import (
-    EngineDied,
-    EngineUse,
-    FinishReason,
-    Generation,
-    GenerationFailed,
-    LoadedWeights,
-    Sampling,
-    TextOptions,
-    TextPart,
-)
+from slipstream.rollout_server import engine_interface
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.v1 import weights_pb2
 
@@ -55,7 +45,7 @@ class FakeEngine:
         self.limit: int | None = None
         self.stop_after = 3
         # The sampling settings of each request, in order of arrival.
-        self.samplings: list[Sampling] = []
+        self.samplings: list[engine_interface.Sampling] = []
         self.fail_with: str | None = None
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
@@ -81,8 +71,8 @@ class FakeEngine:
         self._returned = self._judged = 0
         self._clock = UseClock()
 
-    def use(self) -> EngineUse:
-        return EngineUse(
+    def use(self) -> engine_interface.EngineUse:
+        return engine_interface.EngineUse(
             generated_tokens=self._generated,
             returned_tokens=self._returned,
             open_requests=len(self._requests),
@@ -104,12 +94,12 @@ class FakeEngine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: engine_interface.Sampling,
         max_tokens: int,
         *,
         experts_from: int = 0,
         images: Sequence[object] = (),
-    ) -> Generation:
+    ) -> engine_interface.Generation:
         assert request_id not in self._requests
         self.samplings.append(sampling)
         request = self._requests[request_id] = _Request()
@@ -120,7 +110,7 @@ class FakeEngine:
             del self._requests[request_id]
             self._clock.leave()
         self._returned += len(request.tokens)
-        return Generation(
+        return engine_interface.Generation(
             token_ids=np.asarray(request.tokens, dtype=np.uint32),
             logprobs=np.full(len(request.tokens), -0.5, dtype=np.float32),
             version_spans=merge_spans(request.spans),
@@ -132,19 +122,19 @@ class FakeEngine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: engine_interface.Sampling,
         max_tokens: int,
         *,
-        options: TextOptions,
+        options: engine_interface.TextOptions,
         experts_from: int = 0,
         images: Sequence[object] = (),
-    ) -> AsyncGenerator[TextPart, None]:
+    ) -> AsyncGenerator[engine_interface.TextPart, None]:
         generation = await self.generate(
             request_id, prompt_token_ids, sampling, max_tokens, experts_from=experts_from
         )
         tokens = generation.token_ids.tolist()
         self._judged += len(tokens) if options.by_start else 0
-        yield TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
+        yield engine_interface.TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -172,13 +162,13 @@ class FakeEngine:
         if self.prepare_error is not None:
             raise WeightSyncError(self.prepare_error)
 
-    async def receive_weights(self, publish_id: str) -> LoadedWeights:
+    async def receive_weights(self, publish_id: str) -> engine_interface.LoadedWeights:
         assert self.prepared == publish_id
         await self.pause()
         await asyncio.sleep(0)
         if self.weights_error is not None:
             raise WeightSyncError(self.weights_error)
-        return LoadedWeights(
+        return engine_interface.LoadedWeights(
             self.digests,
             by_plan=True,
             pause_s=0.0625,
@@ -200,15 +190,15 @@ class FakeEngine:
 
     async def watch(self) -> None:
         await self.died.wait()
-        raise EngineDied("the fake engine was told to die")
+        raise engine_interface.EngineDied("the fake engine was told to die")
 
     async def aclose(self) -> None:
         self.closed = True
 
-    async def _sample(self, request: _Request, max_tokens: int) -> FinishReason:
+    async def _sample(self, request: _Request, max_tokens: int) -> engine_interface.FinishReason:
         while not request.cancelled:
             if self.fail_with is not None:
-                raise GenerationFailed(self.fail_with)
+                raise engine_interface.GenerationFailed(self.fail_with)
             held = self.limit is not None and len(request.tokens) >= self.limit
             if held or not self.running.is_set():
                 await self._changed.wait()
@@ -219,11 +209,11 @@ class FakeEngine:
             request.spans.append(VersionSpan(1, self.version))
             self._generated += 1
             if last:
-                return FinishReason.STOP
+                return engine_interface.FinishReason.STOP
             if len(request.tokens) == max_tokens:
-                return FinishReason.LENGTH
+                return engine_interface.FinishReason.LENGTH
             await asyncio.sleep(0)
-        return FinishReason.CANCELLED
+        return engine_interface.FinishReason.CANCELLED
 
     def _experts(self, start: int, end: int) -> npt.NDArray[np.uint8] | None:
         if not self.records_experts:

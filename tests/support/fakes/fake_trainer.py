@@ -8,15 +8,8 @@ from collections.abc import Callable
 import grpc.aio
 import numpy as np
 from slipstream.core.types import PolicyVersion, Trajectory
+from slipstream.protocol import codec
 from slipstream.protocol.access.security import open_channel
-from slipstream.protocol.codec import (
-    TRAINER_EPOCH,
-    pack_logprobs,
-    pack_tokens,
-    trajectory_from_pb,
-    version_from_pb,
-    version_to_pb,
-)
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
@@ -25,9 +18,9 @@ from support.rigs.waiting import until
 
 Checkpoint = tuple[PolicyVersion, bytes]
 PROBE = weights_pb2.Probe(
-    token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
+    token_ids=codec.pack_tokens(np.arange(4, dtype=np.uint32)),
     lengths=[4],
-    expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
+    expected_logprobs=codec.pack_logprobs(np.full(3, -2.0, np.float32)),
     tolerance=1e-3,
 )
 START: Checkpoint = (PolicyVersion(0, 0), b"the weights of the start")
@@ -91,18 +84,18 @@ class FakeTrainer:
             hello = trainer_pb2.TrainerHello(
                 world_size=1,
                 layout_description="on 1 rank",
-                version=version_to_pb(self.version),
+                version=codec.version_to_pb(self.version),
                 weight_digest=self.digest,
                 places=self.places,
             )
             welcome = await self._register(hello)
-            self.version = version_from_pb(welcome.version)
-            self.epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
+            self.version = codec.version_from_pb(welcome.version)
+            self.epoch = ((codec.TRAINER_EPOCH, str(welcome.trainer_epoch)),)
             self.place = self.stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=self.epoch)
             await self.place.read()
             while not self.stop_reason:
                 request = trainer_pb2.NextRequest(
-                    version=version_to_pb(self.version),
+                    version=codec.version_to_pb(self.version),
                     communicator_id=self.communicator_id,
                     bucket_digests=bucket_digests(LAYOUT),
                     can_store=True,
@@ -133,7 +126,7 @@ class FakeTrainer:
         match first.WhichOneof("directive"):
             case "batch":
                 messages = [t for d in directives[1:] for t in d.chunk.trajectories]
-                await self._train(first.batch, [trajectory_from_pb(m) for m in messages])
+                await self._train(first.batch, [codec.trajectory_from_pb(m) for m in messages])
             case "publish":
                 started_s = time.monotonic()
                 await self._publish(first.publish)
@@ -185,7 +178,7 @@ class FakeTrainer:
         report = trainer_pb2.StepReport(
             step=header.step,
             batch_id=header.batch_id,
-            version=version_to_pb(self.version),
+            version=codec.version_to_pb(self.version),
             weight_digest=self.digest,
             metrics={
                 "trained_tokens": tokens,
@@ -196,12 +189,12 @@ class FakeTrainer:
         )
         self._waiting_s = self._publish_s = 0.0
         receipt = await self.report(report)
-        self.version = version_from_pb(receipt.version)
+        self.version = codec.version_from_pb(receipt.version)
         if self.checkpoint_every and self.version.step % self.checkpoint_every == 0:
             self.newest_checkpoint = (self.version, self.digest)
             await self.stub.ReportCheckpoint(
                 trainer_pb2.CheckpointReport(
-                    version=version_to_pb(self.version), weight_digest=self.digest
+                    version=codec.version_to_pb(self.version), weight_digest=self.digest
                 ),
                 timeout=60,
                 metadata=self.epoch,
@@ -223,7 +216,7 @@ class FakeTrainer:
         return await self.stub.ReportStep(report, timeout=60, metadata=self.epoch)
 
     async def _store(self, order: trainer_pb2.StoreOrder) -> None:
-        self.stored.append(version_from_pb(order.version))
+        self.stored.append(codec.version_from_pb(order.version))
         report = trainer_pb2.StoredReport(
             version=order.version,
             folder=order.folder,
@@ -245,7 +238,7 @@ class FakeTrainer:
             if not started.receivers:
                 return
         self.communicator_id = order.communicator.communicator_id
-        self.published.append(version_from_pb(order.version))
+        self.published.append(codec.version_from_pb(order.version))
         probe = PROBE if order.verify else None
         receipt = await self.stub.FinishPublish(
             trainer_pb2.PublishResult(

@@ -1,6 +1,7 @@
 """Settings of a run that is never started."""
 
 import copy
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -33,14 +34,15 @@ def config_of(folder: Path, **run: object) -> Config:
 
 
 def config_with(changes: Mapping[str, object] = MappingProxyType({})) -> Config:
-    """The smallest settings with other values, each by its dotted key."""
+    """The smallest settings with other values, by dotted key; a table adds to what is there."""
     table: dict[str, Any] = copy.deepcopy(SMALLEST)
     for key, value in changes.items():
         *parents, last = (int(part) if part.isdigit() else part for part in key.split("."))
         place: Any = table
         for parent in parents:
             place = place.setdefault(parent, {}) if isinstance(place, dict) else place[parent]
-        place[last] = value
+        is_table = isinstance(place, dict) and isinstance(place.get(last), dict)
+        place[last] = place[last] | value if is_table else value
     return parse_config(table, source="test")
 
 
@@ -51,3 +53,21 @@ def refusal_of(changes: Mapping[str, object]) -> str:
     line = str(caught.value)
     assert "\n" not in line
     return line.removeprefix("test: ")
+
+
+def refusals(text: str) -> list[Any]:
+    """Parameters of a test, named by their settings: TOML in one line, and what is said below it.
+
+    What is said is indented, and may go on in further lines.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for line in text.strip().splitlines():
+        if line.startswith(" "):
+            found[-1][1].append(line.strip())
+        elif not line.startswith("#"):
+            found.append((line, []))
+    tables = [tomllib.loads(f"settings = {{{settings}}}")["settings"] for settings, _ in found]
+    return [
+        pytest.param(table, " ".join(said), id=settings)
+        for table, (settings, said) in zip(tables, found, strict=True)
+    ]

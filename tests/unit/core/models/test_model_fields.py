@@ -18,7 +18,7 @@ from slipstream.core.models.model_fields import (
 from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.models.registry import FAMILIES
 from support.fakes.model_folders import write_loadable_files
-from support.fakes.small_configs import config_with
+from support.fakes.small_configs import config_with, refusals
 
 TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mixtral", "Mistral", "Olmoe")
 LATER = ("Gemma2", "Gemma3", "Glm4Moe", "DeepseekV2", "DeepseekV3", "GptOss", "Qwen3Next")
@@ -372,98 +372,52 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
-GPT_OSS_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+NETS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+# Fields of a small model of a family with parts that not everything can have.
+PARTS = {"DeepseekV2": LATENT, "Qwen3Next": NETS, "Qwen3_5": NETS | {"num_experts": None}}
+PARTS |= {"NemotronH": {"num_experts": 0}, "GptOss": {}}
+# With `ranks` of 2 these share the matrices.
+LACKS = refusals("""
+family = "GptOss", ranks = 2
+    etp must be 1 for a GptOss.*: Megatron does not split exp
+family = "GptOss", fields.quantization_config.quant_method = "mxfp4"
+    cannot be trained: write them anew with python -m slipstream.learner.trainer.dequant
+family = "DeepseekV2", learner.transformer.moe_router_fusion = true
+    moe_router_fusion must be false for a Deepseek
+family = "Qwen3Next", learner = {world_size = 2, parallel.cp = 2}
+    cp must be 1 for a Qwen3Next.*: its delta nets read the tokens
+family = "NemotronH", learner = {world_size = 2, parallel.cp = 2}
+    cp must be 1 for a NemotronH.*: its Mamba layers read the tokens
+family = "NemotronH", ranks = 2, fields.n_groups = 1
+    tp must divide the 1 heads or groups of Mamba layers, got 2
+family = "NemotronH", rollout_server.quantization = "fp8_per_channel"
+    quantization must be "off" for a NemotronHForCausalLM
+family = "NemotronH", rollout_server.tensor_parallel_size = 4
+    tensor_parallel_size must divide the 2 groups and 4 heads of Mamba layers, got 4
+family = "NemotronH", lora = {rank = 8, target_modules = ["linear_proj"]}
+    must be 0 for a NemotronHForCausalLM: of layers without attention only the delta
+family = "Qwen3_5", ranks = 2, fields.linear_num_key_heads = 1
+    must divide the 1 heads or groups of delta nets, got 2
+family = "Qwen3Next", ranks = 2, fields.linear_num_key_heads = 1
+    must divide the 1 heads or groups of delta nets, got 2
+family = "Qwen3Next", lora = {rank = 8, target_modules = ["linear_proj"], publish = "adapters"}
+    lora.publish must be merged for a model with delta nets
+family = "Qwen3Next", rollout_server.drafts = "shared"
+    rollout_server.drafts must be "off" for a Qwen3Next.* delta nets.* got 'shared'
+""")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fields", "section", "message"),
-    [
-        (
-            GPT_OSS,
-            {},
-            {"learner": GPT_OSS_RANKS},
-            "etp must be 1 for a GptOss.*: Megatron does not split exp",
-        ),
-        (
-            GPT_OSS,
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            {},
-            "cannot be trained: write them anew with python -m slipstream.learner.trainer.dequant",
-        ),
-        (
-            DEEPSEEK2,
-            LATENT,
-            {"learner": {"transformer": {"moe_router_fusion": True}}},
-            "moe_router_fusion must be false for a Deepseek",
-        ),
-        (
-            QWEN3_NEXT,
-            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
-            "cp must be 1 for a Qwen3Next.*: its delta nets read the tokens",
-        ),
-        (
-            NEMOTRON_H,
-            {"num_experts": 0},
-            {"learner": {"world_size": 2, "parallel": {"cp": 2}}},
-            "cp must be 1 for a NemotronH.*: its Mamba layers read the tokens",
-        ),
-        (
-            NEMOTRON_H,
-            {"num_experts": 0, "n_groups": 1},
-            {"learner": GPT_OSS_RANKS},
-            "tp must divide the 1 heads or groups of Mamba layers, got 2",
-        ),
-        (
-            NEMOTRON_H,
-            {"num_experts": 0},
-            {"rollout_server": {"quantization": "fp8_per_channel"}},
-            'quantization must be "off" for a NemotronHForCausalLM',
-        ),
-        (
-            NEMOTRON_H,
-            {"num_experts": 0},
-            {"rollout_server": {"tensor_parallel_size": 4}},
-            "tensor_parallel_size must divide the 2 groups and 4 heads of Mamba layers, got 4",
-        ),
-        (
-            NEMOTRON_H,
-            {"num_experts": 0},
-            {"lora": {"rank": 8, "target_modules": ["linear_proj"]}},
-            "must be 0 for a NemotronHForCausalLM: of layers without attention only the delta",
-        ),
-        (
-            QWEN35,
-            {"linear_num_key_heads": 1, "linear_num_value_heads": 4, "num_experts": None},
-            {"learner": GPT_OSS_RANKS},
-            "must divide the 1 heads or groups of delta nets, got 2",
-        ),
-        (
-            QWEN3_NEXT,
-            {"linear_num_key_heads": 1, "linear_num_value_heads": 4},
-            {"learner": GPT_OSS_RANKS},
-            "must divide the 1 heads or groups of delta nets, got 2",
-        ),
-        (
-            QWEN3_NEXT,
-            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            {"lora": {"rank": 8, "target_modules": ["linear_proj"], "publish": "adapters"}},
-            "lora.publish must be merged for a model with delta nets",
-        ),
-        (
-            QWEN3_NEXT,
-            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            {"rollout_server": {"drafts": "shared"}},
-            "rollout_server.drafts must be \"off\" for a Qwen3Next.* delta nets.* got 'shared'",
-        ),
-    ],
-)
-def test_what_a_family_lacks_is_refused(tmp_path, architecture, fields, section, message):
+@pytest.mark.parametrize(("changes", "message"), LACKS)
+def test_what_a_family_lacks_is_refused(tmp_path, changes, message):
+    architecture = f"{changes['family']}ForCausalLM"
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
-    fields = WRITTEN.get(architecture, {}) | experts | fields
+    fields = WRITTEN.get(architecture, {}) | experts | PARTS[changes["family"]]
+    fields |= changes.get("fields", {})
     model = folder_with(tmp_path, architectures=[architecture], **fields)
+    settings = {"learner": TWO_RANKS} if "ranks" in changes else {}
+    settings |= {k: v for k, v in changes.items() if k not in ("family", "fields", "ranks")}
     with pytest.raises(ConfigError, match=message):
-        check_model(config_with({"model.path": str(model)} | section))
+        check_model(config_with({"model.path": str(model)} | settings))
 
 
 @pytest.mark.parametrize("tied", [(True, False), (False, True), (True, None), (None, True)])

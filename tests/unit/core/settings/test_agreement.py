@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from slipstream.core.errors import ConfigError
-from support.fakes.small_configs import small_config
+from support.fakes.small_configs import refusals, small_config
 
 BITS = {"algorithm": {"agreement": "bits"}}
 
@@ -12,41 +12,28 @@ BITS = {"algorithm": {"agreement": "bits"}}
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        (
-            {"learner": {"world_size": 2, "parallel": {"tp": 2}}},
-            "needs learner.parallel.tp = 1: the parts of a split product are added up in another "
-            "order, got 2",
-        ),
         ({"learner": {"world_size": 2, "parallel": {"cp": 2}}}, "needs learner.parallel.cp = 1"),
-        (
-            {"rollout_server": {"tensor_parallel_size": 2}},
-            "needs rollout_server.tensor_parallel_size = 1",
-        ),
-        (
-            {
-                "model": {"path": "model", "dtype": "bfloat16"},
-                "rollout_server": {"quantization": "fp8_per_channel"},
-            },
-            "needs rollout_server.quantization = 'off'",
-        ),
         ({"rollout_server": {"drafts": "shared"}}, "needs rollout_server.drafts = 'off'"),
         ({"lora": {"rank": 4}}, "needs lora.rank = 0: merged and separate adapters round"),
         ({"sampling": {"temperature": 0.7}}, "needs sampling.temperature = 1.0"),
         ({"sampling": {"top_p": 0.9}}, "needs sampling.top_p = 1.0"),
         ({"sampling": {"top_k": 5}}, "needs sampling.top_k = 0"),
-        (
-            {"rollout_server": {"recompute_context": False}},
-            "needs rollout_server.recompute_context = True: else replies go on with keys and "
-            "values of older weights, got False",
-        ),
-        (
-            {"rollout_server": {"engine": {"kv_cache_dtype": "fp8"}}},
-            "excludes rollout_server.engine.kv_cache_dtype: it may change kernels",
-        ),
-        (
-            {"learner": {"transformer": {"deterministic_mode": True}}},
-            "excludes learner.transformer.deterministic_mode",
-        ),
+        *refusals("""
+learner = {world_size = 2, parallel.tp = 2}
+    needs learner.parallel.tp = 1: the parts of a split product are added up in another order,
+    got 2
+rollout_server.tensor_parallel_size = 2
+    needs rollout_server.tensor_parallel_size = 1
+model = {path = "model", dtype = "bfloat16"}, rollout_server.quantization = "fp8_per_channel"
+    needs rollout_server.quantization = 'off'
+rollout_server.recompute_context = false
+    needs rollout_server.recompute_context = True: else replies go on with keys and values of
+    older weights, got False
+rollout_server.engine.kv_cache_dtype = "fp8"
+    excludes rollout_server.engine.kv_cache_dtype: it may change kernels
+learner.transformer.deterministic_mode = true
+    excludes learner.transformer.deterministic_mode
+"""),
     ],
 )
 def test_what_has_other_kernels_is_refused(tables: dict[str, Any], line: str) -> None:

@@ -6,6 +6,7 @@ from slipstream.core.models.model_rules import layout_problems, model_problems
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import LearnerSection
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
+from support.fakes.small_configs import refusals
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -188,76 +189,42 @@ def test_layers_are_shared_out_over_the_stages_as_megatron_does(
 
 # settings of the learner, part of the message
 TABLES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}},
-        "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true",
-    ),
-    (
-        {"ddp": {"overlap_param_gather": True}, "use_distributed_optimizer": True},
-        "learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true",
-    ),
     ({"ddp": {"use_megatron_fsdp": True}}, "learner.ddp.use_megatron_fsdp is not supported"),
-    (
-        {"ddp": {"num_distributed_optimizer_instances": 2}},
-        "num_distributed_optimizer_instances must be 1, got 2",
-    ),
-    (
-        {"optimizer": {"overlap_param_gather": True}},
-        "learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead",
-    ),
-    (
-        {"optimizer": {"use_precision_aware_optimizer": True}},
-        "use_precision_aware_optimizer needs learner.use_distributed_optimizer = true",
-    ),
-    (
-        {"optimizer": {"optimizer_cpu_offload": True}},
-        "optimizer_cpu_offload needs learner.use_distributed_optimizer = true",
-    ),
-    (
-        {"optimizer": {"optimizer_offload_fraction": 1.5}},
-        "optimizer_offload_fraction must be 0 to 1, got 1.5",
-    ),
-    (
-        {"transformer": {"recompute_granularity": "some"}},
-        "recompute_granularity must be full or selective, got 'some'",
-    ),
-    (
-        {"transformer": {"recompute_granularity": "full", "recompute_method": "uniform"}},
-        "recompute_granularity = 'full' needs recompute_method and recompute_num_layers",
-    ),
-    (
-        {"transformer": {"recompute_granularity": "selective", "recompute_num_layers": 1}},
-        "learner.transformer.recompute_num_layers needs recompute_granularity = 'full'",
-    ),
-    (
-        {"transformer": {"cpu_offloading": True}, "world_size": 2, "parallel": {"pp": 2}},
-        "learner.transformer.cpu_offloading needs pp = 1, got pp = 2",
-    ),
-    (
-        {"transformer": {"cpu_offloading": True, "recompute_granularity": "selective"}},
-        "learner.transformer.cpu_offloading excludes recompute_granularity",
-    ),
-    (
-        {"transformer": {"moe_token_dispatcher_type": "allgather"}},
-        "must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'",
-    ),
-    (
-        {"transformer": {"moe_router_enable_expert_bias": True}},
-        "the policy that is trained must be the one that samples",
-    ),
-    (
-        {"transformer": {"overlap_moe_expert_parallel_comm": True}},
-        "learner.transformer.overlap_moe_expert_parallel_comm is not supported",
-    ),
-    (
-        {
-            "transformer": {"microbatch_group_size_per_vp_stage": 4},
-            "world_size": 2,
-            "parallel": {"pp": 2, "vpp": 2},
-        },
-        "microbatch_group_size_per_vp_stage must be pp: micro batches come in multiples of it, "
-        "got 4 and 2",
-    ),
+    *refusals("""
+ddp = {overlap_param_gather = true, overlap_grad_reduce = true}
+    learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true
+ddp.overlap_param_gather = true, use_distributed_optimizer = true
+    learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true
+ddp.num_distributed_optimizer_instances = 2
+    num_distributed_optimizer_instances must be 1, got 2
+optimizer.overlap_param_gather = true
+    learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead
+optimizer.use_precision_aware_optimizer = true
+    use_precision_aware_optimizer needs learner.use_distributed_optimizer = true
+optimizer.optimizer_cpu_offload = true
+    optimizer_cpu_offload needs learner.use_distributed_optimizer = true
+optimizer.optimizer_offload_fraction = 1.5
+    optimizer_offload_fraction must be 0 to 1, got 1.5
+transformer.recompute_granularity = "some"
+    recompute_granularity must be full or selective, got 'some'
+transformer = {recompute_granularity = "full", recompute_method = "uniform"}
+    recompute_granularity = 'full' needs recompute_method and recompute_num_layers
+transformer = {recompute_granularity = "selective", recompute_num_layers = 1}
+    learner.transformer.recompute_num_layers needs recompute_granularity = 'full'
+transformer.cpu_offloading = true, world_size = 2, parallel.pp = 2
+    learner.transformer.cpu_offloading needs pp = 1, got pp = 2
+transformer = {cpu_offloading = true, recompute_granularity = "selective"}
+    learner.transformer.cpu_offloading excludes recompute_granularity
+transformer.moe_token_dispatcher_type = "allgather"
+    must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'
+transformer.moe_router_enable_expert_bias = true
+    the policy that is trained must be the one that samples
+transformer.overlap_moe_expert_parallel_comm = true
+    learner.transformer.overlap_moe_expert_parallel_comm is not supported
+transformer.microbatch_group_size_per_vp_stage = 4, world_size = 2, parallel = {pp = 2, vpp = 2}
+    microbatch_group_size_per_vp_stage must be pp: micro batches come in
+    multiples of it, got 4 and 2
+"""),
 ]
 
 
@@ -292,36 +259,30 @@ def test_recomputation_is_planned_unless_a_setting_decides_it(learner, expected)
     assert LearnerSection(**learner).plans_recompute is expected
 
 
-# what differs in config.json, part of the message
+# What differs in config.json, part of the message.
 MODELS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"architectures": ["GPT2LMHeadModel"], "num_experts": 0},
-        "a model of architecture GPT2LMHeadModel, which cannot be loaded",
-    ),
-    (
-        {"architectures": ["PhimoeForCausalLM"]},
-        "a mixture of experts of architecture PhimoeForCausalLM, which cannot be loaded; known "
-        "are DeepseekV2ForCausalLM, ",
-    ),
     ({"architectures": None}, "of architecture without a name, which cannot be loaded"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ({"use_sliding_window": True}, "a sliding window"),
     ({"sliding_window": 4096}, "a sliding window"),
-    (
-        {"rope_parameters": {"rope_type": "dynamic"}},
-        "the rope_type must be one of default, linear, llama3, yarn, got 'dynamic': transformers "
-        "scales by the length of each sequence",
-    ),
     ({"rope_scaling": {"type": "longrope"}}, "transformers chooses factors for each sequence"),
     ({"rope_scaling": {"type": "proportional"}}, "got 'proportional': was not tested"),
     ({"decoder_sparse_step": 2}, "dense layers in between"),
     ({"mlp_only_layers": [0]}, "dense layers in between"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the 8 experts, got 9"),
     ({"num_experts_per_tok": 1}, "leaves the router no gradient"),
-    (
-        {"architectures": ["Qwen2MoeForCausalLM"]},
-        "shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set",
-    ),
+    *refusals("""
+architectures = ["GPT2LMHeadModel"], num_experts = 0
+    a model of architecture GPT2LMHeadModel, which cannot be loaded
+architectures = ["PhimoeForCausalLM"]
+    a mixture of experts of architecture PhimoeForCausalLM, which cannot be loaded; known are
+    DeepseekV2ForCausalLM,
+rope_parameters.rope_type = "dynamic"
+    the rope_type must be one of default, linear, llama3, yarn, got 'dynamic': transformers scales
+    by the length of each sequence
+architectures = ["Qwen2MoeForCausalLM"]
+    shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set
+"""),
 ]
 
 

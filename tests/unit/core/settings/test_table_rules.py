@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from support.fakes.small_configs import config_with, refusal_of
+from support.fakes.small_configs import config_with, refusal_of, refusals
 
 Changes = dict[str, Any]
 
@@ -126,35 +126,8 @@ LEARNED_FROM = "the learner needs the log-probabilities of the distribution that
 TABLES: list[tuple[Changes, str]] = [
     # Sizes that must fit each other.
     ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
-    (
-        {"rollout_server.max_episodes": 1},
-        "a group runs on one server: algorithm.group_size must be at most "
-        "rollout_server.max_episodes, got 2 and 1",
-    ),
-    (
-        {"rollout_server.shared_max_episodes": 65},
-        "rollout_server.shared_max_episodes must be at most max_episodes, got 65 and 64",
-    ),
-    (
-        {"rollout_server.shared_max_episodes": 1},
-        "a group runs on one server: algorithm.group_size must be at most "
-        "rollout_server.shared_max_episodes, got 2 and 1",
-    ),
-    (
-        {"sampling.max_reply_tokens": 16},
-        "sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, got 16",
-    ),
     ({"sampling.max_prompt_tokens": 16}, "sampling.max_prompt_tokens must be below max_episode_t"),
     ({"sampling.max_total_tokens": 15}, "sampling.max_total_tokens must be 0 or at least max_ep"),
-    (
-        {"sampling.max_total_tokens": 2_000_000},
-        "sampling.max_total_tokens of 2000000 makes trajectories too large to send",
-    ),
-    (
-        {"learner.micro_batch_tokens": 15},
-        "an episode must fit one micro batch: sampling.max_episode_tokens must be at most "
-        "learner.micro_batch_tokens * learner.parallel.cp, got 16, 15 and 1",
-    ),
     (
         {"queue.max_bytes": 4 * (2048 + 24 * 16) - 1},
         "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of 2432 "
@@ -162,18 +135,10 @@ TABLES: list[tuple[Changes, str]] = [
     ),
     ({"controller.heartbeat_s": 2.0}, "controller.heartbeat_timeout_s must be at least 3 * heart"),
     (
-        {"learner.timeout_s": 43.0},
-        "learner.timeout_s must be at least 2 * (weights.join_deadline_s + bucket_deadline_s)",
-    ),
-    (
         played() | {"evaluations": [{"name": "a", "reference": "a:C"}]},
         "environments and evaluations need different names, got a, a",
     ),
     # Files and credentials.
-    (
-        {"security.tls_key": "k"},
-        "security: tls_certificate and tls_key go together, only one is set",
-    ),
     # Evaluations and profiles.
     (
         evaluated(num_episodes=9, samples_per_task=2),
@@ -194,15 +159,7 @@ TABLES: list[tuple[Changes, str]] = [
         "evaluation held, got 16 and 16",
     ),
     ({"debug.profile": {"start_step": 11}}, "debug.profile.start_step must be at most run.steps"),
-    (
-        {"debug.profile": {"start_step": 1, "ranks": [0, 1]}},
-        "debug.profile.ranks must be below learner.world_size, got 1 and 1",
-    ),
     # A shared GPU and weights in storage.
-    (
-        {"controller.turns": "sleep"},
-        'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true',
-    ),
     (
         SLEEP | {"debug.stage_on_server": True},
         'debug.stage_on_server must be "auto" or false with controller.turns = "sleep", got true',
@@ -214,14 +171,6 @@ TABLES: list[tuple[Changes, str]] = [
             f'"storage", got {turns!r}',
         )
         for turns in ("pause", "sleep")
-    ),
-    (
-        {"rollout_server.weights_from": "storage"},
-        'rollout_server.weights_from = "storage" needs weights.storage_url',
-    ),
-    (
-        {"weights.storage_url": "w", "lora": {"rank": 2, "publish": "adapters"}},
-        'lora.publish must be "merged" with weights.storage_url',
     ),
     # Precision.
     (FP8 | {"model.dtype": "float32"}, f"{FP8_NEEDS}model.dtype = 'bfloat16', got 'float32'"),
@@ -236,10 +185,6 @@ TABLES: list[tuple[Changes, str]] = [
     *(
         (server | {"algorithm.weight": "none"}, "engines in FP8 sample with other probabilities")
         for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "FP8_e4m3"}})
-    ),
-    (
-        {"learner.rounding": "stochastic", "model.dtype": "float16"},
-        "learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', got 'float16'",
     ),
     (
         PRECISE | {"learner.rounding": "stochastic"},
@@ -258,10 +203,6 @@ TABLES: list[tuple[Changes, str]] = [
             ("kv_events_config", "it opens a port without TLS or token"),
         )
     ),
-    (
-        {"rollout_server.engine": {"distributed_executor_backend": "ray"}},
-        "rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'",
-    ),
     *(
         (
             {"rollout_server.engine": {"load_format": name}},
@@ -269,29 +210,7 @@ TABLES: list[tuple[Changes, str]] = [
         )
         for name in ("ipc_cache", "IPC_Cache")
     ),
-    (
-        {"rollout_server.engine": {"max_num_batched_tokens": 63}},
-        "rollout_server.engine.max_num_batched_tokens must be at least "
-        "rollout_server.max_episodes: each episode has a token in a batch, got 63 and 64",
-    ),
-    (
-        {"rollout_server.max_episodes": 16385},
-        "rollout_server.engine.max_num_batched_tokens must be at least "
-        "rollout_server.max_episodes: each episode has a token in a batch, got 16384 (vLLM's own)",
-    ),
     # Adapters.
-    (
-        {"lora.rank": 6, "learner": {"world_size": 4, "parallel": {"tp": 4}}},
-        "lora.rank must be a multiple of learner.parallel.tp, got 6 and 4",
-    ),
-    (
-        {"lora.rank": 6, "learner": {"world_size": 4, "parallel": {"tp": 2, "etp": 4}}},
-        "lora.rank must be a multiple of learner.parallel.etp, got 6 and 4",
-    ),
-    (
-        {"lora.rank": 6, "checkpoint.load": "elsewhere"},
-        "checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6",
-    ),
     (played() | {"lora": NAMED}, "a: adapter must be one of lora.adapters (code, math), got none"),
     (
         evaluated(adapter="prose") | {"lora": NAMED},
@@ -328,59 +247,6 @@ TABLES: list[tuple[Changes, str]] = [
         for name in ("moe_router_fusion", "enable_cuda_graph")
     ),
     # The algorithm.
-    (
-        {"algorithm.decay_steps": 5},
-        "algorithm: decay_steps and decay_to have no effect with decay = 'none', got 5 and 0.0",
-    ),
-    (
-        {"algorithm.loss": "reinforce", "algorithm.mini_batches": 2},
-        "algorithm: loss = 'reinforce' has no ratio that leads on from the policy before the step",
-    ),
-    (
-        {"algorithm.group_size": 1},
-        "algorithm: advantage = 'grpo' compares a group: group_size must be >= 2, got 1",
-    ),
-    (
-        {
-            "algorithm.group_size": 1,
-            "algorithm.advantage": "reinforce_pp",
-            "algorithm.filter": "unequal_rewards",
-        },
-        "algorithm: filter = 'unequal_rewards' would leave out every group of group_size = 1",
-    ),
-    (
-        {"algorithm.advantage": "none", "algorithm.kl": {"coefficient": 1, "placement": "reward"}},
-        "algorithm: advantage = 'none' trains no reward: it needs kl.coefficient > 0 and "
-        "kl.placement = 'loss', got 1.0 and 'reward'",
-    ),
-    (
-        {"algorithm.advantage": "score", "algorithm.filter": "unequal_rewards"},
-        "algorithm: filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage",
-    ),
-    (
-        {"algorithm.fixed_tokens": 100},
-        "algorithm: fixed_tokens has no effect with aggregation = 'token_mean'",
-    ),
-    (
-        {"algorithm.loss_args": {"ratio": "behavior"}},
-        "algorithm: ratio = 'behavior' of the loss corrects already: weight must be 'none', got",
-    ),
-    (
-        {"algorithm.weight_args": {"cap": 1.0, "token_band": [1.5, 2.0]}},
-        "algorithm: token_band of the weight begins at 1.5, above its cap 1.0",
-    ),
-    (
-        {"algorithm.kl": {"coefficient": 0.1, "estimator": "k1"}},
-        "algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3",
-    ),
-    (
-        {"algorithm.reward": "overlong"},
-        "algorithm.reward_args: reward overlong needs the argument 'cache_tokens'",
-    ),
-    (
-        {"algorithm.reward": "overlong", "algorithm.reward_args": {"cache_tokens": 17}},
-        "algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, got 17",
-    ),
     (GAE | {"critic.warmup_steps": 10}, "critic.warmup_steps must be below run.steps, or the pol"),
     (
         played(curriculum={"failed_reward": 1.0}),
@@ -390,6 +256,84 @@ TABLES: list[tuple[Changes, str]] = [
         GAE | {"critic.transformer": {"moe_expert_capacity_factor": 1.0}},
         "critic.transformer.moe_expert_capacity_factor must be left out, got 1.0",
     ),
+    *refusals("""
+# Sizes that must fit each other.
+rollout_server.max_episodes = 1
+    a group runs on one server: algorithm.group_size must be at most
+    rollout_server.max_episodes, got 2 and 1
+rollout_server.shared_max_episodes = 65
+    rollout_server.shared_max_episodes must be at most max_episodes, got 65 and 64
+rollout_server.shared_max_episodes = 1
+    a group runs on one server: algorithm.group_size must be at most
+    rollout_server.shared_max_episodes, got 2 and 1
+sampling.max_reply_tokens = 16
+    sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, got 16
+sampling.max_total_tokens = 2000000
+    sampling.max_total_tokens of 2000000 makes trajectories too large to send
+learner.micro_batch_tokens = 15
+    an episode must fit one micro batch: sampling.max_episode_tokens must be at most
+    learner.micro_batch_tokens * learner.parallel.cp, got 16, 15 and 1
+learner.timeout_s = 43.0
+    learner.timeout_s must be at least 2 * (weights.join_deadline_s + bucket_deadline_s)
+# Files and credentials.
+security.tls_key = "k"
+    security: tls_certificate and tls_key go together, only one is set
+# Evaluations and profiles.
+debug.profile = {start_step = 1, ranks = [0, 1]}
+    debug.profile.ranks must be below learner.world_size, got 1 and 1
+# A shared GPU and weights in storage.
+controller.turns = "sleep"
+    controller.turns = "sleep" needs learner.offload.gradients and optimizer = true
+rollout_server.weights_from = "storage"
+    rollout_server.weights_from = "storage" needs weights.storage_url
+weights.storage_url = "w", lora = {rank = 2, publish = "adapters"}
+    lora.publish must be "merged" with weights.storage_url
+# Precision.
+learner.rounding = "stochastic", model.dtype = "float16"
+    learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', got 'float16'
+# vLLM's own arguments.
+rollout_server.engine.distributed_executor_backend = "ray"
+    rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'
+rollout_server.engine.max_num_batched_tokens = 63
+    rollout_server.engine.max_num_batched_tokens must be at least rollout_server.max_episodes: each
+    episode has a token in a batch, got 63 and 64
+rollout_server.max_episodes = 16385
+    rollout_server.engine.max_num_batched_tokens must be at least rollout_server.max_episodes: each
+    episode has a token in a batch, got 16384 (vLLM's own)
+# Adapters.
+lora.rank = 6, learner = {world_size = 4, parallel = {tp = 4}}
+    lora.rank must be a multiple of learner.parallel.tp, got 6 and 4
+lora.rank = 6, learner = {world_size = 4, parallel = {tp = 2, etp = 4}}
+    lora.rank must be a multiple of learner.parallel.etp, got 6 and 4
+lora.rank = 6, checkpoint.load = "elsewhere"
+    checkpoint.load holds no adapters: lora.rank must be 0 with it, got 6
+# The algorithm.
+algorithm.decay_steps = 5
+    algorithm: decay_steps and decay_to have no effect with decay = 'none', got 5 and 0.0
+algorithm.loss = "reinforce", algorithm.mini_batches = 2
+    algorithm: loss = 'reinforce' has no ratio that leads on from the policy before the step
+algorithm.group_size = 1
+    algorithm: advantage = 'grpo' compares a group: group_size must be >= 2, got 1
+algorithm.group_size = 1, algorithm.advantage = "reinforce_pp", algorithm.filter = "unequal_rewards"
+    algorithm: filter = 'unequal_rewards' would leave out every group of group_size = 1
+algorithm.advantage = "none", algorithm.kl = {coefficient = 1, placement = "reward"}
+    algorithm: advantage = 'none' trains no reward: it needs kl.coefficient > 0 and kl.placement =
+    'loss', got 1.0 and 'reward'
+algorithm.advantage = "score", algorithm.filter = "unequal_rewards"
+    algorithm: filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage
+algorithm.fixed_tokens = 100
+    algorithm: fixed_tokens has no effect with aggregation = 'token_mean'
+algorithm.loss_args.ratio = "behavior"
+    algorithm: ratio = 'behavior' of the loss corrects already: weight must be 'none', got
+algorithm.weight_args = {cap = 1.0, token_band = [1.5, 2.0]}
+    algorithm: token_band of the weight begins at 1.5, above its cap 1.0
+algorithm.kl = {coefficient = 0.1, estimator = "k1"}
+    algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3
+algorithm.reward = "overlong"
+    algorithm.reward_args: reward overlong needs the argument 'cache_tokens'
+algorithm.reward = "overlong", algorithm.reward_args.cache_tokens = 17
+    algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, got 17
+"""),
 ]
 
 

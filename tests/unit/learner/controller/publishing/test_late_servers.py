@@ -1,17 +1,23 @@
-"""Servers that are ready, or have loaded, after the others: who waits for them, and how long."""
+"""Servers that come late, and those that fetch from storage, as the controller follows them."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
-from slipstream.core.types import PolicyVersion
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.delivery import MAX_FAILED_WHILE_NONE_SERVES
-from slipstream.learner.controller.servers.server_states import ServerEvent
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.server_states import STALE, ServerEvent, ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.protocol.codec import pack_logprobs
-from slipstream.v1 import fleet_pb2, status_pb2, weights_pb2
+from slipstream.protocol.codec import pack_logprobs, version_to_pb
+from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
     DIGESTS,
+    FAILED,
     LOADED,
     READY,
     SERVING,
@@ -19,6 +25,7 @@ from support.rigs.publishing_scene import (
     next_order,
     publishing,
     run_of,
+    sent,
 )
 from support.rigs.waiting import until
 
@@ -256,3 +263,296 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
         assert [receiver.server_id for receiver in order.receivers] == ["a"]
         assert again in scene.publisher.due()
         scene.publisher.trainer_lost()
+
+
+LOGPROBS = pack_logprobs(np.zeros(1, np.float32))
+FETCHED = fleet_pb2.PublishStages(fetched_bytes=10, fetch_s=2.0, fetched_links=1)
+
+
+class Far:
+    """A scene with a server that reads storage; `near` takes its weights from the trainer."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.near = scene, scene.session
+        self.publisher = StoredPublisher(
+            scene.fleet, scene.run, scene.tasks, deliveries=scene.publisher.deliveries
+        )
+        self.far = self.joined("far")
+        self.running = scene.tasks.create_task(self.publisher.run_forever())
+
+    def joined(self, name: str) -> ServerSession:
+        hello = fleet_pb2.ServerHello(server_id=name, engine_workers=1, from_storage=True)
+        session = ServerSession(ServerKey(ServerId(name), 1), hello, clock=self.scene.fleet.clock)
+        self.scene.fleet.add(session)
+        return session
+
+    def ask(self, *, can_store: bool = True) -> trainer_pb2.StoreOrder | None:
+        version = version_to_pb(self.scene.run.progress.version)
+        return self.publisher.order(trainer_pb2.NextRequest(version=version, can_store=can_store))
+
+    def written(self, order: trainer_pb2.StoreOrder, **values: Any) -> list[str]:
+        """The trainer's report; returns the manifests that are still needed."""
+        stored = weights_pb2.StoredWeights(key=f"{order.folder}/manifest")
+        probe = weights_pb2.Probe(expected_logprobs=LOGPROBS, tolerance=1.0)
+        whole = {"stored": stored, "bucket_digests": DIGESTS, "probe": probe, "num_bytes": 5}
+        report = trainer_pb2.StoredReport(
+            version=order.version, folder=order.folder, **whole | values
+        )
+        return list(self.publisher.stored(report).needed)
+
+    def write(self) -> trainer_pb2.StoreOrder:
+        """The trainer writes the newest version; returns its order."""
+        order = self.ask()
+        assert order is not None
+        self.written(order)
+        return order
+
+    def say(self, publish_id: str, phase: int, session: ServerSession, **values: Any) -> None:
+        self.scene.say(publish_id, phase, session, **values)
+
+    async def asked(self, session: ServerSession) -> fleet_pb2.PreparePublish:
+        message = await next_order(session)
+        if message.HasField("probe_verdict"):
+            message = await next_order(session)
+        assert message.WhichOneof("message") == "prepare", message
+        return message.prepare
+
+    async def loads(self, session: ServerSession, publish_id: str) -> list[Any]:
+        """Receive and commit of a server that has fetched; it serves afterwards."""
+        self.say(publish_id, READY, session, stages=FETCHED)
+        receive, commit = (await next_order(session)).receive, (await next_order(session)).commit
+        assert (receive.order.publish_id, commit.publish_id) == (publish_id, publish_id)
+        self.say(publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS)
+        await until(lambda: session.is_serving)
+        return [receive, commit]
+
+    async def serve(self) -> None:
+        """The first version, through storage, to the far server."""
+        self.write()
+        await self.loads(self.far, (await self.asked(self.far)).publish_id)
+        sent(self.far)
+
+
+@contextlib.asynccontextmanager
+async def far_away(run: Run) -> AsyncIterator[Far]:
+    async with publishing(run) as scene:
+        far = Far(scene)
+        yield far
+        far.running.cancel()
+
+
+@pytest.fixture
+def run() -> Run:
+    return run_of(weights={"storage_url": "memory://weights"})
+
+
+async def test_a_server_is_told_to_load_when_it_has_fetched(run: Run) -> None:
+    async with far_away(run) as scene:
+        order = scene.ask()
+        assert order is not None
+        assert order.folder.startswith(run.progress.run_id + "/")
+        scene.written(order)
+        question = await scene.asked(scene.far)
+        assert question.stored.key == f"{order.folder}/manifest"
+        receive, commit = await scene.loads(scene.far, question.publish_id)
+        assert receive.order.communicator.transport == "storage"
+        assert list(commit.bucket_digests) == DIGESTS
+        # The first publish to a server has a probe.
+        assert commit.HasField("probe")
+        assert scene.far.version == run.progress.version
+
+
+async def test_a_server_serves_while_it_fetches(run: Run) -> None:
+    async with far_away(run) as scene:
+        await scene.serve()
+        scene.scene.make_version(1)
+        scene.write()
+        question = await scene.asked(scene.far)
+        assert scene.far.is_serving
+        assert scene.far.version == PolicyVersion(0, 0)
+        _, commit = await scene.loads(scene.far, question.publish_id)
+        assert not commit.HasField("probe")
+        assert scene.far.version == PolicyVersion(0, 1)
+
+
+async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(run: Run) -> None:
+    async with far_away(run) as scene:
+        scene.scene.fleet.remove(scene.far, "gone")
+        assert scene.ask() is None
+        scene.far = scene.joined("far")
+        assert scene.ask() is not None
+
+
+async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
+    async with far_away(run) as scene:
+        order = scene.ask()
+        assert order is not None
+        assert scene.ask(can_store=False) is None
+        scene.written(order)
+        assert scene.ask() is None
+        scene.scene.make_version(1)
+        again = scene.ask()
+        assert again is not None
+        assert again.folder != order.folder
+
+
+async def test_a_new_trainer_writes_again_what_the_one_before_it_may_have_removed(
+    run: Run,
+) -> None:
+    async with far_away(run) as scene:
+        first = scene.write()
+        assert scene.ask() is None
+        scene.publisher.trainer_joined()
+        # Servers may fetch the first until the second is there.
+        question = await scene.asked(scene.far)
+        assert question.stored.key == f"{first.folder}/manifest"
+        again = scene.ask()
+        assert again is not None
+        assert scene.written(again) == sorted(f"{o.folder}/manifest" for o in (first, again))
+        assert scene.ask() is None
+        await scene.loads(scene.far, question.publish_id)
+
+
+async def test_a_publish_of_the_trainer_leaves_servers_that_read_storage_alone(run: Run) -> None:
+    async with far_away(run) as scene:
+        assert scene.scene.publisher.due() == [scene.near]
+        await scene.scene.serve()
+        assert sent(scene.far) == []
+
+
+async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> None:
+    async with far_away(run) as scene:
+        await scene.serve()
+        scene.scene.make_version(1)
+        scene.write()
+        question = await scene.asked(scene.far)
+        scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
+        await until(lambda: scene.far.failed_publishes)
+        assert scene.far.is_serving
+        assert events(run)[-1] == (
+            "rollout server far keeps version 0: version 1 from storage: the link is down"
+        )
+        scene.far.retry_publish_s = 0.0
+        await scene.loads(scene.far, (await scene.asked(scene.far)).publish_id)
+        assert (scene.far.version, scene.far.failed_publishes) == (PolicyVersion(0, 1), 0)
+
+
+async def test_a_fetch_that_fails_makes_a_server_that_serves_nothing_stale(run: Run) -> None:
+    async with far_away(run) as scene:
+        scene.write()
+        question = await scene.asked(scene.far)
+        scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
+        await until(lambda: scene.far.state == STALE)
+
+
+async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -> None:
+    async with far_away(run) as scene:
+        await scene.serve()
+        scene.scene.make_version(1)
+        scene.write()
+        publish_id = (await scene.asked(scene.far)).publish_id
+        scene.say(publish_id, READY, scene.far)
+        assert (await next_order(scene.far)).HasField("receive")
+        scene.say(publish_id, FAILED, scene.far, message="the digests differ")
+        await until(lambda: scene.far.state == STALE)
+
+
+async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> None:
+    run = run_of(
+        weights={
+            "storage_url": "memory://weights",
+            "storage_deadline_s": 0.2,
+            "join_deadline_s": 0.2,
+            "bucket_deadline_s": 5.0,
+        }
+    )
+    async with far_away(run) as scene:
+        other = scene.joined("other")
+        scene.write()
+        await scene.asked(scene.far)
+        await scene.loads(other, (await scene.asked(other)).publish_id)
+        await until(lambda: scene.far.state == STALE)
+        assert "no answer within 0.4 s" in scene.far.cause
+
+
+async def test_manifests_from_which_a_server_fetches_are_needed(run: Run) -> None:
+    async with far_away(run) as scene:
+        scene.write()
+        question = await scene.asked(scene.far)
+        scene.scene.make_version(1)
+        second = scene.ask()
+        assert second is not None
+        assert len(scene.written(second)) == 2
+        await scene.loads(scene.far, question.publish_id)
+        scene.scene.make_version(2)
+        third = scene.ask()
+        assert third is not None
+        await scene.loads(scene.far, (await scene.asked(scene.far)).publish_id)
+        assert scene.written(third) == [f"{third.folder}/manifest"]
+
+
+async def test_a_report_of_another_order_changes_nothing(run: Run) -> None:
+    async with far_away(run) as scene:
+        order = scene.ask()
+        assert order is not None
+        # Another trainer has come, and is told to write anew.
+        again = scene.ask()
+        assert again is not None
+        assert scene.written(order) == []
+        assert scene.written(again) == [f"{again.folder}/manifest"]
+
+
+async def test_storage_that_takes_nothing_fails_the_run_if_no_server_is_near(run: Run) -> None:
+    async with far_away(run) as scene:
+        for _ in range(16):
+            assert not run.progress.has_failed
+            scene.publisher._retry_s = 0.0
+            order = scene.ask()
+            assert order is not None
+            scene.written(order, error="storage s3://b could not write x: no permission")
+        assert run.progress.has_failed
+        assert "16 versions in a row could not be written to storage" in run.progress.cause
+        assert run.progress.cause.endswith("no permission")
+
+
+async def test_after_a_failed_write_the_trainer_is_told_again_later(run: Run) -> None:
+    async with far_away(run) as scene:
+        order = scene.ask()
+        assert order is not None
+        scene.written(order, error="the disk is full")
+        assert events(run)[-1] == "version 0 is not in storage: the disk is full"
+        assert scene.ask() is None
+        await asyncio.sleep(1.1)
+        assert scene.ask() is not None
+
+
+async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(run: Run) -> None:
+    async with far_away(run) as scene:
+        await scene.serve()
+        bound = run.config.algorithm.max_staleness
+        scene.scene.make_version(bound + 1)
+        run.signal.notify()
+        said = (
+            f"rollout server far gets no groups: its version 0 is too old for step {bound + 2} "
+            f"(algorithm.max_staleness = {bound}); it has not fetched a newer one from storage yet"
+        )
+        await until(lambda: said in events(run))
+        run.signal.notify()
+        await asyncio.sleep(0.3)
+        assert events(run).count(said) == 1
+
+
+async def test_a_server_that_is_evaluated_keeps_its_version(run: Run) -> None:
+    async with far_away(run) as scene:
+        await scene.serve()
+        assert scene.scene.publisher.pin(scene.far)
+        scene.scene.make_version(1)
+        scene.write()
+        await asyncio.sleep(0.3)
+        assert sent(scene.far) == []
+        scene.scene.publisher.pinned.clear()
+        await scene.loads(scene.far, (await scene.asked(scene.far)).publish_id)
+
+
+def events(run: Run) -> list[str]:
+    return [event.text for event in run.events.kept()]

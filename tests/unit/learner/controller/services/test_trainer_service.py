@@ -1,23 +1,29 @@
-"""What the run waits for as the trainer's calls change it, and whose the trainer's place is."""
+"""Calls of the trainer, of clients that submit environments, and of servers turned away."""
 
 import dataclasses
 from contextlib import aclosing
+from types import SimpleNamespace
 
+import grpc.aio
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
+from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
     RESERVED_S,
     TrainerOrders,
     TrainerPlace,
     TrainerServicer,
 )
+from slipstream.learner.controller.tasks.relay import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.v1 import trainer_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
+from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import nothing, run_of
 
 
@@ -192,3 +198,105 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
     place.take(HELLO, Call())
     with pytest.raises(Refused, match="another trainer has taken over"):
         await place.check(Call(epoch))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ("math", ""),
+        (
+            "code",
+            "adapter of e must stay 'math', got 'code': its leased groups are sampled with it; "
+            "choose another name",
+        ),
+    ],
+)
+def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, problem: str) -> None:
+    run = run_of(lora={"rank": 2, "publish": "adapters", "adapters": ["code", "math"]})
+    books = books_of(run)
+    spec = environment_pb2.EnvironmentSpec(
+        name="e",
+        weight=1.0,
+        timeout_s=1.0,
+        num_workers=1,
+        purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
+        adapter="math",
+    )
+    entry = books.environments.add(spec)
+    entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+    again = environment_pb2.EnvironmentSpec()
+    again.CopyFrom(spec)
+    again.adapter = adapter
+    assert EnvironmentServicer(run, books, None)._problem(again) == problem  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("ours:Sums", ""),
+        ("ours.below:Sums", ""),
+        ("oursalike:Sums", "security.submitted_modules has no oursalike, only ours"),
+        ("os:Sums", "security.submitted_modules has no os, only ours"),
+    ],
+)
+def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem: str) -> None:
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    run = run_of(security={"submitted_modules": ["ours"]})
+    spec = environment_pb2.EnvironmentSpec(
+        name="e", reference=reference, weight=1.0, timeout_s=1.0, num_workers=1, purpose=purpose
+    )
+    servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]
+    assert servicer._problem(spec) == problem
+
+
+@pytest.mark.parametrize(
+    ("address", "reference", "problem"),
+    [
+        ("127.0.0.1:7070", "os:Sums", ""),
+        ("10.0.0.5:7070", "ours.below:Sums", ""),
+        (
+            "10.0.0.5:7070",
+            "os:Sums",
+            "security.submitted_modules has no os, only ours (those of the run's environments, "
+            "since 10.0.0.5:7070 is not loopback)",
+        ),
+    ],
+)
+def test_off_loopback_clients_submit_modules_of_the_runs_own_environments_by_default(
+    address: str, reference: str, problem: str
+) -> None:
+    run = run_of(
+        controller={"address": address}, environments=[{"name": "e", "reference": "ours:Sums"}]
+    )
+    assert run.config.submission_refusal(reference) == problem
+
+
+class Aborted(Exception):
+    """The stream was refused."""
+
+
+class Context:
+    """A stream of which only the refusal matters."""
+
+    async def abort(self, *_: object, **__: object) -> None:
+        raise Aborted
+
+    async def abort_with_status(self, *_: object) -> None:
+        raise Aborted
+
+
+async def test_processes_that_are_turned_away_again_and_again_take_no_more_memory() -> None:
+    first = fleet_pb2.ServerHello(server_id="s", process=1, host="here")
+    older = SimpleNamespace(name="s", hello=first)
+    events: list[str] = []
+    run = SimpleNamespace(progress=None, events=SimpleNamespace(warn=events.append))
+    fleet = SimpleNamespace(sessions={"s": older})
+    servicer = FleetServicer(fleet, run, Relay(str, print, LoopClock()))  # type: ignore[arg-type]
+    context: grpc.aio.ServicerContext = Context()  # type: ignore[assignment]
+    for process in range(2, 1502):
+        hello = fleet_pb2.ServerHello(server_id="s", process=process, host="there")
+        for _ in range(2):
+            with pytest.raises(Aborted):
+                await servicer._check_name_is_free(hello, context)
+    assert len(events) == 1500
+    assert len(servicer._turned_away) <= 1000
