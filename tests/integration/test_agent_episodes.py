@@ -87,9 +87,7 @@ async def test_an_agent_without_a_reply_of_the_model_has_failed(server) -> None:
     assert "without any reply of the model" in trajectory.failure.message
 
 
-async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_counts_against(
-    server,
-) -> None:
+async def test_an_agent_that_hangs_fails_after_its_limit_which_no_open_call_counts_against(server):
     server.engine.samples.clear()
     hanging = server.lease("HangingAgent", timeout_s=5.0)
     await until(lambda: server.engine.samples)

@@ -138,9 +138,7 @@ async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max
 
 
 @pytest.mark.parametrize("tool_parser", ["hermes", "qwen3_coder"])
-async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(
-    tmp_path: Path, tool_parser: str
-) -> None:
+async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(tmp_path, tool_parser):
     """The parser of calls has no part in it, streamed or not, in any API."""
     call = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
     text = f"I call. <tool_call>\n{call}\n</tool_call>"
@@ -634,9 +632,7 @@ async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: 
     assert rig.began() == ["new", "template"]
 
 
-async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(
-    shared,
-) -> None:
+async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(shared):
     settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
     api = await Agents(shared.engine, settings.rollout_server).api()
     rig = AgentRig(shared.engine, api)
@@ -677,9 +673,7 @@ async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(sh
     rig.check()
 
 
-async def test_a_parser_that_loses_calls_in_longer_parts_gets_one_token_at_a_time(
-    tmp_path: Path,
-) -> None:
+async def test_a_parser_that_loses_calls_in_longer_parts_gets_one_token_at_a_time(tmp_path: Path):
     """vLLM's parser `xlam` finds no call in a stream whose parts hold 16 tokens."""
     call = [{"name": "add", "arguments": {"a": 1234567890}}]
     rig = await agent_rig(tmp_path, lambda _: json.dumps(call), tool_parser="xlam")

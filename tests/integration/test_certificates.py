@@ -165,17 +165,13 @@ def test_the_access_list_has_the_rights_that_the_code_knows(secrets: Path) -> No
     ],
     ids=lambda command: command[0],
 )
-async def test_a_role_may_do_nothing_else(
-    secrets: Path, valkey: Path, role: str, command: tuple[str, ...]
-) -> None:
+async def test_a_role_may_do_nothing_else(secrets, valkey, role, command):
     async with redis.asyncio.Redis.from_url(url(secrets, valkey, role), protocol=2) as client:
         with pytest.raises(NoPermissionError):
             await client.execute_command(*command)
 
 
-async def test_a_rollout_server_cannot_read_or_take_trajectories_or_feign_room(
-    secrets: Path, valkey: Path
-) -> None:
+async def test_a_rollout_server_cannot_read_or_take_trajectories_or_feign_room(secrets, valkey):
     async with redis.asyncio.Redis.from_url(url(secrets, valkey, "rollout"), protocol=2) as client:
         for command in (
             ("XREADGROUP", "GROUP", "g", "c", "STREAMS", "slipstream:run:trajectories", ">"),

@@ -246,9 +246,7 @@ async def test_a_cut_off_server_needs_a_queue_that_it_can_use(tmp_path, tiny_mod
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("queue", ["grpc", "redis"])
-def test_a_run_under_faults_loses_and_doubles_nothing(
-    tmp_path: Path, tiny_model: Path, queue: str
-) -> None:
+def test_a_run_under_faults_loses_and_doubles_nothing(tmp_path: Path, tiny_model: Path, queue: str):
     path = write_run(tmp_path, tiny_model, run__steps=100_000, evaluations=[], queue__kind=queue)
     command = [sys.executable, "-m", "support.fakes.quick_run", "chaos", str(path)]
     # One more server cannot use the queue that the command starts.

@@ -168,9 +168,7 @@ def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, 
 
 
 @pytest.mark.parametrize("job", each_job(LOADED, SLOW))
-def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(
-    job: str, results: dict[str, dict]
-) -> None:
+def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results):
     found, saved = results[job], results[LOADED[job][0]]
     assert found["error"] == ""
     assert found["loaded"] == 2
@@ -186,9 +184,7 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=2e-6)
 
 
-def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(
-    results: dict[str, dict],
-) -> None:
+def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(results):
     # Step 3 of 4 is the second of three that fall, after one step of warmup.
     fallen = 0.9 * (1 - math.cos(math.pi / 3)) / 2
     found = results["cosine-epochs-again"]["metrics"][0]["learning_rate"]
@@ -206,18 +202,14 @@ def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[s
 
 
 @pytest.mark.parametrize("job", ["one-f16-again", "distopt-from-f16", "ep2-from-distopt-f16"])
-def test_the_scale_of_the_loss_is_that_of_the_checkpoint(
-    job: str, results: dict[str, dict]
-) -> None:
+def test_the_scale_of_the_loss_is_that_of_the_checkpoint(job: str, results: dict[str, dict]):
     found, saved = results[job], results[LOADED[job][0]]
     before, after = saved["metrics"][1]["loss_scale"], found["metrics"][0]
     assert before < 2.0**16
     assert after["loss_scale"] * 2 ** after["gradient_overflows"] == before
 
 
-def test_a_save_beside_training_holds_the_weights_of_its_own_version(
-    results: dict[str, dict],
-) -> None:
+def test_a_save_beside_training_holds_the_weights_of_its_own_version(results: dict[str, dict]):
     for job in ("one-again", "tp2-again", "distopt-again"):
         assert results[job]["late_digest"] == results[job]["digest"], job
     assert results["one"]["digest"] != results["one-again"]["digest"]
@@ -241,9 +233,7 @@ def test_settings_of_the_optimizer_are_those_of_now(results: dict[str, dict]) ->
         }
 
 
-def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(
-    results: dict[str, dict],
-) -> None:
+def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(results):
     found = results["one-loads-weights"]
     assert found["digest"] == results["one-from-tp2"]["loaded_digest"]
     assert found["loaded"] == 0
@@ -256,9 +246,7 @@ def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer
 
 # No rank of the others has whole tensors: their next step is compared.
 @pytest.mark.parametrize("job", [job for job in CONVERTED if not job.startswith("tp2")])
-def test_the_other_kind_of_optimizer_has_the_same_state_bit_for_bit(
-    job: str, results: dict[str, dict]
-) -> None:
+def test_the_other_kind_of_optimizer_has_the_same_state_bit_for_bit(job, results):
     run, _ = CONVERTED[job]
     saved, loaded = results[run]["saved_optimizer"], results[job]["loaded_optimizer"]
     shared = saved.keys() & loaded.keys()
@@ -271,9 +259,7 @@ def test_the_other_kind_of_optimizer_has_the_same_state_bit_for_bit(
     assert all(group["step"] == 3 for group in results[job]["groups"])
 
 
-def test_digests_are_taken_by_the_thread_that_writes(
-    folder: Path, results: dict[str, dict]
-) -> None:
+def test_digests_are_taken_by_the_thread_that_writes(folder: Path, results: dict[str, dict]):
     # The file was changed after the thread was done and before the checkpoint was published.
     assert results["damaged-before"]["saved"] == [1]
     path = checkpoint_path(folder / "runs" / "damaged-before" / "checkpoints", 1)
@@ -290,9 +276,7 @@ def copy_of(folder: Path, results: dict[str, dict], tmp_path: Path) -> Callable[
     return copy
 
 
-def test_a_damaged_file_is_named_and_nothing_is_loaded(
-    copy_of: Callable[[], Path], folder: Path, rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_loaded(copy_of, folder, rank_pool, tmp_path):
     checkpoints = copy_of()
     path = checkpoint_path(checkpoints, 2) / "state" / "__0_0.distcp"
     data = bytearray(path.read_bytes())

@@ -324,9 +324,7 @@ def counted_plans(engine: Engine) -> list[int]:
 
 
 @both
-def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
-    start, overlapping: bool
-) -> None:
+def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
     own_plans = counted_plans(engine)
     add(engine, "steady", 60)
@@ -370,9 +368,7 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(start, overlapping: bool) ->
 
 
 @both
-def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(
-    start, overlapping: bool
-) -> None:
+def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "r0", 40)
     engine.drain()
@@ -384,9 +380,7 @@ def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(
 
 
 @both
-def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
-    start, overlapping: bool
-) -> None:
+def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
     slots = engine.scheduler.kv_cache_manager.allocate_slots
     asked, taken = [], []
@@ -437,9 +431,7 @@ def busy(engine: Engine, number: int) -> Engine:
 
 
 @both
-def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(
-    start, overlapping: bool
-) -> None:
+def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(start, overlapping: bool):
     engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
     now = len(engine.plans)
     add(engine, "alone", 20)
@@ -459,9 +451,7 @@ def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(
 
 
 @both
-def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(
-    start, overlapping: bool
-) -> None:
+def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(start, overlapping: bool):
     engine = gathering(start(ours=True, overlapping=overlapping), most_steps=50)
     add(engine, "first", 60)
     engine.step()
@@ -478,9 +468,7 @@ def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(
 
 
 @both
-def test_a_long_prompt_goes_on_in_every_step_and_takes_others_along(
-    start, overlapping: bool
-) -> None:
+def test_a_long_prompt_goes_on_in_every_step_and_takes_others_along(start, overlapping: bool):
     engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
     engine.scheduler.max_num_scheduled_tokens = 20
     now = len(engine.plans)
@@ -526,9 +514,7 @@ def test_members_of_a_group_that_waited_share_their_prompt(start, overlapping: b
 @both
 @pytest.mark.parametrize("most_steps", [0, 3])
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
-def test_replies_are_the_same_however_long_prompts_wait(
-    start, overlapping: bool, num_blocks: int, most_steps: int
-) -> None:
+def test_replies_are_the_same_however_long_prompts_wait(start, overlapping, num_blocks, most_steps):
     for seed in range(SEEDS):
         waiting = start(ours=True, overlapping=overlapping, num_blocks=num_blocks)
         theirs = start(ours=False, overlapping=overlapping, num_blocks=num_blocks)
@@ -592,9 +578,7 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
 
 
 @both
-def test_the_server_is_told_at_once_that_an_engine_takes_steps_again(
-    start, overlapping: bool
-) -> None:
+def test_the_server_is_told_at_once_that_an_engine_takes_steps_again(start, overlapping: bool):
     scheduler = start(ours=True, overlapping=overlapping).scheduler
     (ours,) = DirectLine(1)._sockets
     for number in (1, 2):

@@ -184,9 +184,7 @@ def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("name", [*SMALL, *MIDDLE])
-def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
     for module in (placement, fit, launcher):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
@@ -219,9 +217,7 @@ def test_megatron_takes_the_settings_of_a_large_model(name: str, answers: Path) 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
-    name: str, folder: Path
-) -> None:
+def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: str, folder: Path):
     num_nodes, sizes, groups = LAYOUTS[name]
     result = run_command(
         "learner",
@@ -269,9 +265,7 @@ def lines_of(name: str) -> list[str]:
     return (CONFIGS / f"{name}.toml").read_text().splitlines()
 
 
-def test_nodes_are_told_apart_by_the_environment_as_well(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_are_told_apart_by_the_environment_as_well(folder, monkeypatch):
     def dry_run(*overrides: str) -> subprocess.CompletedProcess[str]:
         config = CONFIGS / "llama-70b.toml"
         return run_command("learner", config, "--dry-run", *UNCHECKED, *overrides, cwd=folder)

@@ -149,9 +149,7 @@ def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(fol
     [["status"], ["submit", "m:C"], ["rollout-server", "config.toml", "--connect-timeout-s", "2"]],
     ids=lambda arguments: arguments[0],
 )
-def test_a_server_that_is_no_controller_is_refused(
-    arguments: list[str], folder: Path, web_server: str
-) -> None:
+def test_a_server_that_is_no_controller_is_refused(arguments, folder, web_server):
     result = run_command(*arguments, "--controller", web_server, cwd=folder)
     check_refused(result, f"no controller answers at {web_server}")
 
@@ -245,9 +243,7 @@ STARTS_A_SERVER = (
 
 
 @pytest.mark.parametrize("command", ["run", "learner"])
-def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
-    command: str, folder: Path
-) -> None:
+def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, folder: Path):
     override = "learner={world_size=4, parallel={pp=2}}"
     result = run_command(
         command, "config.toml", override, 'model.path="weightless"', "--dry-run", cwd=folder
@@ -308,9 +304,7 @@ def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     succeed("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
 
 
-async def test_of_two_commands_that_start_one_run_together_one_goes_on(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_of_two_commands_that_start_one_run_together_one_goes_on(tmp_path, tiny_model):
     write_config(copy_environments(tmp_path), tiny_model)
     addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
     async with AsyncExitStack() as stack:

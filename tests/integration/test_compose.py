@@ -228,9 +228,7 @@ def test_the_learner_nodes_agree_on_their_ranks() -> None:
     assert configs[0].world_size == 2 * configs[0].ranks_per_node
 
 
-def test_a_further_learner_node_without_its_number_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_further_learner_node_without_its_number_is_refused(capsys: pytest.CaptureFixture[str]):
     service = resolve(DEPLOY / "env" / "rollout.env", "learner-node")["services"]["learner-node"]
     with pytest.raises(SystemExit):
         parse(service["command"])

@@ -45,17 +45,13 @@ def test_a_replayed_plan_equals_the_loader(alone, shape: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(
-    sharded, shape: str, rank: int
-) -> None:
+def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(sharded, shape, rank):
     assert sharded[rank][shape].different == ()
     assert sharded[rank][shape].changed > 10
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_deltas_equal_the_loader_and_their_shares_the_whole_weights(
-    folder: Path, tp_size: int
-) -> None:
+def test_deltas_equal_the_loader_and_their_shares_the_whole_weights(folder: Path, tp_size: int):
     # GLM has a bias in float32, whatever the wire's type is: it takes no deltas.
     shapes = {name: shape for name, shape in SHAPES.items() if name != "glm"}
     found = patched(folder, tp_size, shapes)
@@ -102,9 +98,7 @@ def test_the_proof_accepts_what_the_loader_did_and_nothing_else(alone) -> None:
 
 
 @pytest.mark.parametrize("stage", [False, True])
-def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
-    folder: Path, stage: bool
-) -> None:
+def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(folder, stage):
     (seen,) = in_ranks(1, receiver_worker.updates, folder, "llama_tied", stage)
     loader, plan = (False, True), (True, True)
     assert seen[:5] == [loader, plan, plan, loader, plan]
@@ -125,9 +119,7 @@ def test_a_receiver_applies_deltas_to_what_it_was_sent_whole(folder: Path, stage
 
 
 @pytest.mark.parametrize("stage", [False, True])
-def test_a_receiver_loads_and_then_copies_what_its_server_fetched(
-    folder: Path, stage: bool
-) -> None:
+def test_a_receiver_loads_and_then_copies_what_its_server_fetched(folder: Path, stage: bool):
     (seen,) = in_ranks(1, receiver_worker.updates_from_files, folder, "llama_tied", stage)
     assert seen == [(False, True, True), (True, True, True), (True, True, True)]
 

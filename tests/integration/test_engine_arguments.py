@@ -81,9 +81,7 @@ def in_bfloat16(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
-    model: Path, tmp_path: Path
-) -> None:
+def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(model, tmp_path):
     delta_nets = make_model_folder(tmp_path / "model", **SMALLEST)
     architectures = ["Qwen3NextForCausalLM"]
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 32}
@@ -116,9 +114,7 @@ def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(None, 1), (0, 1), (7, 8)])
-def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(
-    model: Path, steps: int | None, interval: int
-) -> None:
+def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(model, steps, interval):
     config = config_with(model, {})
     section = config.debug.model_copy(update={"prompt_wait_steps": steps})
     config = config.model_copy(update={"debug": section})
@@ -138,12 +134,7 @@ DRAFTS = [
 
 
 @pytest.mark.parametrize(("ours", "expected"), DRAFTS)
-def test_drafts_reach_vllm_where_they_may_pay(
-    model: Path,
-    ours: dict[str, object],
-    expected: tuple[str, int] | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_drafts_reach_vllm_where_they_may_pay(model, ours, expected, caplog):
     found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
     assert (found and (found.method, found.num_speculative_tokens)) == expected
     told = "nothing is drafted: it would not pay for rollout_server.max_episodes > 256, got 257"
@@ -158,9 +149,7 @@ def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])
-def test_logits_have_the_type_that_the_learners_have(
-    model: Path, head: str, dtype: torch.dtype
-) -> None:
+def test_logits_have_the_type_that_the_learners_have(model: Path, head: str, dtype: torch.dtype):
     config = config_with(model, {})
     section = config.model.model_copy(update={"dtype": "bfloat16"})
     debug = config.debug.model_copy(update={"head_dtype": head})
@@ -195,9 +184,7 @@ def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
-def test_the_scheduler_is_ours_with_and_without_async_scheduling(
-    async_scheduling: bool, name: str
-) -> None:
+def test_the_scheduler_is_ours_with_and_without_async_scheduling(async_scheduling: bool, name: str):
     found = scheduler_class(async_scheduling=async_scheduling)
     assert found.__name__ == f"{name}ChunkingScheduler"
     assert issubclass(found, AsyncScheduler) is async_scheduling
@@ -222,9 +209,7 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused_in_one_line(
-    model: Path, engine: dict[str, object], line: str
-) -> None:
+def test_settings_that_cannot_be_are_refused_in_one_line(model, engine, line):
     with pytest.raises(ConfigError) as caught:
         engine_config(config_with(model, engine), seed=3)
     assert str(caught.value).startswith(line)
@@ -351,9 +336,7 @@ def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
     ],
     ids=str,
 )
-def test_a_parser_that_vllm_lacks_is_one_line(
-    model: Path, settings: dict[str, object], line: str
-) -> None:
+def test_a_parser_that_vllm_lacks_is_one_line(model: Path, settings: dict[str, object], line: str):
     found = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
     assert bool(found) == bool(line)
     assert line in "".join(found)
@@ -394,9 +377,7 @@ def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path
         ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", 0, 1),
     ],
 )
-def test_a_tower_that_is_not_trained_is_left_out(
-    architecture: str, kind: str, max_images: int, limit: int
-) -> None:
+def test_a_tower_that_is_not_trained_is_left_out(architecture, kind, max_images, limit):
     table = {
         "architectures": [architecture],
         "text_config": {"model_type": kind},
@@ -409,9 +390,7 @@ def test_a_tower_that_is_not_trained_is_left_out(
 
 
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
-def test_a_server_asks_about_images_without_kernels_of_delta_nets(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_server_asks_about_images_without_kernels_of_delta_nets(family: str, tmp_path: Path):
     # vLLM forks the engine only from a process without CUDA, which these kernels start.
     make_tokenizer(tmp_path)
     make_model(tmp_path, family)

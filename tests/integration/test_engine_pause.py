@@ -228,9 +228,7 @@ async def test_an_answer_that_waits_behind_an_update_may_take_as_long_as_that(
     await asyncio.gather(*rig.requests, return_exceptions=True)
 
 
-async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_anything_in(
-    rig: Rig,
-) -> None:
+async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_anything_in(rig: Rig):
     rig.llm.answer = {"error": "a bucket did not arrive"}
     await rig.prepare(2)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
@@ -269,9 +267,7 @@ async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(r
     assert rig.llm.noted == ["abort late", "request late", "abort late", "request other"]
 
 
-async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(
-    rig: Rig,
-) -> None:
+async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(rig: Rig):
     await rig.ask("running")
     await rig.engine.rest(give_back=False)
     await rig.ask("later")
@@ -280,9 +276,7 @@ async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_ins
     assert rig.llm.noted[3:] == ["version 0:1", "resume"]
 
 
-async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_the_version(
-    rig: Rig,
-) -> None:
+async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_the_version(rig):
     await rig.ask("running")
     await rig.engine.rest(give_back=True)
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
@@ -297,9 +291,7 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     assert rig.llm.noted[8:] == ["pause", "begin", "finish", "version 0:3", "resume"]
 
 
-async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(
-    rig: Rig,
-) -> None:
+async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(rig: Rig):
     await rig.engine.rest(give_back=True)
     await rig.update(2)
     await rig.ask("early")
@@ -366,9 +358,7 @@ async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
         await rig.engine.watch()
 
 
-def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies() -> (
-    None
-):
+def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies():
     class Worker(WorkerExtension):
         waits = 0
 

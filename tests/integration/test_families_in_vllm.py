@@ -81,9 +81,7 @@ def test_an_engine_computes_the_decoder_beside_a_tower(case: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["qwen3-next.glm", "qwen35.glm", "qwen35-moe.glm"])
-def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(
-    case: str, tmp_path: Path
-) -> None:
+def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(case: str, tmp_path: Path):
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(tmp_path / name, case, seed=seed, **DELTA_NETS)
     folders = [tmp_path / name / case for name in ("first", "second")]

@@ -72,9 +72,7 @@ def config_of(folder: Path, *, has_adapters: bool) -> Config:
         for family in (*DECODERS, NESTED, *SEEING)
     ],
 )
-def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_server_forks_its_engine_without_kernels_that_start_cuda(family: str, tmp_path: Path):
     folder = folder_of(family, tmp_path / family)
     for has_adapters in (False, True):
         config = config_of(folder, has_adapters=has_adapters)

@@ -19,9 +19,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_quantising_by_the_plan_gives_the_loaders_bits_in_place(
-    outcomes: Outcomes, shape: str, tp_size: int
-) -> None:
+def test_quantising_by_the_plan_gives_the_loaders_bits_in_place(outcomes, shape, tp_size):
     for rank in outcomes[tp_size]:
         found = rank[shape]
         assert found.different == ()
@@ -33,9 +31,7 @@ def test_quantising_by_the_plan_gives_the_loaders_bits_in_place(
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_proof_accepts_the_loaders_bits_and_no_others(
-    outcomes: Outcomes, shape: str, tp_size: int
-) -> None:
+def test_the_proof_accepts_the_loaders_bits_and_no_others(outcomes, shape, tp_size):
     for rank in outcomes[tp_size]:
         assert rank[shape].proof is None
         assert len(rank[shape].proofs_of_altered) == 16

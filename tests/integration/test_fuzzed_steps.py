@@ -11,7 +11,6 @@ import torch
 from support.fakes.parity_models import make_models
 from support.ranks import random_steps
 from support.ranks.random_steps import RandomStep
-from support.ranks.rank_pool import RankPool
 from support.references.plain_step import PlainStep
 from support.rigs.fuzz_budget import times
 
@@ -33,9 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_fuzzed_step_moves_the_weights_as_documented(
-    seed: int, folder: Path, rank_pool: RankPool
-) -> None:
+def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     step = RandomStep(seed, folder)
     config = step.config
     ranks = config.learner.world_size

@@ -72,9 +72,7 @@ async def test_cached_prefixes_serve_no_request_of_a_newer_version(rig: Rig) -> 
     await asyncio.gather(*replies)
 
 
-async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weights_alone(
-    rig: Rig,
-) -> None:
+async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weights_alone(rig: Rig):
     await rig.publish(rig.old, 7)
     await cached_tokens(rig, "older")
     replies = await begin(rig, "meanwhile")

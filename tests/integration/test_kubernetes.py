@@ -204,9 +204,7 @@ def summary(story: Story) -> dict[str, Any]:
     return found
 
 
-def test_the_run_ends_with_its_last_step_and_has_learned(
-    story: Story, summary: dict[str, Any]
-) -> None:
+def test_the_run_ends_with_its_last_step_and_has_learned(story: Story, summary: dict[str, Any]):
     assert (summary["state"], summary["steps"]) == ("finished", story.steps)
     is_whole = story.steps == STEPS["namespaces"]
     assert summary["reward_heldout_first"] < (0.7 if is_whole else summary["reward_heldout"])

@@ -78,9 +78,7 @@ def judged(manifests: str) -> list[dict[str, str | None]]:
         pytest.param(('queue.kind="redis"', METRICS), {"StatefulSet", "Service"}, id="queue"),
     ],
 )
-def test_the_schemas_of_three_versions_and_of_the_crds_take_it(
-    settings: tuple[str, ...], more: set[str], tmp_path: Path
-) -> None:
+def test_the_schemas_of_three_versions_and_of_the_crds_take_it(settings, more, tmp_path):
     found = judged(built(written(tmp_path, *settings), "kueue", "monitor", "scaling"))
     assert [each for each in found if each["wrong"]] == []
     assert {each["kind"] for each in found} == KINDS | {"ScaledObject", "PodMonitor"} | more

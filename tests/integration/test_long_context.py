@@ -95,15 +95,11 @@ def test_long_sequences_need_blocks_in_these_tests() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral"])
-def test_one_rank_trains_a_long_sequence_like_plain_transformers(
-    model: str, folder: Path, trained: Trained
-) -> None:
+def test_one_rank_trains_a_long_sequence_like_plain_transformers(model, folder, trained):
     assert_like_plain(trained(model, "one", LENGTH), folder / model, LENGTH)
 
 
-def test_sinks_and_windows_are_those_of_plain_transformers_far_away(
-    folder: Path, trained: Trained
-) -> None:
+def test_sinks_and_windows_are_those_of_plain_transformers_far_away(folder: Path, trained: Trained):
     found = trained("gpt-oss", "one", LENGTH)
     with torch.no_grad():
         expected = plain_logprobs(plain_model(folder / "gpt-oss", "eager"), LENGTH)
@@ -111,16 +107,12 @@ def test_sinks_and_windows_are_those_of_plain_transformers_far_away(
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gpt-oss"])
-def test_context_parallel_ranks_train_a_long_sequence_like_one_rank(
-    model: str, trained: Trained
-) -> None:
+def test_context_parallel_ranks_train_a_long_sequence_like_one_rank(model: str, trained: Trained):
     assert_alike(trained(model, "cp2", LENGTH), trained(model, "one", LENGTH))
 
 
 @pytest.mark.slow
-def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(
-    folder: Path, trained: Trained
-) -> None:
+def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(folder, trained):
     length = 131072
     one = trained("llama-1", "one", length)
     assert_alike(trained("llama-1", "cp2", length), one)

@@ -23,9 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(folders, tmp_path):
     seen = set()
     for folder in folders:
         values = read_model_table(folder)

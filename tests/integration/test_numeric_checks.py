@@ -122,9 +122,7 @@ def spoil_one(gradient: Tensor) -> Tensor:
         (1, spoil_one, "gradients of keys are not finite"),
     ],
 )
-def test_a_wrong_gradient_is_told(
-    place: int, change: Callable[[Tensor], Tensor], told: str
-) -> None:
+def test_a_wrong_gradient_is_told(place: int, change: Callable[[Tensor], Tensor], told: str):
     with pytest.raises(ConfigError, match=f"heads of 16 dimensions.*torch.*{told}"):
         check(Attention("sinks"), with_gradients(place, change))
 
@@ -232,9 +230,7 @@ def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: Ran
 
 
 @pytest.mark.process
-def test_ranks_that_share_sequences_check_what_they_send(
-    tmp_path: Path, rank_pool: RankPool
-) -> None:
+def test_ranks_that_share_sequences_check_what_they_send(tmp_path: Path, rank_pool: RankPool):
     jobs = ("qwen3 64", "qwen3 64 lost")
     rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=2, folder=tmp_path)
     for folder in (tmp_path, tmp_path / "1"):

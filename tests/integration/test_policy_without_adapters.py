@@ -30,9 +30,7 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("job", WITH_REFERENCE)
-def test_switched_off_adapters_leave_the_model_of_the_folder(
-    job: str, found: dict[str, dict]
-) -> None:
+def test_switched_off_adapters_leave_the_model_of_the_folder(job: str, found: dict[str, dict]):
     result = found[job]
     assert result["kind"] == "PolicyWithoutAdapters"
     torch.testing.assert_close(result["bare"], result["own"], rtol=1e-6, atol=1e-6)

@@ -39,9 +39,7 @@ def test_recomputed_layers_train_the_same_bits(layout: str, found: dict[str, dic
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_first_pass_leaves_one_layer_and_later_ones_follow_the_plan(
-    layout: str, found: dict[str, dict]
-) -> None:
+def test_the_first_pass_leaves_one_layer_and_later_ones_follow_the_plan(layout, found):
     planned = found[f"{layout}-planned"]
     layers = planned["layers"]
     # No memory is left: the last layer is recomputed too.

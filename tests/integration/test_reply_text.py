@@ -37,9 +37,7 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("with_stop", [False, True])
 @pytest.mark.parametrize("skip_special_tokens", [False, True])
 @pytest.mark.parametrize("longest", [20, 3, 1])
-def test_a_reply_that_is_read_in_parts_is_read_alike(
-    kind: str, with_stop: bool, skip_special_tokens: bool, longest: int
-) -> None:
+def test_a_reply_that_is_read_in_parts_is_read_alike(kind, with_stop, skip_special_tokens, longest):
     words = tokenizer(kind)
     options = TextOptions(with_stop=with_stop, skip_special_tokens=skip_special_tokens)
     chosen = random.Random(3)

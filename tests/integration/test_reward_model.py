@@ -16,9 +16,7 @@ def conversation(reply: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": "a b"}, {"role": "assistant", "content": reply}]
 
 
-async def test_scores_are_those_of_the_model_in_transformers(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_scores_are_those_of_the_model_in_transformers(tmp_path: Path, tiny_model: Path):
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
     torch.manual_seed(0)

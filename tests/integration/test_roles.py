@@ -126,9 +126,7 @@ class PlainCritic:
 
 
 @pytest.mark.parametrize("layout", layouts_of(1))
-def test_the_critic_learns_like_plain_transformers(
-    layout: str, folder: Path, one_rank: dict[str, list[dict]]
-) -> None:
+def test_the_critic_learns_like_plain_transformers(layout, folder, one_rank):
     plain = PlainCritic(folder / LAYOUTS[layout].model)
     found = one_rank[layout][0]
     clipped = 0.0
@@ -142,9 +140,7 @@ def test_the_critic_learns_like_plain_transformers(
 
 
 @pytest.mark.parametrize("layout", ["one", "one-trees"])
-def test_the_reference_says_what_the_start_folder_says(
-    layout: str, folder: Path, one_rank: dict[str, list[dict]]
-) -> None:
+def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     expected, likely = [], []
     trajectories = batches(config_of(layout, folder))[0].trajectories
@@ -163,9 +159,7 @@ def test_the_reference_says_what_the_start_folder_says(
 
 
 @pytest.mark.parametrize("layout", layouts_of(2))
-def test_roles_on_two_ranks_do_what_they_do_on_one(
-    layout: str, one_rank: dict[str, list[dict]], two_ranks: dict[str, list[dict]]
-) -> None:
+def test_roles_on_two_ranks_do_what_they_do_on_one(layout, one_rank, two_ranks):
     check_layout(layout, one_rank, two_ranks[layout])
 
 
@@ -223,9 +217,7 @@ def refreshed(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("job", REFRESHED)
-def test_every_weight_of_a_refreshed_reference_is_the_policys(
-    job: str, refreshed: dict[str, dict]
-) -> None:
+def test_every_weight_of_a_refreshed_reference_is_the_policys(job: str, refreshed: dict[str, dict]):
     assert refreshed[job]["stale"] == []
     has_experts = any(".experts.linear_fc1.weight0" in name for name in refreshed[job]["names"])
     assert has_experts == ("gpt-oss" in job)
@@ -311,9 +303,7 @@ def checkpoints(
 
 
 @pytest.mark.parametrize("load", LOADED)
-def test_all_models_go_on_from_a_checkpoint_in_any_layout(
-    load: str, checkpoints: dict[str, dict]
-) -> None:
+def test_all_models_go_on_from_a_checkpoint_in_any_layout(load: str, checkpoints: dict[str, dict]):
     saved, layout = load.split(":")
     expected, found = checkpoints[f"save:{saved}"], checkpoints[f"load:{load}"]
     assert found["models"] == ("policy", "reference", "critic")
@@ -326,9 +316,7 @@ def test_all_models_go_on_from_a_checkpoint_in_any_layout(
 
 
 @pytest.mark.parametrize("layout", SAVED)
-def test_the_memory_that_a_save_takes_is_known_before(
-    layout: str, checkpoints: dict[str, dict], folder: Path
-) -> None:
+def test_the_memory_that_a_save_takes_is_known_before(layout, checkpoints, folder):
     for rank in range(LAYOUTS[layout].world_size):
         found = torch.load(folder / f"save:{layout}-{rank}.pt", weights_only=True)
         # Each tensor has some hundred bytes around it in the file.

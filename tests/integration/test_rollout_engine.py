@@ -278,9 +278,7 @@ async def test_no_cached_prefix_crosses_a_version(rig) -> None:
     assert rig.gap(rig.new, prompt, after).mean() <= 1e-4
 
 
-async def test_an_update_does_not_wait_for_the_way_of_its_answers_through_vllm(
-    rig, monkeypatch
-) -> None:
+async def test_an_update_does_not_wait_for_the_way_of_its_answers_through_vllm(rig, monkeypatch):
     await rig.publish(rig.old, 0)
     call, arrived = rig.engine._llm.collective_rpc, asyncio.Event()
 

@@ -113,9 +113,7 @@ def likeliest(model: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(tmp_path, tiny_model):
     entry = {"name": "asks", "reference": "user_agents:AsksTheStart", "timeout_s": 60.0}
     learning = {"lora": LORA, "algorithm__learning_rate": 2e-2, "weights__verify_every": 2}
     write_config(

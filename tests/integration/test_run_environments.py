@@ -81,9 +81,7 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     assert fmean(rewards[-3:]) > 2 * fmean(rewards[:3]), rewards
 
 
-async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp_path, tiny_model):
     folder = run_processes.copy_environments(tmp_path)
     mine = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
     config = run_processes.write_config(

@@ -47,9 +47,7 @@ async def until_in_flight(client: Client, tokens: int) -> None:
     await run_processes.until_status(client, lambda run: run.ledger.in_flight > tokens)
 
 
-async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(tmp_path, tiny_model):
     config = write_slow_run(tmp_path, tiny_model, run__steps=12)
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with run_processes.connection(config, run) as client:
@@ -79,9 +77,7 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
     assert re.search(r"lost \d+.*; difference 0$", run.out, re.MULTILINE)
 
 
-async def test_a_killed_queue_is_started_again_and_loses_nothing(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_a_killed_queue_is_started_again_and_loses_nothing(tmp_path: Path, tiny_model: Path):
     config = write_slow_run(tmp_path, tiny_model, run__steps=12, queue__kind="redis")
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with run_processes.connection(config, run) as client:
@@ -100,9 +96,7 @@ async def test_a_killed_queue_is_started_again_and_loses_nothing(
     run_processes.check_ledger(summary)
 
 
-async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(tmp_path, tiny_model):
     config = write_slow_run(tmp_path, tiny_model, learner__world_size=2)
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with run_processes.connection(config, run) as client:
@@ -124,9 +118,7 @@ async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-async def test_a_signal_ends_the_run_in_order(
-    number: signal.Signals, tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_a_signal_ends_the_run_in_order(number, tmp_path, tiny_model):
     config = write_slow_run(tmp_path, tiny_model)
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         async with run_processes.connection(config, run) as client:
@@ -173,9 +165,7 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
 
 
 @pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])
-async def test_ctrl_c_ends_a_run_that_has_not_begun(
-    moment: str, tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_ctrl_c_ends_a_run_that_has_not_begun(moment: str, tmp_path: Path, tiny_model: Path):
     config = write_slow_run(tmp_path, tiny_model)
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         if moment == "before the controller listens":
@@ -189,9 +179,7 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(
     assert run_processes.summary_of(tmp_path / "run")["steps"] == 0
 
 
-async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(tmp_path, tiny_model):
     # A cache of one block holds no episode.
     config = write_slow_run(
         tmp_path, tiny_model, rollout_server__engine={"num_gpu_blocks_override": 1}

@@ -26,9 +26,7 @@ def check_replay(run: Path) -> None:
     assert replay.stdout.count("as recorded") == STEPS
 
 
-def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(tmp_path, tiny_model):
     summary, rows = run_smallest(
         tmp_path, tiny_model, *FLOAT16, "algorithm.learning_rate=1e-6", "weights.delta=host"
     )

@@ -1,7 +1,5 @@
 """A whole run whose engine keeps its linear layers in FP8."""
 
-from pathlib import Path
-
 import pytest
 from support.rigs.smallest_run import plain_engine, run_smallest
 
@@ -15,9 +13,7 @@ STEPS = 5
 
 
 @pytest.mark.parametrize("delta", ["off", "host"])
-def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(
-    tmp_path: Path, tiny_model: Path, delta: str
-) -> None:
+def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_model, delta):
     summary, rows = run_smallest(
         tmp_path,
         tiny_model,

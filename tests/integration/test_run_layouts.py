@@ -44,9 +44,7 @@ def make_mixture(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_and_publish_what_the_servers_prove(
-    layout: str, tmp_path: Path, model: Path
-) -> None:
+def test_two_ranks_train_and_publish_what_the_servers_prove(layout, tmp_path, model):
     if layout.startswith("expert parallel"):
         model = make_mixture(model, tmp_path / "mixture")
     run_processes.write_config(

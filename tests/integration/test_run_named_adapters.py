@@ -14,9 +14,7 @@ pytestmark = [*SLOW_RUN, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parents[2] / "deploy/configs/two-adapters.toml"
 
 
-def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, tiny_model):
     table = tomllib.loads(CONFIG.read_text())
     table["run"] |= {"name": "run", "dir": str(tmp_path), "steps": 40}
     table["model"]["path"] = str(tiny_model)

@@ -212,9 +212,7 @@ def test_the_resolved_settings_are_kept(run: Path) -> None:
     assert (run / "config.toml").stat().st_mode & 0o077 == 0
 
 
-def test_the_screen_shows_only_our_own_lines(
-    result: subprocess.CompletedProcess[str], run: Path
-) -> None:
+def test_the_screen_shows_only_our_own_lines(result: subprocess.CompletedProcess[str], run: Path):
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert [line for line in lines if SHOWN.fullmatch(line) is None] == []
@@ -264,9 +262,7 @@ def receipt(packed: subprocess.CompletedProcess[str], run: Path) -> Path:
     return run.parent / "run.tar.gz"
 
 
-def test_a_receipt_says_what_it_shows_and_what_it_lacks(
-    packed: subprocess.CompletedProcess[str], receipt: Path, summary: dict
-) -> None:
+def test_a_receipt_says_what_it_shows_and_what_it_lacks(packed, receipt, summary):
     lines = dict(re.findall(r"^ *([a-z ]+?)  (\S.*)$", packed.stdout, re.MULTILINE))
     assert lines["versions"].endswith(summary["weight_digest"])
     assert lines["ledger"].startswith(f"{summary['generated_tokens']:,} generated = ")
@@ -382,9 +378,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_receipt_with_another_content_is_refused(
-    change: str, receipt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_receipt_with_another_content_is_refused(change, receipt, tmp_path, capsys):
     what, relist, told = CHANGES[change]
     assert check(changed_receipt(receipt, tmp_path, what, relist=relist)) == 1
     captured = capsys.readouterr().err
@@ -397,9 +391,7 @@ def without_model(run: Path, folder: Path) -> Path:
     return shutil.copytree(run, folder / "run", ignore=shutil.ignore_patterns("checkpoints"))
 
 
-def test_no_secret_comes_into_a_receipt(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_secret_comes_into_a_receipt(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (key,) = {r["key"] for r in read_records(run / "journal") if r["kind"] == "start"}
     copy = without_model(run, tmp_path)
     settings = (copy / "config.toml").read_text().partition("\n")[2]

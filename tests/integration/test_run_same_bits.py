@@ -10,9 +10,7 @@ BFLOAT16 = ("run.steps=4", "model.dtype=bfloat16", "weights.verify_every=1")
 
 
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_no_token_of_the_same_weights_has_other_bits(
-    tmp_path: Path, tiny_model: Path, max_staleness: int
-) -> None:
+def test_no_token_of_the_same_weights_has_other_bits(tmp_path, tiny_model, max_staleness):
     summary, rows = run_smallest(
         tmp_path,
         tiny_model,

@@ -54,9 +54,7 @@ def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> Non
     assert not told
 
 
-def test_each_batch_holds_the_groups_that_were_leased_for_it(
-    run: Path, batches: list[trainer_pb2.RecordedBatch]
-) -> None:
+def test_each_batch_holds_the_groups_that_were_leased_for_it(run, batches):
     leased = [r["group"] for r in read_records(run / "journal") if r["kind"] == "lease"]
     assert leased == [f"g{number:06d}" for number in range(STEPS * GROUPS)]
     for step, batch in enumerate(batches):
@@ -65,9 +63,7 @@ def test_each_batch_holds_the_groups_that_were_leased_for_it(
         assert found == [(group, member) for group in expected for member in range(MEMBERS)]
 
 
-def test_every_token_is_sampled_by_the_version_that_is_trained(
-    run: Path, batches: list[trainer_pb2.RecordedBatch]
-) -> None:
+def test_every_token_is_sampled_by_the_version_that_is_trained(run, batches):
     for step, batch in enumerate(batches):
         spans = [span for t in batch.trajectories for span in t.version_spans]
         assert {span.version.step for span in spans} == {step}
@@ -79,9 +75,7 @@ def test_every_token_is_sampled_by_the_version_that_is_trained(
     run_processes.check_ledger(summary)
 
 
-def test_a_plain_loop_over_the_same_generations_gives_the_same_run(
-    run: Path, batches: list[trainer_pb2.RecordedBatch]
-) -> None:
+def test_a_plain_loop_over_the_same_generations_gives_the_same_run(run, batches):
     plain = run_processes.plain_loop(run / "config.toml")
     assert len(plain) == STEPS
     digests = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]

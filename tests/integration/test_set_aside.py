@@ -98,9 +98,7 @@ def check_put_back(config: Config, record: dict) -> None:
     assert sorted(map(str, before)) == sorted(map(str, after))
 
 
-async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_groups(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_groups(tmp_path, caplog):
     config = make_config(tmp_path)
     summary, trainer = await run(config, group_of(9))
     check_whole(config, summary, num_set_aside=1)
@@ -122,9 +120,7 @@ async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_group
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_without_a_name_all_groups_of_the_batch_are_set_aside(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_without_a_name_all_groups_of_the_batch_are_set_aside(tmp_path, max_staleness):
     config = make_config(tmp_path, algorithm__max_staleness=max_staleness)
     summary, trainer = await run(config, group_of(9, named=False))
     check_whole(config, summary, num_set_aside=GROUPS)
@@ -169,9 +165,7 @@ def anew(config: Config, **changes) -> Config:
     return fresh.model_copy(update={"controller": fresh.controller.model_copy(update=changes)})
 
 
-async def test_a_run_that_failed_at_a_batch_goes_on_without_it(
-    failed_run: tuple[Config, FakeTrainer],
-) -> None:
+async def test_a_run_that_failed_at_a_batch_goes_on_without_it(failed_run):
     config, before = failed_run
     (at,) = before.refused
     again = anew(config)
@@ -181,9 +175,7 @@ async def test_a_run_that_failed_at_a_batch_goes_on_without_it(
 
 
 @pytest.mark.parametrize("groups", [[], ["g000017"]])
-async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(
-    failed_run: tuple[Config, FakeTrainer], groups: list[str]
-) -> None:
+async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(failed_run, groups):
     config, before = failed_run
     step = int(before.refused[0].removeprefix("b")) + 1
     found = set_batch_aside(config.run_dir, step, groups)
@@ -197,9 +189,7 @@ async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(
     check_put_back(again, record)
 
 
-async def test_what_cannot_be_set_aside_is_refused_with_one_line(
-    failed_run: tuple[Config, FakeTrainer], tmp_path: Path
-) -> None:
+async def test_what_cannot_be_set_aside_is_refused_with_one_line(failed_run, tmp_path):
     config, before = failed_run
     run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
     records = list(read_records(run_dir / "journal"))
@@ -265,9 +255,7 @@ async def test_a_batch_that_was_trained_before_is_not_set_aside(tmp_path: Path) 
     assert records_of(again, "batch_set_aside") == []
 
 
-async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(
-    failed_run: tuple[Config, FakeTrainer],
-) -> None:
+async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(failed_run):
     config, before = failed_run
     run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
     write_config(config, run_dir)

@@ -102,9 +102,7 @@ def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
-async def test_whoever_ends_an_engine_removes_its_files(
-    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, monkeypatch):
     # A short path: those of sockets have a limit.
     temporary = Path(tempfile.mkdtemp(prefix="t"))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

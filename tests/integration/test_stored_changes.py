@@ -1,7 +1,5 @@
 """A real engine that takes changes from storage: on a CPU, whose matrices are kept plain."""
 
-from pathlib import Path
-
 import pytest
 from support.rigs.receiver_story import run_rig
 
@@ -20,9 +18,7 @@ LOADS = [WHOLE, WHOLE, CHANGES, WHOLE, CHANGES, CHANGES, FAILURE, WHOLE, FAILURE
         ),
     ],
 )
-def test_changes_from_storage_make_the_bits_of_the_whole_version(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_changes_from_storage_make_the_bits_of_the_whole_version(tmp_path, options):
     report = run_rig(tmp_path / "model", *options, limit_s=500, program="stored_rig.py")
     loads = report["load"]
     assert [(load["changes"], load["digests_agree"]) for load in loads] == LOADS

@@ -186,9 +186,7 @@ async def test_inside_the_queue_of_a_server_that_dies(tmp_path, caplog, queue: s
 
 @times
 @queues
-async def test_between_queue_and_intake(
-    tmp_path, caplog, monkeypatch: pytest.MonkeyPatch, queue: str, times: int
-) -> None:
+async def test_between_queue_and_intake(tmp_path, caplog, monkeypatch, queue, times):
     third, opened = Third(times), application.open_receiver
 
     async def open_faulty(*given):
@@ -203,9 +201,7 @@ async def test_between_queue_and_intake(
 
 
 @times
-async def test_between_intake_and_batch(
-    tmp_path, caplog, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+async def test_between_intake_and_batch(tmp_path, caplog, monkeypatch, times):
     third, file = Third(times), Intake._file
 
     def file_faultily(intake, trajectory) -> None:
@@ -220,9 +216,7 @@ async def test_between_intake_and_batch(
 
 @times
 @pytest.mark.parametrize("kind", ["batch", "end"])
-async def test_between_batch_and_journal(
-    tmp_path, caplog, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
-) -> None:
+async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, times):
     third, write, append = Third(times), Journal.write_batch, Journal.append
 
     def write_faultily(journal, batch) -> int:
@@ -250,9 +244,7 @@ def fails_at_first(lease, member: int, attempt: int) -> float | Failure:
 
 
 @times
-async def test_between_journal_and_restart(
-    tmp_path, caplog, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
+async def test_between_journal_and_restart(tmp_path, caplog, monkeypatch, times):
     config = settings(tmp_path, controller__max_attempts=9)
     trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
     trainer.hold_at(2)

@@ -128,9 +128,7 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         assert (cut.status, cut.num_turns, cut.branches) == (Status.TRUNCATED, 1, ())
 
 
-async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(tmp_path: Path):
     async with serving(tmp_path) as server:
 
         def script_and_fail(prompt: str) -> str:

@@ -41,9 +41,7 @@ def answers(pool: RankPool, folder: Path, job: str, world_size: int = 1) -> list
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_float16_is_nearer_to_float32_than_bfloat16_is(
-    layout: str, by_dtype: dict[str, dict[str, dict]]
-) -> None:
+def test_float16_is_nearer_to_float32_than_bfloat16_is(layout, by_dtype):
     exact, fine, coarse = (by_dtype[d][layout] for d in ("float32", "float16", "bfloat16"))
     gaps = [
         float((one["logprobs"][0] - exact["logprobs"][0]).abs().mean()) for one in (fine, coarse)
@@ -58,9 +56,7 @@ def test_float16_is_nearer_to_float32_than_bfloat16_is(
         assert theirs.keys() == ours.keys() - own
 
 
-def test_passes_that_overflow_are_made_again_with_half_the_scale(
-    by_dtype: dict[str, dict[str, dict]],
-) -> None:
+def test_passes_that_overflow_are_made_again_with_half_the_scale(by_dtype):
     scale = 2.0**16
     for metrics in by_dtype["float16"]["one"]["metrics"]:
         scale /= 2 ** metrics["gradient_overflows"]
@@ -75,9 +71,7 @@ def test_layouts_train_alike_in_float16(rank_pool: RankPool, folder: Path) -> No
     assert max(found.values()) <= parity_run.TOLERANCES["float16"], found
 
 
-def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(
-    rank_pool: RankPool, folder: Path
-) -> None:
+def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(rank_pool, folder):
     (found,) = answers(rank_pool, folder, "stuck")
     assert found["error"].startswith("the gradient norm is ")
     assert found["error"].endswith("; the weights were not changed")
@@ -85,9 +79,7 @@ def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(
     assert found["scale"] == 2.0**24
 
 
-def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(
-    rank_pool: RankPool, folder: Path, by_dtype: dict[str, dict[str, dict]]
-) -> None:
+def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(rank_pool, folder, by_dtype):
     (found,) = answers(rank_pool, folder, "parts")
     dense, experts = found["overflows"]
     # Megatron gives each part a scale of its own, which would be others now.
@@ -140,9 +132,7 @@ def test_a_model_that_comes_near_the_end_of_the_range_is_refused_on_every_rank(
     assert answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
 
 
-def test_an_exported_folder_is_in_float16(
-    folder: Path, by_dtype: dict[str, dict[str, dict]]
-) -> None:
+def test_an_exported_folder_is_in_float16(folder: Path, by_dtype: dict[str, dict[str, dict]]):
     final = folder / "one@float16-final"
     assert json.loads((final / "config.json").read_text())["dtype"] == "float16"
     tensors = load_file(final / "model.safetensors")

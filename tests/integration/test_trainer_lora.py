@@ -100,9 +100,7 @@ def check_alike(ours: dict, theirs: dict) -> None:
 
 
 @pytest.mark.parametrize("job", ["one", "tp2", "pp2-tied"])
-def test_adapters_begin_without_effect_and_move_only_their_matrices(
-    job: str, folder: Path, found: dict[str, dict]
-) -> None:
+def test_adapters_begin_without_effect_and_move_only_their_matrices(job, folder, found):
     stored = load_file(folder / JOBS[job][1] / "model.safetensors")
     assert all(torch.equal(found[job]["before"][name], stored[name]) for name in stored)
     moved = [n for n, t in found[job]["weights"].items() if not torch.equal(t, stored[n])]
@@ -120,9 +118,7 @@ def test_only_adapters_have_optimizer_state(found: dict[str, dict]) -> None:
     assert found["tp2"]["state_elements"] == 2 * elements // 2
 
 
-def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(
-    folder: Path, found: dict[str, dict]
-) -> None:
+def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(folder, found):
     config = config_of("one", folder)
     gradients = whole_gradients(folder / "llama", config)
     first = load_file(folder / "lora-one-first" / "adapter_model.safetensors")
@@ -163,9 +159,7 @@ def target_logprobs(
 
 
 @pytest.mark.parametrize("job", ["one", "tp2-sp-qwen3", "pp2-tied"])
-def test_merged_folder_has_the_logits_of_model_and_adapters(
-    job: str, folder: Path, found: dict[str, dict]
-) -> None:
+def test_merged_folder_has_the_logits_of_model_and_adapters(job, folder, found):
     model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
     with torch.no_grad():
         merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
@@ -191,9 +185,7 @@ def test_adapter_folder_is_what_was_merged(job: str, folder: Path, found: dict[s
 
 
 @pytest.mark.parametrize("job", list(JOBS))
-def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(
-    job: str, found: dict[str, dict]
-) -> None:
+def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(job: str, found: dict[str, dict]):
     ours = found[job]
     moved = [n for n, t in ours["weights"].items() if not torch.equal(ours["loaded"][n], t)]
     assert len(moved) == NUM_ADAPTED
@@ -212,16 +204,12 @@ def sent(job: str, folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("job", list(JOBS))
-def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(
-    job: str, folder: Path, found: dict[str, dict]
-) -> None:
+def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(job, folder, found):
     check_sent(job, folder, load_file(folder / JOBS[job][1] / "model.safetensors"))
 
 
 @pytest.mark.parametrize("job", MIXTURES)
-def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(
-    job: str, folder: Path, mixtures: dict[str, dict]
-) -> None:
+def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(job, folder, mixtures):
     check_sent(job, folder, mixtures[job]["before"])
     holding = [bool(rank["alone"]["tensors"]) for rank in sent(job, folder)]
     assert any(holding)
@@ -249,9 +237,7 @@ def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("job", list(JOBS))
-def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(
-    job: str, folder: Path, found: dict[str, dict]
-) -> None:
+def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(job, folder, found):
     ranks, alike = sent(job, folder), sent(reference(job), folder)
     for rank in ranks:
         assert rank["identity"] == rank["whole"]["identity"] != rank["alone"]["identity"]
@@ -268,9 +254,7 @@ def one_rank(job: str) -> str:
 
 
 @pytest.mark.parametrize("job", each_job([job for job in EXPERTS if job != one_rank(job)], SLOW))
-def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(
-    job: str, folder: Path, experts: dict[str, dict]
-) -> None:
+def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(job, folder, experts):
     check_alike(experts[job], experts[one_rank(job)])
     mine, other = (
         load_file(folder / f"lora-{each}-first" / "adapter_model.safetensors")
@@ -281,9 +265,7 @@ def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(
 
 
 @pytest.mark.parametrize("job", each_job(EXPERTS, SLOW))
-def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
-    job: str, folder: Path, experts: dict[str, dict]
-) -> None:
+def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(job, folder, experts):
     stored = load_file(folder / EXPERTS[job][1] / "model.safetensors")
     found = experts[job]
     assert all(torch.equal(found["before"][name], stored[name]) for name in stored)
@@ -316,18 +298,14 @@ def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(
 
 
 @pytest.mark.parametrize("job", each_job(["experts-one", "experts-etp2", "experts-tp2-ep2"], SLOW))
-def test_adapters_of_experts_that_are_switched_off_have_no_effect(
-    job: str, experts: dict[str, dict]
-) -> None:
+def test_adapters_of_experts_that_are_switched_off_have_no_effect(job, experts):
     found = experts[job]
     assert torch.equal(found["switched_off"], found["base"])
     assert not torch.allclose(found["logprobs"][-1], found["base"], atol=1e-4)
 
 
 @pytest.mark.parametrize("job", each_job(EXPERTS, SLOW))
-def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_bit(
-    job: str, experts: dict[str, dict]
-) -> None:
+def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_bit(job, experts):
     ours = experts[job]
     assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
     for name, tensor in ours["weights"].items():
@@ -335,18 +313,14 @@ def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_
 
 
 @pytest.mark.parametrize("job", each_job(["next-tp2"], SLOW))
-def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(
-    job: str, experts: dict[str, dict]
-) -> None:
+def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(job, experts):
     ours, theirs = experts[job]["others"], experts[one_rank(job)]["loaded"]
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-def test_what_adapters_drop_is_the_same_when_a_run_is_trained_again(
-    dropout: dict[str, dict],
-) -> None:
+def test_what_adapters_drop_is_the_same_when_a_run_is_trained_again(dropout: dict[str, dict]):
     ours, theirs = dropout["dropout-again"]["weights"], dropout["dropout"]["weights"]
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
@@ -358,25 +332,19 @@ def test_activations_that_are_computed_again_drop_the_same(dropout: dict[str, di
 
 
 @pytest.mark.parametrize("job", list(DROPOUT))
-def test_a_step_that_drops_is_retrained_from_a_checkpoint_bit_by_bit(
-    job: str, dropout: dict[str, dict]
-) -> None:
+def test_a_step_that_drops_is_retrained_from_a_checkpoint_bit_by_bit(job, dropout):
     found = dropout[job]
     assert any(not torch.equal(found["loaded"][n], t) for n, t in found["weights"].items())
     assert all(torch.equal(found["retrained"][n], t) for n, t in found["weights"].items())
 
 
 @pytest.mark.parametrize("job", list(DROPOUT))
-def test_gradients_are_those_of_the_loss_with_what_was_dropped(
-    job: str, dropout: dict[str, dict]
-) -> None:
+def test_gradients_are_those_of_the_loss_with_what_was_dropped(job: str, dropout: dict[str, dict]):
     norm, slope = dropout[job]["slopes"]
     assert slope == pytest.approx(norm, rel=5e-3)
 
 
-def test_only_training_drops(
-    folder: Path, found: dict[str, dict], dropout: dict[str, dict]
-) -> None:
+def test_only_training_drops(folder: Path, found: dict[str, dict], dropout: dict[str, dict]):
     ours, plain = dropout["dropout"], found["one"]
     assert torch.equal(ours["base"], plain["base"])
     # The policy before a step drops nothing: gaps to the behavior policy are those without dropout.

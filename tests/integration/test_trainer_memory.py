@@ -38,9 +38,7 @@ def test_offloading_changes_no_bit(name: str, found: dict[str, dict]) -> None:
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offloaded_bytes_are_gone_between_steps_and_back_inside(
-    name: str, found: dict[str, dict]
-) -> None:
+def test_offloaded_bytes_are_gone_between_steps_and_back_inside(name: str, found: dict[str, dict]):
     plain = found[name.removesuffix("-offload")]
     for between in found[name]["between"]:
         assert between == {"parameters": 0, "gradients": 0, "optimizer": 0}

@@ -45,9 +45,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize("name", ["code", "math"])
 @for_layouts
-def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(
-    layout: str, name: str, found: dict[str, dict]
-) -> None:
+def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(layout, name, found):
     ours, alone = found[f"{layout} {ALL}"], found[f"{layout} {name}"]
     assert same(ours["before"][name], alone["before"][""])
     for step, adapters in alone["steps"].items():
@@ -58,9 +56,7 @@ def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(
 
 
 @for_layouts
-def test_an_adapter_without_sequences_is_not_changed_by_a_step(
-    layout: str, found: dict[str, dict]
-) -> None:
+def test_an_adapter_without_sequences_is_not_changed_by_a_step(layout: str, found: dict[str, dict]):
     ours = found[f"{layout} {ALL}"]
     # It has momentum from the first step, and weights decay.
     assert same(ours["steps"][1]["code"], ours["steps"][0]["code"])
@@ -70,9 +66,7 @@ def test_an_adapter_without_sequences_is_not_changed_by_a_step(
 
 
 @for_layouts
-def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(
-    layout: str, found: dict[str, dict]
-) -> None:
+def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(layout: str, found: dict[str, dict]):
     metrics = found[f"{layout} {ALL}"]["metrics"][0]
     norms = [metrics[f"adapter/{name}/grad_norm"] for name in ("code", "math")]
     # Both are cut: by the norm of all gradients together each would differ from its own run.
@@ -90,8 +84,6 @@ def test_adapters_go_on_from_a_checkpoint_bit_for_bit(layout: str, found: dict[s
 
 
 @pytest.mark.parametrize("layout", ["tp2-dropout"])
-def test_gradients_of_an_adapter_are_those_of_its_loss_with_what_was_dropped(
-    layout: str, found: dict[str, dict]
-) -> None:
+def test_gradients_of_an_adapter_are_those_of_its_loss_with_what_was_dropped(layout, found):
     norm, slope = found[f"{layout} {ALL}"]["slopes"]
     assert slope == pytest.approx(norm, rel=5e-3)

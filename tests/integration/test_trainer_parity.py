@@ -70,9 +70,7 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str])
 
 
 @pytest.mark.parametrize("layout", each_layout_of(1))
-def test_one_rank_trains_like_plain_transformers(
-    layout: str, folder: Path, one_rank: dict[str, dict]
-) -> None:
+def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     plain = PlainPolicy(folder / LAYOUTS[layout].model, config_of(layout, folder))
     found = one_rank[layout]
     torch.testing.assert_close(found["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
@@ -140,9 +138,7 @@ def one_by_one(weights: dict[str, torch.Tensor], *, is_mixtral: bool) -> dict[st
 
 
 @pytest.mark.parametrize("layout", each_layout_of(2, 4, 8, 16))
-def test_ranks_train_like_one(
-    layout: str, one_rank: dict[str, dict], several_ranks: Callable[[str], dict[str, dict]]
-) -> None:
+def test_ranks_train_like_one(layout, one_rank, several_ranks):
     found = several_ranks(layout)[layout]
     expected = one_rank[LAYOUTS[layout].reference]
     for name, tensor in expected["before"].items():
@@ -171,9 +167,7 @@ def test_ranks_train_like_one(
 
 
 @pytest.mark.parametrize("layout", each_layout_of(4, 8))
-def test_each_rank_gets_its_part_of_its_replicas_share(
-    layout: str, folder: Path, several_ranks: Callable[[str], dict[str, dict]]
-) -> None:
+def test_each_rank_gets_its_part_of_its_replicas_share(layout, folder, several_ranks):
     """Every sequence is trained by one replica, all of whose ranks get the same micro batches.
 
     Context parallel ranks get the same when they are put together again.
@@ -224,9 +218,7 @@ def whole_sequences(cp_ranks: list[int], shares: tuple) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", ["dp4-few"])
-def test_replica_without_a_sequence_has_a_micro_batch_of_filler(
-    layout: str, folder: Path, several_ranks: Callable[[str], dict[str, dict]]
-) -> None:
+def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, several_ranks):
     assert several_ranks(layout)[layout]["metrics"][0]["num_micro_batches"] == 4
     ranks = [
         torch.load(folder / f"{layout}-rank-{rank}.pt", weights_only=True) for rank in range(4)
@@ -261,9 +253,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe", *FAMILIES])
-def test_exported_folder_has_the_models_logits(
-    layout: str, folder: Path, one_rank: dict[str, dict]
-) -> None:
+def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
     plain = PlainPolicy(folder / f"{layout}-final", config_of(layout, folder))
     torch.testing.assert_close(
         plain.probe(), one_rank[layout]["logprobs"][-1], rtol=1e-5, atol=1e-5
@@ -271,9 +261,7 @@ def test_exported_folder_has_the_models_logits(
 
 
 @pytest.mark.parametrize("layout", ["one", "one-moe", *FAMILIES])
-def test_a_load_brings_every_tensor_of_the_folder_unchanged(
-    layout: str, folder: Path, one_rank: dict[str, dict]
-) -> None:
+def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith(TOWERS)}
     found = one_rank[layout]["before"]
@@ -289,9 +277,7 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(
         pytest.param("one-mistral-tower", marks=pytest.mark.slow),
     ],
 )
-def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(
-    layout: str, folder: Path, one_rank: dict[str, dict]
-) -> None:
+def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
     exported = load_file(folder / f"{layout}-final" / "model.safetensors")
     assert set(exported) == set(stored)

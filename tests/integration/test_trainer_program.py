@@ -223,9 +223,7 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     check_probe(controller.results[2].probe, receiver.received[2], model, first=None)
 
 
-def test_two_ranks_write_versions_to_storage_while_they_train(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, rank_pool):
     root, reports, found = tmp_path / "storage", list[trainer_pb2.StoredReport](), list[bytes]()
     settings = {"storage_url": str(root)}
     server = StoredWeights(WeightsSection(storage_url=str(root)), tmp_path / "server")
@@ -276,9 +274,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(
     assert [p for p in root.rglob("*") if p.is_file()] == []
 
 
-def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(tmp_path, model, rank_pool):
     orders = [batch_order(BATCHES[0]), stop_order("the disk is full", without_model=True)]
     with FakeController(orders) as controller:
         trainer = start_trainer(
@@ -291,9 +287,7 @@ def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(
     assert [p.name for p in (tmp_path / "program" / "checkpoints").iterdir()] == ["step-000001"]
 
 
-def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, rank_pool):
     trees = [with_branches(leased(batch), vocab_size=32, max_tokens=24) for batch in BATCHES]
     assert all(len(batch.owners) > len(batch.trajectories) for batch in trees)
     orders = [*map(batch_order, trees), stop_order()]
@@ -458,9 +452,7 @@ def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm
     assert controller.failures == []
 
 
-def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path, model, rank_pool):
     whole = tmp_path / "whole"
     whole.mkdir()
     orders = [*map(batch_order, BATCHES), stop_order()]
@@ -499,9 +491,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
     assert not list((killed / "program" / "checkpoints").glob("*.partial"))
 
 
-def test_death_of_a_rank_stops_the_others_with_the_cause(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path, model, rank_pool):
     with FakeController([]) as controller:
         processes = start_trainer(tmp_path, model, controller.address, pool=rank_pool, world_size=2)
         assert controller.asked.wait(TIMEOUT_S)
@@ -512,9 +502,7 @@ def test_death_of_a_rank_stops_the_others_with_the_cause(
     assert controller.goodbye is None
 
 
-def test_a_trainer_that_cannot_load_its_model_says_so_at_once(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path, model, rank_pool):
     """The same file would fail the same way: another start is of no use."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
     sizes = json.loads((damaged / "config.json").read_text())
@@ -532,9 +520,7 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(
     assert "attempts" not in failure.message
 
 
-def test_token_that_is_too_old_stops_the_trainer(
-    tmp_path: Path, model: Path, rank_pool: RankPool
-) -> None:
+def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path, rank_pool: RankPool):
     orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
     with FakeController(orders) as controller:
         assert finish(
@@ -563,9 +549,7 @@ RANK_LIMIT_S = 10.0
 
 
 @pytest.mark.slow
-def test_a_checkpoint_on_a_disk_slower_than_any_limit_is_saved_exported_and_loaded(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_checkpoint_on_a_disk_slower_than_any_limit_is_saved_exported_and_loaded(tmp_path, model):
     disk = ThrottledDisk(tmp_path / "program" / "checkpoints", tmp_path / "tools")
     settings = {
         "world_size": 2,
@@ -590,9 +574,7 @@ def test_a_checkpoint_on_a_disk_slower_than_any_limit_is_saved_exported_and_load
 
 
 @pytest.mark.slow
-def test_a_disk_that_hangs_ends_all_ranks_with_a_line_that_says_so(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_disk_that_hangs_ends_all_ranks_with_a_line_that_says_so(tmp_path: Path, model: Path):
     disk = ThrottledDisk(tmp_path / "program" / "checkpoints", tmp_path / "tools")
     disk.set_rate(0)
     with FakeController([batch_order(BATCHES[0]), stop_order()]) as controller:

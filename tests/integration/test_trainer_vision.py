@@ -130,9 +130,7 @@ def sent_to(model: torch.nn.Module, expert_ids: torch.Tensor) -> Iterator[None]:
     ("family", "layout"),
     [*((family, "one") for family in FAMILIES), *((family, f"one{REPLAY}") for family in MIXTURES)],
 )
-def test_one_rank_trains_images_like_plain_transformers(
-    family: str, layout: str, folder: Path, trained
-) -> None:
+def test_one_rank_trains_images_like_plain_transformers(family, layout, folder, trained):
     found, replays = trained(family, layout), REPLAY in layout
     model = plain_model(folder / family)
     logprobs = logprobs_of(model, folder / family, replays=replays)
@@ -165,9 +163,7 @@ def test_an_image_and_the_tower_matter(family: str, folder: Path, trained) -> No
 
 
 @pytest.mark.parametrize("family", QWEN35)
-def test_a_published_qwen35_is_loaded_whole_and_exported_as_it_was(
-    family: str, folder: Path, trained
-) -> None:
+def test_a_published_qwen35_is_loaded_whole_and_exported_as_it_was(family, folder, trained):
     weights = trained(family, "one")["weights"]
     published, exported = (
         load_file(folder / name / "model.safetensors") for name in (family, f"{family}-final")
@@ -206,9 +202,7 @@ def check_alike(found: dict, one: dict) -> None:
 
 
 @pytest.mark.parametrize("family", ADAPTABLE)
-def test_adapters_of_a_decoder_train_behind_a_frozen_tower(
-    family: str, folder: Path, trained
-) -> None:
+def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: Path, trained):
     found = trained(family, f"one{LORA}")
     model = plain_model(folder / family)
     before = logprobs_of(model, folder / family, replays=False)
@@ -241,9 +235,7 @@ def in_memory(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("family", ADAPTABLE)
-def test_adapters_are_exported_and_sent_as_what_was_merged(
-    family: str, folder: Path, trained
-) -> None:
+def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: Path, trained):
     found = trained(family, f"one{LORA}")
     path = folder / f"{family}.one{LORA}-adapters"
     adapters = load_file(path / "adapter_model.safetensors")
@@ -270,9 +262,7 @@ def test_adapters_are_exported_and_sent_as_what_was_merged(
 
 
 @pytest.mark.parametrize(("family", "layout"), ADAPTED)
-def test_layouts_train_adapters_behind_images_like_one_rank(
-    family: str, layout: str, folder: Path, trained
-) -> None:
+def test_layouts_train_adapters_behind_images_like_one_rank(family, layout, folder, trained):
     check_alike(trained(family, f"{layout}{LORA}"), trained(family, f"one{LORA}"))
     ours, one = (
         load_file(folder / f"{family}.{name}{LORA}-adapters/adapter_model.safetensors")
@@ -282,9 +272,7 @@ def test_layouts_train_adapters_behind_images_like_one_rank(
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each != "mistral3"])
-def test_a_critic_values_replies_behind_images_like_plain_transformers(
-    family: str, folder: Path, trained
-) -> None:
+def test_a_critic_values_replies_behind_images_like_plain_transformers(family, folder, trained):
     found = trained(family, f"one{CRITIC}")
     config = config_of(folder / family, f"one{CRITIC}")
     model = plain_model(folder / family)

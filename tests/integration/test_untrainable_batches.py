@@ -64,9 +64,7 @@ def check_poisoned(poisoned: dict, plain: dict) -> None:
     assert causes == CAUSES
 
 
-def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(
-    one_rank: dict[str, list[dict]],
-) -> None:
+def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(one_rank):
     check_poisoned(one_rank["poisoned"][0], one_rank["plain"][0])
 
 
@@ -99,9 +97,7 @@ def test_parameters_without_a_finite_gradient_are_named(one_rank: dict[str, list
     assert told["digests"] == plain["digests"]
 
 
-def test_a_step_that_changed_weights_before_it_failed_starts_again(
-    one_rank: dict[str, list[dict]],
-) -> None:
+def test_a_step_that_changed_weights_before_it_failed_starts_again(one_rank: dict[str, list[dict]]):
     told = one_rank["second-mini-batch"][0]
     (failure,) = told["failures"]
     assert failure[3] == [GROUP]
@@ -109,18 +105,14 @@ def test_a_step_that_changed_weights_before_it_failed_starts_again(
     assert told["steps"] == ["batch-0"]
 
 
-def test_weights_that_are_no_numbers_are_not_the_batchs_fault(
-    one_rank: dict[str, list[dict]],
-) -> None:
+def test_weights_that_are_no_numbers_are_not_the_batchs_fault(one_rank: dict[str, list[dict]]):
     told = one_rank["broken-weights"][0]
     assert told["failures"] == []
     assert told["error"].startswith("RunFailed: ")
     assert "weights" in told["error"]
 
 
-def test_without_another_batch_the_trainer_fails_with_the_cause(
-    one_rank: dict[str, list[dict]],
-) -> None:
+def test_without_another_batch_the_trainer_fails_with_the_cause(one_rank: dict[str, list[dict]]):
     told = one_rank["for-good"][0]
     assert told["error"] == f"UntrainableBatch: {CAUSES['loss']}"
     assert told["steps"] == ["batch-0"]

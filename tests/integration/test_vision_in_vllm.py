@@ -58,9 +58,7 @@ def test_an_engine_sees_images_as_transformers_does(seen) -> None:
 
 
 @pytest.mark.parametrize("family", DELTA_NETS)
-def test_an_engine_in_bfloat16_sees_images_as_transformers_does(
-    family: str, tmp_path: Path
-) -> None:
+def test_an_engine_in_bfloat16_sees_images_as_transformers_does(family: str, tmp_path: Path):
     folders, found = run_family(family, tmp_path)
     for folder, other in zip(folders, folders[::-1], strict=True):
         tokens, logprobs = (found[f"{folder.name} {name}"] for name in ("tokens", "logprobs"))
@@ -155,9 +153,7 @@ def reply_logprobs(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(
-    family: str, tmp_path: Path
-) -> None:
+async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(family, tmp_path):
     make_tokenizer(tmp_path)
     make_model(tmp_path, family)
     table = {

@@ -89,9 +89,7 @@ def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[d
     }
 
 
-def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(
-    folder: Path, rank_pool: RankPool
-) -> None:
+def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(folder, rank_pool):
     job = stream_ranks.WRONG_PLAN
     rank_pool.run(Path(stream_ranks.__file__), [job], world_size=2, folder=folder)
     for rank in range(2):

@@ -405,9 +405,7 @@ def test_a_full_disk_is_named(site: Site) -> None:
     check_line(result, "disk: 0.00 GiB are free for", "make room, or set run.dir")
 
 
-def test_shared_memory_that_is_too_small_for_gpus_is_named(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):
     scene = Scene(load_config(Path("config.toml")), checks.CONTROLLER)
     monkeypatch.setattr(checks, "uses_gpus", lambda: True)
     with small_disk(site.folder / "shm", "size=64m") as shm:

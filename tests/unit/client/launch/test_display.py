@@ -136,9 +136,7 @@ def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
     assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
 
 
-def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Path, monkeypatch):
     names = ("reward_mean", "lag_mean", "lag_max", "generated_tokens_per_s")
     names += ("trained_tokens_per_s", "queued_tokens", "step_s")
     events = [

@@ -197,9 +197,7 @@ async def test_the_end_of_a_process_is_seen_though_all_tasks_were_cancelled(tmp_
     await toy.server.close()
 
 
-async def test_on_a_machine_with_gpus_processes_start_plainly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_on_a_machine_with_gpus_processes_start_plainly(tmp_path, monkeypatch):
     monkeypatch.setattr(forks, "uses_gpus", lambda: True)
     toy = Toy(tmp_path, "stay")
     child = await toy.start()

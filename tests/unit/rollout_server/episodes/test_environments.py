@@ -426,9 +426,7 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -
     assert not child_processes(gateway.address)
 
 
-async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "START_S", 0.2)
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()

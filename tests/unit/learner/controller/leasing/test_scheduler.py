@@ -160,9 +160,7 @@ async def test_after_a_restart_nobody_gets_a_group_of_which_a_trajectory_lies_in
     assert [order.group_id for order in rig.orders(other)] == [first]
 
 
-async def test_after_a_restart_a_lost_servers_groups_do_not_wait_for_a_long_queue(
-    rig: Rig, tmp_path: Path
-) -> None:
+async def test_after_a_restart_a_lost_servers_groups_do_not_wait_for_a_long_queue(rig, tmp_path):
     rig, (first, second) = await restarted(rig, tmp_path)
     other = rig.serving("b", 0)
     rig.book.awaited.hold([f"{second}.0.0.5", f"{second}.1.0.5"])

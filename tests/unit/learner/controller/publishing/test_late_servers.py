@@ -396,9 +396,7 @@ async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
         assert again.folder != order.folder
 
 
-async def test_a_new_trainer_writes_again_what_the_one_before_it_may_have_removed(
-    run: Run,
-) -> None:
+async def test_a_new_trainer_writes_again_what_the_one_before_it_may_have_removed(run: Run):
     async with far_away(run) as scene:
         first = scene.write()
         assert scene.ask() is None
