@@ -1,5 +1,7 @@
 """Fixtures for tests that start real processes."""
 
+from pathlib import Path
+
 import pytest
 from support.ranks.rank_pool import rank_pool
 from support.rigs.run_processes import nothing_survives, tiny_model
@@ -13,3 +15,14 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all small models, with NUM_LAYERS layers if the module says so."""
+    from support.fakes import parity_models
+
+    folder = tmp_path_factory.mktemp("models")
+    num_layers = getattr(request.module, "NUM_LAYERS", parity_models.NUM_LAYERS)
+    parity_models.make_models(folder, num_layers=num_layers)
+    return folder

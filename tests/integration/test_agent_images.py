@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from make_tiny_vision_model import make_model, make_tokenizer
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, scripted_engine
+from support.fakes.tiny_models import make_seeing_model
 
 from deploy.environments.colours import COLOURS, square_png
 
@@ -25,8 +25,7 @@ SHOWN = [4, 5, 5, 5, 5, 7]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AgentRig:
     folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(folder)
-    make_model(folder, "qwen2_5_vl", max_position_embeddings=4096)
+    make_seeing_model(folder, "qwen2_5_vl", max_position_embeddings=4096)
     config = agent_config(folder, tool_parser=None)
     engine = scripted_engine(config, lambda _: "red")
     return AgentRig(engine, await Agents(engine, config.rollout_server).api())
@@ -82,8 +81,7 @@ async def test_images_stay_in_the_conversation_that_continues(rig: AgentRig) -> 
 
 
 async def test_the_template_of_the_settings_shows_images(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path)
-    make_model(tmp_path, "qwen2_5_vl", max_position_embeddings=4096)
+    make_seeing_model(tmp_path, "qwen2_5_vl", max_position_embeddings=4096)
     template = (tmp_path / "chat_template.jinja").rename(tmp_path / "mine.jinja")
     config = agent_config(tmp_path, tool_parser=None, chat_template=str(template))
     engine = scripted_engine(config, lambda _: "red")

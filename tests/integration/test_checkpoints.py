@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
     """What the jobs saw and made: first those that save, then those that load."""
-    first, second = {}, {}
+    found, first, second = {}, {}, {}
     chosen = chosen_jobs(request, LOADED)
     loaded = {name: LOADED[name] for name in LOADED if name not in SLOW or name in chosen}
     for name in dict.fromkeys(run for run, _ in loaded.values()):
@@ -134,16 +134,9 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     for jobs in (first, second):
         for name, job in jobs.items():
             (folder / f"{name}.json").write_text(json.dumps(job))
-        for world_size in (1, 2):
-            names = [
-                name
-                for name, job in jobs.items()
-                if job["learner"].get("world_size", 1) == world_size
-            ]
-            rank_pool.run(PROGRAM, names, world_size=world_size, folder=folder)
-    return {
-        name: torch.load(folder / f"{name}.pt", weights_only=True) for name in (*first, *second)
-    }
+        sizes = {name: job["learner"].get("world_size", 1) for name, job in jobs.items()}
+        found |= rank_pool.found(checkpoint_ranks, sizes, folder)
+    return found
 
 
 def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, dict]) -> None:

@@ -7,12 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from make_tiny_vision_model import make_model, make_tokenizer
 from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import check_sizes, dump_config, load_config
 from slipstream.core.machine.gpus import Gpu
-from support.fakes.tiny_models import make_model_folder
+from support.fakes.tiny_models import make_model_folder, make_seeing_model
 from support.ranks import settings_ranks
 from support.ranks.rank_pool import RankPool
 from support.rigs.run_processes import run_command
@@ -153,8 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model("smollm2", folder / "models" / "smollm2")
     shutil.copytree(folder / "models" / "smollm2", folder / "models" / "policy")
     make_model_folder(folder / "models" / "tiny")
-    make_tokenizer(folder / "models" / "tiny-vision")
-    make_model(folder / "models" / "tiny-vision", "qwen2_5_vl")
+    make_seeing_model(folder / "models" / "tiny-vision", "qwen2_5_vl")
     return folder
 
 

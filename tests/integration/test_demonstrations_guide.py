@@ -1,11 +1,11 @@
 """The files and commands of docs/guides/demonstrations.md."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from slipstream.client.environment_loader import load_environment
 from support.fakes.page_reader import BLOCK, Reader
+from support.rigs.completed import completed
 from support.rigs.run_processes import PROGRAM, check_ledger, summary_of
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +31,7 @@ def test_every_command_of_the_page_works(tmp_path: Path, tiny_model: Path) -> No
     # The next run would begin with the model that this one has made.
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
     arguments = second.split()[1:]
-    done = subprocess.run(
-        [PROGRAM, *arguments, "--dry-run"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = completed([PROGRAM, *arguments, "--dry-run"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

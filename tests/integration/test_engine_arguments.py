@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from make_tiny_vision_model import make_model, make_tokenizer
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import decoder_table
 from slipstream.core.models.vision.processors import load_processor
@@ -31,7 +30,7 @@ from slipstream.rollout_server.vllm.passed_table import (
 )
 from support.fakes.parity_models import make_mixture
 from support.fakes.small_configs import small_config
-from support.fakes.tiny_models import SMALLEST, make_model_folder
+from support.fakes.tiny_models import SMALLEST, make_model_folder, make_seeing_model
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import image_questions
 from vllm import AsyncEngineArgs
@@ -392,8 +391,7 @@ def test_a_tower_that_is_not_trained_is_left_out(architecture, kind, max_images,
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
 def test_a_server_asks_about_images_without_kernels_of_delta_nets(family: str, tmp_path: Path):
     # vLLM forks the engine only from a process without CUDA, which these kernels start.
-    make_tokenizer(tmp_path)
-    make_model(tmp_path, family)
+    make_seeing_model(tmp_path, family)
     largest = load_processor(tmp_path).max_tokens
     found = in_ranks(1, image_questions, tmp_path)
     assert found == [([{"image": largest}, {"image": 1}], [])]

@@ -4,13 +4,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from make_tiny_vision_model import make_model, make_tokenizer
+from make_tiny_vision_model import make_tokenizer
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.field_models import CASES, make_field_model
 from support.fakes.nested_folders import nest
 from support.fakes.published_qwen35 import write_as_published
+from support.fakes.tiny_models import make_seeing_model
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import start_up_to_the_fork
 
@@ -25,8 +26,7 @@ QUICK = ("qwen3_5",)
 
 def folder_of(family: str, folder: Path) -> Path:
     if family in SEEING:
-        make_tokenizer(folder)
-        make_model(folder, family)
+        make_seeing_model(folder, family)
         if family.startswith("qwen3_5"):
             write_as_published(folder)
         return folder

@@ -4,16 +4,14 @@ FUZZ=100 python -m pytest tests/integration/test_fuzzed_steps.py     # another t
 """
 
 import random
-from pathlib import Path
 
 import pytest
-import torch
-from support.fakes.parity_models import make_models
 from support.ranks import random_steps
 from support.ranks.random_steps import RandomStep
 from support.references.plain_step import PlainStep
 from support.rigs.fuzz_budget import times
 
+NUM_LAYERS = 2
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Together they have every loss, advantage, aggregation and layout of `RandomStep`.
@@ -24,20 +22,12 @@ DIVERGED = 1e6
 SEEDS = ORDINARY if times(1) == 1 else random.sample(range(10**6), times(len(ORDINARY)))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("steps")
-    make_models(folder, num_layers=2)
-    return folder
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     step = RandomStep(seed, folder)
     config = step.config
     ranks = config.learner.world_size
-    rank_pool.run(Path(random_steps.__file__), [str(seed)], world_size=ranks, folder=folder)
-    found = torch.load(folder / f"step-{seed}.pt", weights_only=True)
+    found = rank_pool.found(random_steps, {str(seed): ranks}, folder, "step-{}.pt")[str(seed)]
     plain = PlainStep(config.model.path, config)
     if config.reference is not None and config.reference.server is None:
         plain.reference = PlainStep(config.reference.path, config)

@@ -43,8 +43,7 @@ def trained(rank_pool: RankPool, folder: Path) -> Trained:
     @functools.cache
     def found(model: str, layout: str, length: int) -> dict:
         job, (world_size, _) = f"{model}.{layout}.{length}", LAYOUTS[layout]
-        rank_pool.run(Path(long_ranks.__file__), [job], world_size=world_size, folder=folder)
-        return torch.load(folder / f"{job}.pt", weights_only=True)
+        return rank_pool.found(long_ranks, {job: world_size}, folder)[job]
 
     return found
 

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
+from support.rigs.completed import completed
 from support.rigs.fuzz_calls import server_hello
 from support.rigs.lease_rig import ledger_of
 from support.rigs.live_run import LiveRun
@@ -105,12 +105,9 @@ def main(folder: Path) -> None:
 @pytest.mark.slow
 def test_epochs_that_have_ended_take_no_room(tmp_path: Path) -> None:
     # In a process of its own: objects of other tests, and of the test runner, do not count.
-    done = subprocess.run(
+    done = completed(
         [sys.executable, __file__, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

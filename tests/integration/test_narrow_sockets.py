@@ -1,13 +1,13 @@
 """A trainer on one machine listens on loopback alone, whatever its host name stands for."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from slipstream.client.launch.preflight import free_port
 from support.rigs import namespaces
+from support.rigs.completed import completed
 
 MISSING = namespaces.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -59,13 +59,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path: Path) -> None:
     }
     command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOST, str(hosts)]
     command += ["env", *(f"{name}={value}" for name, value in environ.items())]
-    ended = subprocess.run(
-        [*command, sys.executable, "-c", RANKS, str(free_port("127.0.0.1"))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = completed([*command, sys.executable, "-c", RANKS, str(free_port("127.0.0.1"))])
     assert ended.returncode == 0, ended.stderr
     as_torch_does, narrow = map(json.loads, ended.stdout.splitlines())
     assert "10.1.2.3" in as_torch_does

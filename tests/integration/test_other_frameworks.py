@@ -35,6 +35,7 @@ from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
 from support.rigs import run_processes
+from support.rigs.completed import completed
 from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
@@ -68,15 +69,10 @@ def play(
         str(run_processes.ROOT / part)
         for part in ("client", "core", "environments", "protos", "tests")
     ]
-    ended = subprocess.run(
-        [python, FAKES / "framework_episode.py", json.dumps({**asked, "episodes": episodes})],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )  # fmt: skip
+    words = json.dumps({**asked, "episodes": episodes})
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    program = [python, FAKES / "framework_episode.py", words]
+    ended = completed(program, cwd=folder, env=environ, timeout=LIMIT_S)
     said = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
     assert said, ended.stdout + ended.stderr
     return json.loads(said[0].removeprefix(MARK))
@@ -376,7 +372,7 @@ asyncio.run(main())
 def containers() -> list[str]:
     """The ids of the containers of IMAGE that run."""
     asked = ["docker", "ps", "--quiet", "--filter", f"ancestor={IMAGE}"]
-    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
+    return completed(asked, check=True).stdout.split()
 
 
 @pytest.mark.slow

@@ -2,13 +2,12 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from slipstream.client.launch.preflight import free_port
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from support.rigs.completed import python
 from support.rigs.run_processes import ROOT, check_ledger, succeed, summary_of, write_config
 from support.rigs.smallest_run import run_smallest
 
@@ -80,13 +79,11 @@ def test_a_run_with_grpo_written_down_again_has_the_built_in_ones_bits(
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     names = [f"algorithm.{kind}={name}" for kind, name in built_in.items()]
-    replay = subprocess.run(
-        [sys.executable, "-c", REPLAY, str(tmp_path / "smallest"), *names],
+    replay = python(
+        REPLAY,
+        str(tmp_path / "smallest"),
+        *names,
         env=os.environ | ranks | meeting | {RENDEZVOUS_VARIABLE: "a test"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert replay.returncode == 0, replay.stdout + replay.stderr
     assert replay.stdout.count("as recorded") == summary["steps"]

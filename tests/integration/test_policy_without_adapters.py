@@ -6,27 +6,17 @@ import pytest
 import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.roles import reference_is_policy, role_settings
-from support.fakes.parity_models import make_models
 from support.ranks import bare_ranks
 from support.ranks.bare_ranks import JOBS, SHARING, WITH_REFERENCE, config_of
 from support.ranks.rank_pool import RankPool
 
+NUM_LAYERS = 2
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bare")
-    make_models(folder, num_layers=2)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    for world_size in (1, 2):
-        jobs = [name for name, (size, _) in JOBS.items() if size == world_size]
-        rank_pool.run(Path(bare_ranks.__file__), jobs, world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"bare-{name}.pt", weights_only=True) for name in JOBS}
+    return rank_pool.found(bare_ranks, {job: size for job, (size, _) in JOBS.items()}, folder)
 
 
 @pytest.mark.parametrize("job", WITH_REFERENCE)

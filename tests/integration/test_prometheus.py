@@ -32,6 +32,7 @@ from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
 from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer
+from support.rigs.completed import completed
 from support.rigs.live_run import LiveRun
 from support.rigs.run_processes import ROOT
 from support.rigs.waiting import wait_until
@@ -154,9 +155,7 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
 @needs_promtool
 def test_promtool_finds_nothing_to_say(run):
     text, _ = scrape(run)
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
-    )
+    done = completed(["promtool", "check", "metrics"], input=text)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -195,9 +194,7 @@ def test_each_alert_fires_when_it_must_and_at_no_other_time():
     named = set(re.findall(r"alert: (\w+)", ALERTS.read_text()))
     assert len(named) == 8
     assert named <= set(re.findall(r"Slipstream\w+", tests.read_text()))
-    done = subprocess.run(
-        ["promtool", "test", "rules", tests], capture_output=True, text=True, check=False
-    )
+    done = completed(["promtool", "test", "rules", tests])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

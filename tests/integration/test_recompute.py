@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fakes.parity_models import make_models
 from support.ranks import recompute_ranks
 from support.ranks.rank_pool import RankPool
 from support.ranks.recompute_ranks import JOBS, LAYOUTS
@@ -16,13 +15,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> dict[str, dict]:
-    folder = tmp_path_factory.mktemp("recompute")
-    make_models(folder)
-    for world_size in (1, 2):
-        jobs = [name for name, (layout, _) in JOBS.items() if LAYOUTS[layout][0] == world_size]
-        rank_pool.run(Path(recompute_ranks.__file__), jobs, world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"recompute-{name}.pt", weights_only=True) for name in JOBS}
+def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+    sizes = {job: LAYOUTS[layout][0] for job, (layout, _) in JOBS.items()}
+    return rank_pool.found(recompute_ranks, sizes, folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,22 +1,18 @@
 """What a replay that cannot go on says, and that it is not taken for one that differs."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from support.rigs.completed import completed
 from support.rigs.run_processes import write_config
 
 
 def test_a_step_that_fails_is_no_digest_that_differs(tmp_path: Path, tiny_model: Path) -> None:
     path = write_config(tmp_path, tiny_model)
-    found = subprocess.run(
+    found = completed(
         [sys.executable, "-m", "slipstream.learner.trainer.replay", "--config", str(path)],
         env={name: value for name, value in os.environ.items() if name != "RANK"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert found.returncode == 3, found.stderr
     cause = "slipstream: ConfigError: the environment must set RANK, as torchrun does"

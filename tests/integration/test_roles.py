@@ -11,7 +11,7 @@ import torch
 from slipstream.core.types import Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.roles.critic import explained_variance
-from support.fakes.parity_models import make_models, rename_as_modules
+from support.fakes.parity_models import rename_as_modules
 from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches
 from support.ranks.rank_pool import RankPool, chosen_jobs
@@ -27,13 +27,6 @@ from support.references.plain_policy import conversations
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("roles")
-    make_models(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +46,9 @@ def layouts_of(world_size: int) -> list[str]:
 
 
 def run_layouts(pool: RankPool, folder: Path, names: list[str]) -> dict[str, list[dict]]:
-    """What each rank of each layout saw; all layouts have as many ranks."""
-    world_size = LAYOUTS[names[0]].world_size
-    pool.run(Path(role_ranks.__file__), names, world_size=world_size, folder=folder)
-    return {
-        name: [
-            torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
-            for rank in range(world_size)
-        ]
-        for name in names
-    }
+    """What each rank of each layout saw."""
+    sizes = {name: LAYOUTS[name].world_size for name in names}
+    return pool.found(role_ranks, sizes, folder, "{}-{}.pt")
 
 
 class PlainCritic:
@@ -212,8 +198,7 @@ REFRESHED = ("refresh:gpt-oss:gpt-oss", "refresh:ministral3-tower:renamed")
 def refreshed(rank_pool: RankPool, folder: Path) -> dict[str, dict]:
     shutil.copytree(folder / "ministral3-tower", folder / "renamed")
     rename_as_modules(folder / "renamed")
-    rank_pool.run(Path(role_ranks.__file__), REFRESHED, world_size=1, folder=folder)
-    return {job: torch.load(folder / f"{job}.pt", weights_only=True) for job in REFRESHED}
+    return rank_pool.found(role_ranks, dict.fromkeys(REFRESHED, 1), folder)
 
 
 @pytest.mark.parametrize("job", REFRESHED)
@@ -232,8 +217,7 @@ def test_the_policy_waits_until_the_critic_is_warm(one_rank: dict[str, list[dict
 
 @pytest.fixture(scope="module")
 def swapped(rank_pool: RankPool, folder: Path) -> list[dict]:
-    rank_pool.run(Path(role_ranks.__file__), ["groups"], world_size=2, folder=folder)
-    return [torch.load(folder / f"groups-{rank}.pt", weights_only=True) for rank in range(2)]
+    return rank_pool.found(role_ranks, {"groups": 2}, folder, "{}-{}.pt")["groups"]
 
 
 def test_every_global_that_megatron_assigns_is_swapped(swapped: list[dict]) -> None:
@@ -295,11 +279,8 @@ def checkpoints(
     loads = chosen_jobs(request, LOADED, parameter="load")
     second = {f"load:{load}": LAYOUTS[load.split(":")[1]].world_size for load in loads}
     second["start:one:tp2-pp2-dp2"] = 2
-    for names in (jobs, second):
-        for size in (1, 2):
-            chosen = [name for name in names if names[name] == size]
-            rank_pool.run(Path(role_ranks.__file__), chosen, world_size=size, folder=folder)
-    return {name: torch.load(folder / f"{name}-0.pt", weights_only=True) for name in jobs | second}
+    saved = rank_pool.found(role_ranks, jobs, folder, "{}-0.pt")
+    return saved | rank_pool.found(role_ranks, second, folder, "{}-0.pt")
 
 
 @pytest.mark.parametrize("load", LOADED)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from make_tiny_vision_model import FAMILIES
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.models.vision.placed import image_tokens
+from support.fakes.tiny_models import make_seeing_model
 from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
 
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(1500)]
@@ -17,8 +18,7 @@ COLOURS = Path(__file__).parents[2] / "deploy/configs/colours.toml"
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    make_tokenizer(model)
-    make_model(model, family)
+    make_seeing_model(model, family)
     table = tomllib.loads(COLOURS.read_text())
     table["run"] |= {"name": "run", "dir": str(tmp_path)}
     # vLLM's delta nets on a CPU know no other type.

@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ import pytest
 from simulation import run
 from simulation.mutants import NAMED, catching_seed
 from simulation.world import Result, World, shared_memory
+from support.rigs.completed import python
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 2000
@@ -85,13 +84,7 @@ def test_a_seed_plays_the_same_run_in_every_process(folder: Path) -> None:
         "from pathlib import Path; from simulation.world import World\n"
         f"print([World(seed, Path({str(folder)!r})).run().digest for seed in {seeds}])"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": f"{ROOT}/tests", "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    found = python(program, env={"PYTHONPATH": f"{ROOT}/tests", "PYTHONHASHSEED": "1"}, check=True)
     assert found.stdout.strip() == str([World(seed, folder).run().digest for seed in seeds])
 
 

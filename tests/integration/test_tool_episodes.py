@@ -8,13 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from slipstream.client import Environment
-from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.types import Branch, FailureKind, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
-from slipstream.v1 import environment_pb2, fleet_pb2
 from support.fakes import example_tools
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
@@ -53,16 +50,6 @@ async def run(server: EpisodeServer, environment: str, **lease: Any) -> Trajecto
     return trajectory
 
 
-def serve(server: EpisodeServer, environment: Environment[Any]) -> None:
-    """Serves an environment as a client does, under the name "served"."""
-    host = EpisodeHost(environment)
-
-    async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
-        return await host.answer(call.command)
-
-    server.fleet.client = answer
-
-
 def load(server: EpisodeServer, *names: str, try_reset: bool = False) -> None:
     server.load("example_tools", *names, timeout_s=30.0, try_reset=try_reset)
 
@@ -97,7 +84,7 @@ async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path:
 
 async def test_a_served_environment_gets_calls_too(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        serve(server, example_tools.Adding())
+        server.fleet.serve(example_tools.Adding())
         trajectory = await run(server, "served")
         assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 8.0)
 
@@ -172,7 +159,7 @@ async def test_the_tools_of_the_guide_answer_the_model(tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text(text)
     shown = runpy.run_path(str(tmp_path / "shown.py"))["WarmerTown"]
     async with serving(tmp_path, script=ask_and_answer) as server:
-        serve(server, shown({"Rome": 21.5, "Oslo": 4.0}))
+        server.fleet.serve(shown({"Rome": 21.5, "Oslo": 4.0}))
         trajectory = await run(server, "served")
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert (trajectory.reward, trajectory.metrics) == (1.0, {"calls": 3.0})
@@ -224,7 +211,7 @@ async def test_tools_without_a_parser_are_refused_when_they_are_first_named(tmp_
         load(server, "Adding", try_reset=True)
         report = await server.connection.wait_for("environment")
         assert report.failure.message.startswith(cause)
-        serve(server, example_tools.Adding())
+        server.fleet.serve(example_tools.Adding())
         trajectory = await run(server, "served")
         assert trajectory.failure is not None
         assert trajectory.failure.kind is FailureKind.ENVIRONMENT

@@ -1,8 +1,6 @@
 """A collector of OpenTelemetry gets the way of every group, over both processes."""
 
 import asyncio
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.small_configs import small_config
 from support.fakes.trace_collector import TraceCollector, attributes_of
+from support.rigs.completed import python
 from support.rigs.controller_runs import make_config, play
 
 
@@ -182,7 +181,5 @@ def test_the_controller_imports_neither_library_unless_asked_to():
         "import slipstream.learner.controller.application, sys; "
         "print({m.split('.')[0] for m in sys.modules} & {'opentelemetry', 'prometheus_client'})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = python(program, check=True)
     assert done.stdout.strip() == "set()"

@@ -1,13 +1,13 @@
 """Adapters train alike in every layout, and what is exported is what was trained."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.fakes.parity_models import make_models
 from support.ranks import lora_ranks
 from support.ranks.lora_ranks import (
     ALPHA,
@@ -17,7 +17,6 @@ from support.ranks.lora_ranks import (
     MIXTURES,
     RANK,
     config_of,
-    jobs_of,
 )
 from support.ranks.parity_layouts import STEPS, batches, probe
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
@@ -34,47 +33,32 @@ NUM_ADAPTED = NUM_LAYERS * 7
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora")
-    make_models(folder, num_layers=NUM_LAYERS)
-    return folder
+def run_jobs(pool: RankPool, folder: Path, jobs: Iterable[str]) -> dict[str, dict]:
+    """What rank 0 of each job saw."""
+    sizes = {job: lora_ranks.ALL[job][0] for job in jobs}
+    return pool.found(lora_ranks, sizes, folder, "lora-{}.pt")
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    for world_size in (1, 2):
-        rank_pool.run(
-            Path(lora_ranks.__file__), jobs_of(world_size), world_size=world_size, folder=folder
-        )
-    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in JOBS}
+    return run_jobs(rank_pool, folder, JOBS)
 
 
 @pytest.fixture(scope="module")
 def mixtures(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
-    chosen = chosen_jobs(request, MIXTURES)
-    for job in chosen:
-        size = MIXTURES[job][0]
-        rank_pool.run(Path(lora_ranks.__file__), [job], world_size=size, folder=folder)
-    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in chosen}
+    return run_jobs(rank_pool, folder, chosen_jobs(request, MIXTURES))
 
 
 @pytest.fixture(scope="module")
 def experts(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
     wanted = chosen_jobs(request, EXPERTS)
     chosen = dict.fromkeys(["experts-one", *map(one_rank, wanted), *wanted])
-    for world_size in (1, 2, 4):
-        jobs = [job for job in chosen if EXPERTS[job][0] == world_size]
-        rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in chosen}
+    return run_jobs(rank_pool, folder, chosen)
 
 
 @pytest.fixture(scope="module")
 def dropout(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    for world_size in (1, 2):
-        jobs = [job for job, (size, _, _) in DROPOUT.items() if size == world_size]
-        rank_pool.run(Path(lora_ranks.__file__), jobs, world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"lora-{name}.pt", weights_only=True) for name in DROPOUT}
+    return run_jobs(rank_pool, folder, DROPOUT)
 
 
 def reference(job: str) -> str:

@@ -4,28 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fakes.parity_models import make_models
 from support.ranks import memory_ranks
-from support.ranks.memory_ranks import JOBS, jobs_of
+from support.ranks.memory_ranks import JOBS
 from support.ranks.rank_pool import RankPool
 
+NUM_LAYERS = 2
 OFFLOADED = [name for name in JOBS if name.endswith("-offload")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("memory")
-    make_models(folder, num_layers=2)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    for world_size in (1, 2):
-        rank_pool.run(
-            Path(memory_ranks.__file__), jobs_of(world_size), world_size=world_size, folder=folder
-        )
-    return {name: torch.load(folder / f"memory-{name}.pt", weights_only=True) for name in JOBS}
+    sizes = {job: size for job, (size, _) in JOBS.items()}
+    return rank_pool.found(memory_ranks, sizes, folder, "memory-{}.pt")
 
 
 @pytest.mark.parametrize("name", OFFLOADED)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fakes.parity_models import make_models
 from support.ranks import named_adapter_ranks
-from support.ranks.named_adapter_ranks import ALL, LAYOUTS, NAMES, SLOW, jobs_of
+from support.ranks.named_adapter_ranks import ALL, LAYOUTS, NAMES, SLOW, sizes_of
 from support.ranks.parity_layouts import STEPS
 from support.ranks.rank_pool import RankPool
 
+NUM_LAYERS = 2
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -19,24 +19,11 @@ for_layouts = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool
-) -> dict[str, dict]:
+def found(request: pytest.FixtureRequest, folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     """What the jobs of the layouts saw whose tests are run."""
-    folder = tmp_path_factory.mktemp("named")
-    make_models(folder, num_layers=2)
-    wanted = {
-        item.callspec.params["layout"]
-        for item in request.session.items
-        if item.path == request.path
-    }
-    jobs = []
-    for world_size in (1, 2):
-        program, mine = Path(named_adapter_ranks.__file__), jobs_of(sorted(wanted), world_size)
-        if mine:
-            rank_pool.run(program, mine, world_size=world_size, folder=folder)
-        jobs += mine
-    return {job: torch.load(folder / f"named-{job}.pt", weights_only=True) for job in jobs}
+    items = (item for item in request.session.items if item.path == request.path)
+    wanted = sorted({item.callspec.params["layout"] for item in items})
+    return rank_pool.found(named_adapter_ranks, sizes_of(wanted), folder)
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

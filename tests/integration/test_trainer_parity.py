@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slipstream.core.models.registry import TOWERS
 from slipstream.learner.trainer.batches.batch import token_lags
 from slipstream.learner.trainer.batches.micro_batch import zigzag
-from support.fakes.parity_models import NUM_LAYERS, make_models
+from support.fakes.parity_models import NUM_LAYERS
 from support.ranks import parity_ranks
 from support.ranks.parity_layouts import (
     EXTRAORDINARY,
@@ -26,13 +26,6 @@ from support.ranks.rank_pool import RankPool, chosen_jobs
 from support.references.plain_policy import PlainPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parity")
-    make_models(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +58,7 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str])
     """Results by name: layouts of `chosen` with `world_size` ranks, in turn in the same ranks."""
     known = LAYOUTS | EXTRAORDINARY
     names = [name for name in known if name in chosen and known[name].world_size == world_size]
-    pool.run(Path(parity_ranks.__file__), names, world_size=world_size, folder=folder)
-    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in names}
+    return pool.found(parity_ranks, dict.fromkeys(names, world_size), folder)
 
 
 @pytest.mark.parametrize("layout", each_layout_of(1))
@@ -291,9 +283,7 @@ def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(layout, folder
 
 def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:
     job = "one-glm@bfloat16"
-    pool_file = Path(parity_ranks.__file__)
-    rank_pool.run(pool_file, [job], world_size=1, folder=folder)
-    found = torch.load(folder / f"{job}.pt", weights_only=True)
+    found = rank_pool.found(parity_ranks, {job: 1}, folder)[job]
     stored = load_file(folder / "glm" / "model.safetensors")
     exported = load_file(folder / f"{job}-final" / "model.safetensors")
     names = [name for name in stored if name.endswith(".e_score_correction_bias")]

@@ -86,9 +86,7 @@ def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
     @functools.cache
     def found(family: str, layout: str) -> dict:
         job, world_size = f"{family}.{layout}", 1 if layout.startswith("one") else 2
-        program = Path(vision_ranks.__file__)
-        rank_pool.run(program, [job], world_size=world_size, folder=folder)
-        return torch.load(folder / f"{job}.pt", weights_only=True)
+        return rank_pool.found(vision_ranks, {job: world_size}, folder)[job]
 
     return found
 

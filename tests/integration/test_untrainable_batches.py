@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from support.fakes.tiny_models import make_model_folder
 from support.ranks import poisoned_ranks
 from support.ranks.poisoned_ranks import FAULTY, JOBS, POISONS, good_batch
@@ -29,15 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told_by(pool: RankPool, folder: Path, world_size: int) -> dict[str, list[dict]]:
     """What the ranks of each job told, by rank."""
-    names = [name for name, job in JOBS.items() if job.world_size == world_size]
-    pool.run(Path(poisoned_ranks.__file__), names, world_size=world_size, folder=folder)
-    return {
-        name: [
-            torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
-            for rank in range(world_size)
-        ]
-        for name in names
-    }
+    sizes = {name: world_size for name, job in JOBS.items() if job.world_size == world_size}
+    return pool.found(poisoned_ranks, sizes, folder, "{}-{}.pt")
 
 
 @pytest.fixture(scope="module")

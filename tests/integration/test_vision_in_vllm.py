@@ -9,11 +9,12 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from make_tiny_vision_model import FAMILIES
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.published_qwen35 import write_as_published
+from support.fakes.tiny_models import make_seeing_model
 from support.ranks.vision_ranks import conversations, replied
 from support.references.plain_vision import Conversation, plain_logprobs, plain_model
 from support.rigs import vision_engine
@@ -40,8 +41,7 @@ def seen(
 def run_family(family: str, folder: Path) -> tuple[list[Path], dict[str, np.ndarray]]:
     folders = [folder / name for name in NAMES]
     for seed, each in enumerate(folders):
-        make_tokenizer(each)
-        make_model(each, family, seed=seed)
+        make_seeing_model(each, family, seed=seed)
         if family in DELTA_NETS:
             write_as_published(each)
     files = map(str, (*folders, folder / "found.npz"))
@@ -154,8 +154,7 @@ def reply_logprobs(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(family, tmp_path):
-    make_tokenizer(tmp_path)
-    make_model(tmp_path, family)
+    make_seeing_model(tmp_path, family)
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(tmp_path), "dtype": "float32"},
@@ -198,8 +197,7 @@ async def test_an_engine_beside_a_tower_drafts_and_computes_text_in_fp8(
 ) -> None:
     folders = [tmp_path / name for name in NAMES]
     for seed, folder in enumerate(folders):
-        make_tokenizer(folder)
-        make_model(folder, family, seed=seed)
+        make_seeing_model(folder, family, seed=seed)
         if family in DELTA_NETS:
             write_as_published(folder)
     dtype = "bfloat16" if server == FP8 else "float32"

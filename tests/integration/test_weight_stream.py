@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fakes.parity_models import make_models
 from support.ranks import stream_ranks
 from support.ranks.parity_layouts import LAYOUTS
 from support.ranks.rank_pool import RankPool, chosen_jobs
@@ -25,29 +24,15 @@ SENDERS = {
     "dp2-pp2-tied": [0, 2],
     "pp2-vpp2-ep2-moe": [0, 1, 2, 3],
 }
-SIZES = sorted({LAYOUTS[name].world_size for name in SENDERS})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stream")
-    make_models(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def found(
     folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest
 ) -> dict[str, list[dict]]:
-    results = {}
-    chosen = dict.fromkeys(["one", "one-tied", "one-moe", *chosen_jobs(request, SENDERS)])
-    for size in SIZES:
-        jobs = [name for name in chosen if LAYOUTS[name].world_size == size]
-        rank_pool.run(Path(stream_ranks.__file__), jobs, world_size=size, folder=folder)
-        for job in jobs:
-            paths = [folder / f"{job}-stream-{rank}.pt" for rank in range(size)]
-            results[job] = [torch.load(path, weights_only=True) for path in paths]
-    return results
+    chosen = ["one", "one-tied", "one-moe", *chosen_jobs(request, SENDERS)]
+    sizes = {name: LAYOUTS[name].world_size for name in chosen}
+    return rank_pool.found(stream_ranks, sizes, folder, "{}-stream-{}.pt")
 
 
 @pytest.mark.parametrize("job", SENDERS)
@@ -91,10 +76,8 @@ def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[d
 
 def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(folder, rank_pool):
     job = stream_ranks.WRONG_PLAN
-    rank_pool.run(Path(stream_ranks.__file__), [job], world_size=2, folder=folder)
-    for rank in range(2):
-        found = torch.load(folder / f"stream-{job}-{rank}.pt", weights_only=True)
-        assert found == {"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}
+    found = rank_pool.found(stream_ranks, {job: 2}, folder, "stream-{}-{}.pt")[job]
+    assert found == [{"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}] * 2
     log = (folder / "world-2-rank-0.log").read_text()
     assert "the plan's model.layers.1.self_attn.k_proj.weight differs from Bridge's export" in log
     assert "tensor by tensor: a parameter has a mapping of tomorrow" in log

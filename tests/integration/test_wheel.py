@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.rigs.completed import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,16 +55,11 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     )
     subprocess.run([str(python), "-c", code], check=True, timeout=60, cwd=tmp_path)
     command = str(tmp_path / "venv" / "bin" / "slipstream")
-    done = subprocess.run(
-        [command, "status", "--controller", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = completed([command, "status", "--controller", "127.0.0.1:1"])
     assert done.returncode == 2
     assert done.stderr.startswith("slipstream: no controller answers at 127.0.0.1:1; ")
     assert len(done.stderr.splitlines()) == 1
     # It tells what is not installed here, and looks at the machine for that.
-    done = subprocess.run([command, "doctor"], capture_output=True, text=True, timeout=60)
+    done = completed([command, "doctor"])
     assert done.stderr == ""
     assert "torch, megatron-core, megatron-bridge, transformers not installed" in done.stdout

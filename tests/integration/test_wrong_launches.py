@@ -32,6 +32,7 @@ from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc
+from support.rigs.completed import completed
 from support.rigs.loopbacks import own_loopback
 from support.rigs.run_processes import (
     COMMAND,
@@ -316,15 +317,7 @@ def start_plainly(
     site: Site, words: Sequence[str], *, before: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """A command in a process with limits or mounts of its own."""
-    return subprocess.run(
-        [*before, *COMMAND, *words],
-        cwd=site.folder,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return completed([*before, *COMMAND, *words], cwd=site.folder, env=os.environ | environ)
 
 
 @pytest.mark.parametrize("case", WRONG)

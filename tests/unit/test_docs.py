@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 import typing
@@ -29,6 +28,7 @@ from slipstream.client.environment import TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.settings.config import Config
+from support.rigs.completed import completed
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -221,11 +221,9 @@ def test_the_command_line_takes_every_command(page: Path):
 def test_our_programs_take_every_command() -> None:
     commands = [command for page in PAGES for command in python_commands(page)]
     assert len(commands) > 20
-    asked = subprocess.run(
+    asked = completed(
         [sys.executable, str(ROOT / "tests" / "support" / "rigs" / "only_parse.py")],
         input=json.dumps(commands),
-        capture_output=True,
-        text=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from check_machine import problem
+from support.rigs.completed import completed
 
 ROOT = Path(__file__).parents[2]
 PLENTY = 10**12
@@ -57,13 +58,8 @@ def make(*words, folder=ROOT, environ):
     # A make that runs these tests has set MAKEFLAGS and MAKELEVEL: this one would name its folder.
     ours = ("MAKE", "MFLAGS", "PIP_")
     outside = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    return subprocess.run(
-        ["make", "-f", str(ROOT / "Makefile"), *words],
-        cwd=folder,
-        env=outside | environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return completed(
+        ["make", "-f", str(ROOT / "Makefile"), *words], cwd=folder, env=outside | environ
     )
 
 

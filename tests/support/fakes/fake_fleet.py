@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
+from slipstream.client.environment import Environment
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
@@ -148,6 +151,11 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(grace=0)
+
+    def serve(self, environment: Environment[Any]) -> None:
+        """Answers calls as a client does that serves an environment."""
+        host = EpisodeHost(environment)
+        self.client = lambda call: host.answer(call.command)
 
     async def joined(self, limit_s: float = LIMIT_S) -> Connection:
         async with asyncio.timeout(limit_s):

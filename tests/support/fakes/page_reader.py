@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.client.launch.preflight import free_port
 
+from support.rigs.completed import completed
 from support.rigs.run_processes import PROGRAM
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -73,13 +74,8 @@ class Reader:
         )
 
     def _carry_out(self, command: str) -> None:
-        done = subprocess.run(
-            ["bash", "-ec", command],
-            cwd=self.folder,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
+        done = completed(
+            ["bash", "-ec", command], cwd=self.folder, env=self.environ, timeout=LIMIT_S
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         self.outputs[command] = done.stdout

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import make_tiny_vision_model
 from slipstream.learner.trainer.tiny_model import make_model, make_tokenizer
 
 # The quickstart's.
@@ -27,4 +28,11 @@ def make_model_folder(folder: Path, **sizes: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
     make_model(folder, **SIZES | sizes)
+    return folder
+
+
+def make_seeing_model(folder: Path, family: str, **sizes: int) -> Path:
+    """A model of a family that sees images; returns `folder`."""
+    make_tiny_vision_model.make_tokenizer(folder)
+    make_tiny_vision_model.make_model(folder, family, **sizes)
     return folder

@@ -1,6 +1,6 @@
 """The program of ranks that compare the policy without its adapters with a model of its own.
 
-What a job saw lies in FOLDER/bare-JOB.pt afterwards.
+What a job saw lies in FOLDER/JOB.pt afterwards.
 """
 
 from pathlib import Path
@@ -65,4 +65,4 @@ def run_rank(folder: Path, job: str) -> None:
         for name, each in found.items()
     }
     kind = type(roles.reference).__name__
-    kept(policy, {"metrics": metrics, "kind": kind, **joined}, folder / f"bare-{job}.pt")
+    kept(policy, {"metrics": metrics, "kind": kind, **joined}, folder / f"{job}.pt")

@@ -83,10 +83,6 @@ OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
 ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
 
 
-def jobs_of(world_size: int) -> list[str]:
-    return [name for name, (size, _, _) in JOBS.items() if size == world_size]
-
-
 def config_of(name: str, folder: Path) -> Config:
     world_size, model, learner = ALL[name]
     lora: dict = {"rank": RANK, "alpha": ALPHA}

@@ -49,10 +49,6 @@ JOBS: dict[str, tuple[int, dict]] = {
 }
 
 
-def jobs_of(world_size: int) -> list[str]:
-    return [name for name, (size, _) in JOBS.items() if size == world_size]
-
-
 def config_of(name: str, folder: Path) -> Config:
     world_size, changes = (JOBS | GPU_JOBS | DETERMINISTIC_JOBS)[name]
     return settings_of(folder / "llama", changes, {"learner": {"world_size": world_size}})

@@ -1,12 +1,13 @@
 """The program of ranks that train several adapters, or one of them alone with the same batches.
 
-What a job saw lies in FOLDER/named-JOB.pt afterwards, on rank 0. A job is a layout and a choice:
+What a job saw lies in FOLDER/JOB.pt afterwards, on rank 0. A job is a layout and a choice:
 "LAYOUT all", or "LAYOUT NAME" for the run with that adapter only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,9 +46,10 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
 SLOW = {"one-mini-batches", "pp2"}
 
 
-def jobs_of(layouts: Iterable[str], world_size: int) -> list[str]:
-    chosen = [name for name in layouts if LAYOUTS[name][0] == world_size]
-    return [f"{layout} {name}" for layout in chosen for name in (ALL, "code", "math")]
+def sizes_of(layouts: Iterable[str]) -> dict[str, int]:
+    """The jobs of some layouts, with their numbers of ranks."""
+    chosen = itertools.product(layouts, (ALL, "code", "math"))
+    return {f"{layout} {name}": LAYOUTS[layout][0] for layout, name in chosen}
 
 
 def config_of(job: str, folder: Path) -> Config:
@@ -144,4 +146,4 @@ def run_rank(folder: Path, job: str) -> None:
     if config.lora.dropout and config.lora.adapters:
         part = dict(planned[0].by_adapter(NAMES))["math"]
         result["slopes"] = slopes_of(policy, config, part, "math")
-    kept(policy, result, folder / f"named-{job}.pt")
+    kept(policy, result, folder / f"{job}.pt")

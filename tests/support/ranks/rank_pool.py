@@ -23,7 +23,8 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 import pytest
 from slipstream.core.machine.process import die_with_parent
@@ -80,6 +81,30 @@ class RankPool:
         failure = self._ask(request)
         if failure:
             pytest.fail(str(failure), pytrace=False)
+
+    def found(
+        self,
+        program: ModuleType,
+        sizes: Mapping[str, int],
+        folder: Path,
+        kept: str = "{}.pt",
+    ) -> dict[str, Any]:
+        """Runs jobs, each with its number of ranks; returns what each of them has kept in FOLDER.
+
+        `kept` names its file; with a second place for a rank, each rank has kept something.
+        """
+        import torch
+
+        for size in sorted(set(sizes.values())):
+            jobs = [job for job, own in sizes.items() if own == size]
+            self.run(Path(str(program.__file__)), jobs, world_size=size, folder=folder)
+
+        def load(job: str, rank: int) -> Any:
+            return torch.load(folder / kept.format(job, rank), weights_only=True)
+
+        if kept.count("{") == 1:
+            return {job: load(job, 0) for job in sizes}
+        return {job: [load(job, rank) for rank in range(size)] for job, size in sizes.items()}
 
     def start(
         self, module: str, *arguments: object, environ: Mapping[str, str], log: Path

@@ -1,6 +1,6 @@
 """The program of ranks that train with a plan of recomputed layers, and without.
 
-What a job saw lies in FOLDER/recompute-JOB.pt afterwards.
+What a job saw lies in FOLDER/JOB.pt afterwards.
 """
 
 import dataclasses
@@ -90,4 +90,4 @@ def run_rank(folder: Path, job: str) -> None:
     layers = len(model.chunks[0].module.decoder.layers)
     weights = [p.detach().clone() for p in model.chunks[0].parameters()]
     found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
-    kept(policy, found, folder / f"recompute-{job}.pt")
+    kept(policy, found, folder / f"{job}.pt")

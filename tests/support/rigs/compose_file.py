@@ -3,10 +3,11 @@
 import importlib.util
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from support.rigs.completed import completed
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 COMPOSE_FILE = DEPLOY / "docker-compose.yml"
@@ -41,14 +42,9 @@ def resolve(
     command += [argument for file in files for argument in ("--file", str(file))]
     command += ["--env-file", str(env_file)]
     command += [argument for profile in profiles for argument in ("--profile", profile)]
-    ended = subprocess.run(
+    ended = completed(
         [*command, "config", "--format", "json"],
-        # Nothing of this process's environment fills in what the env file leaves out.
         env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | dict(shell or {}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     if ended.returncode != 0:
         raise ComposeRefused(ended.stderr.strip())

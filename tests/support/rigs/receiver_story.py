@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from slipstream.client.launch.placement import uses_gpus
 
 from support.ranks.loader_ranks import in_ranks
+from support.rigs.completed import completed
 
 RIGS = Path(__file__).parent
 FOLDERS = (
@@ -37,13 +37,8 @@ def run_program(*command: str, limit_s: float) -> str:
     root = RIGS.parents[2]
     # Packages may lie in a folder that is only named there.
     paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
+    done = completed(
+        [sys.executable, *command], env=os.environ | {"PYTHONPATH": paths}, timeout=limit_s
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout

@@ -28,6 +28,7 @@ from slipstream.v1 import trajectory_pb2
 
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.tiny_models import make_model_folder
+from support.rigs.completed import completed
 from support.rigs.forked_programs import AwaitedProgram, Forks
 
 ROOT = Path(__file__).parents[3]
@@ -329,12 +330,6 @@ def check_ledger(summary: dict) -> None:
 
 def plain_loop(*arguments: object) -> list[dict]:
     """What `plain_loop.py` prints, from a fresh process."""
-    result = subprocess.run(
-        [sys.executable, str(PLAIN_LOOP), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    result = completed([sys.executable, str(PLAIN_LOOP), *map(str, arguments)])
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

@@ -18,6 +18,7 @@ import psutil
 from slipstream.core.machine.process import below_this
 
 from support.rigs import namespaces
+from support.rigs.completed import completed
 from support.rigs.namespaces import Network, poll
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "munged")
@@ -150,14 +151,8 @@ class SlurmCluster:
 
     def call(self, *command: str, cwd: Path | None = None, check: bool = True) -> str:
         """Runs a command of Slurm on the head node; returns what it prints."""
-        ended = subprocess.run(
-            [*self._enter("head"), *command],
-            env=self._environ,
-            cwd=cwd or self.folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
+        ended = completed(
+            [*self._enter("head"), *command], env=self._environ, cwd=cwd or self.folder
         )
         if check and ended.returncode:
             raise RuntimeError(f"{' '.join(command)}: {ended.stdout}{ended.stderr}")

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import shlex
-import subprocess
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import slipstream.client
 from slipstream.client.cli import EXAMPLES, _parser, parse
+from support.rigs.completed import completed
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -50,11 +50,5 @@ def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -
         parse(["--print-completion", "bash"])
     script = capsys.readouterr().out
     asked = 'COMP_WORDS=(slipstream roll); COMP_CWORD=1; _shtab_slipstream; echo "${COMPREPLY[@]}"'
-    done = subprocess.run(
-        ["bash", "-c", f"{script}\n{asked}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = completed(["bash", "-c", f"{script}\n{asked}"])
     assert done.stdout.split() == ["rollout-server"], done.stderr

@@ -2,14 +2,13 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.fakes.hub import COMMIT, Hub, serve_hub
+from support.rigs.completed import python
 
 pytest.importorskip("huggingface_hub")
 pyarrow = pytest.importorskip("pyarrow")
@@ -88,14 +87,7 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
             "HF_HUB_OFFLINE": str(int(bool(settings.pop("offline", False)))),
         }
         variables.pop("HF_TOKEN", None)
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps({"path": path, **settings})],
-            cwd=tmp_path,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = python(PROGRAM, json.dumps({"path": path, **settings}), cwd=tmp_path, env=variables)
         refused = [line for line in done.stderr.splitlines() if line.startswith("refused: ")]
         assert bool(refused) != (done.returncode == 0), done.stderr
         return refused[0].removeprefix("refused: ") if refused else json.loads(done.stdout)

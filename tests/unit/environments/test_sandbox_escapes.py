@@ -15,6 +15,7 @@ import psutil
 import pytest
 from slipstream.environments.sandbox import Sandbox
 from support.fakes.escapes import BEGINNING, MAY_FAIL_OUTSIDE, WORK_OUTSIDE
+from support.rigs.completed import completed
 
 pytestmark = [
     pytest.mark.process,
@@ -178,12 +179,5 @@ def test_it_would_without_a_sandbox(name: str, tmp_path: Path, outside: Outside)
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "given.json").write_text(json.dumps(outside.given))
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", BEGINNING + WORK_OUTSIDE[name]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = completed([sys.executable, "-I", "-c", BEGINNING + WORK_OUTSIDE[name]], cwd=folder)
     assert "escaped" in done.stdout or outside.reached(), done

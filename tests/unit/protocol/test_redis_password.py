@@ -1,9 +1,9 @@
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import QueueSection
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis_connection import RedisConnection
+from support.fakes.small_configs import small_config
 
 
 def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
@@ -63,22 +63,20 @@ def test_each_end_of_the_queue_has_the_user_of_its_table(tmp_path):
         assert "password" not in connection.name
 
 
-def test_an_end_without_a_table_does_not_enter_as_the_other(tmp_path):
-    (tmp_path / "reader").write_text("password")
-    section = QueueSection(
-        redis_url="rediss://queue", controller=table("reader", tmp_path / "reader")
-    )
-    with pytest.raises(ConfigError, match="queue.rollout_server is needed"):
-        redis_url_of(section, "rollout_server")
-
-
-def test_an_empty_password_file_is_refused(tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    section = QueueSection(
-        redis_url="rediss://queue", controller=table("reader", tmp_path / "empty")
-    )
-    with pytest.raises(ConfigError, match=r"queue.controller.password_file: .*/empty is empty"):
-        redis_url_of(section, "controller")
+@pytest.mark.parametrize(
+    ("password", "end", "refusal"),
+    [
+        ("password", "rollout_server", "queue.rollout_server is needed"),
+        ("", "controller", "queue.controller.password_file: .*/file is empty"),
+    ],
+    ids=["an end without a table does not enter as the other", "an empty file"],
+)
+def test_an_end_without_a_user_or_password_is_refused(tmp_path, password, end, refusal):
+    (tmp_path / "file").write_text(f"{password}\n")
+    user = table("reader", tmp_path / "file")
+    section = QueueSection(redis_url="rediss://queue", controller=user)
+    with pytest.raises(ConfigError, match=refusal):
+        redis_url_of(section, end)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +115,7 @@ def test_a_url_that_lets_anybody_answer_is_refused(option):
 )
 def test_an_address_that_cannot_be_read_is_refused_without_its_password(url):
     with pytest.raises(ConfigError, match=r"redis_url must be redis://HOST:PORT/DB, ") as caught:
-        parse_config(
-            {
-                "run": {"name": "r", "steps": 1},
-                "model": {"path": "model"},
-                "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-                "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-                "queue": {"kind": "redis", "redis_url": url},
-            },
-            source="test",
-        )
+        small_config(queue={"kind": "redis", "redis_url": url})
     for part in ("hun", "ter2", "12"):
         assert part not in str(caught.value)
 

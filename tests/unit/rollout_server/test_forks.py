@@ -1,10 +1,10 @@
 """The server's processes start from a loop that forks, beside gRPC at work."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from support.rigs.completed import completed
 
 pytestmark = pytest.mark.process
 
@@ -52,9 +52,7 @@ def test_grpc_does_nothing_in_the_forks_of_the_server_alone(whose, processes, ca
     command = [sys.executable, "-c", PROGRAM, whose, str(processes), str(callers)]
     # These tests' own process is told by the package already.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True, env=environ
-    )
+    done = completed(command, check=True, env=environ)
     handled = "fork() handlers" in done.stderr
     if whose == "ours":
         assert done.stdout == "{0: 100}\n"

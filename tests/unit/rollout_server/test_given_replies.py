@@ -5,21 +5,10 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
-from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.types import FailureKind, PolicyVersion, Status, VersionSpan
 from slipstream.environments.demonstrations import Demonstrations
-from slipstream.v1 import environment_pb2, fleet_pb2
 
 A, B, C, END = 4, 5, 6, 2
-
-
-def serve(server, environment: Environment) -> None:
-    host = EpisodeHost(environment)
-
-    async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
-        return await host.answer(call.command)
-
-    server.fleet.client = answer
 
 
 def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
@@ -35,7 +24,7 @@ def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
 
 
 async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(server, tmp_path):
-    serve(server, demonstrations(tmp_path, ("a b", "b a"), ("c", "c")))
+    server.fleet.serve(demonstrations(tmp_path, ("a b", "b a"), ("c", "c")))
     connection = await server.leased(step=5, members=[0])
     (trajectory,) = await server.fleet.wait_trajectories(1)
     # <s> a b <reply> b a </s> c <reply> c </s>
@@ -52,7 +41,7 @@ async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(serve
 
 
 async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path: Path) -> None:
-    serve(server, demonstrations(tmp_path, ("a", "a b c a b c")))
+    server.fleet.serve(demonstrations(tmp_path, ("a", "a b c a b c")))
     (trajectory,) = await server.played()
     assert trajectory.token_ids.tolist() == [1, A, 3, A, B, C, A]
     assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 0)
@@ -61,7 +50,7 @@ async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path
 async def test_a_limit_of_the_environment_goes_with_its_episodes(server, tmp_path: Path) -> None:
     environment = demonstrations(tmp_path, ("a", "a b c"))
     environment.max_reply_tokens = 2
-    serve(server, environment)
+    server.fleet.serve(environment)
     (trajectory,) = await server.played()
     assert trajectory.run_lengths == (3, 2)
     assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 2)
@@ -81,7 +70,7 @@ class HalfGiven(Environment[int]):
 
 
 async def test_an_episode_of_given_and_sampled_replies_fails(server) -> None:
-    serve(server, HalfGiven())
+    server.fleet.serve(HalfGiven())
     (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
@@ -94,7 +83,7 @@ async def test_a_reply_that_is_no_text_is_refused(server, reply: object, shown: 
         def reset(self, task: int) -> ResetResult:
             return ResetResult([Message("user", "a")], reply=reply)  # type: ignore[arg-type]
 
-    serve(server, Wrong())
+    server.fleet.serve(Wrong())
     (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure is not None
     assert trajectory.failure.message.endswith(

@@ -33,6 +33,7 @@ from slipstream.client.launch.template import shell_word
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
+from support.rigs.completed import completed
 from support.rigs.namespaces import poll
 
 ROOT = Path(__file__).parents[4]
@@ -327,11 +328,9 @@ def test_a_word_that_looks_like_a_variable_of_the_kubelet_stays_itself() -> None
 def test_probes_have_their_variables_from_a_shell() -> None:
     (container,) = pod_specs()["rollout-server"]["containers"]
     shell, option, script = container["livenessProbe"]["exec"]["command"]
-    shown = subprocess.run(
+    shown = completed(
         [shell, option, script.replace("exec ", "echo ", 1)],
         env={"CONTROLLER_ADDRESS": "a b:1", "SERVER_ID": "$(x)"},
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert "--controller=a b:1 " in shown.stdout
@@ -505,9 +504,7 @@ def test_the_shell_of_a_task_calls_a_command_of_ours() -> None:
     }
     for task in (learner, server):
         script = task["run"].replace("exec slipstream", "printf '%s\\n'")
-        shown = subprocess.run(
-            ["bash", "-c", script], env=environ, capture_output=True, text=True, check=True
-        )
+        shown = completed(["bash", "-c", script], env=environ, check=True)
         arguments = parse(shown.stdout.splitlines())
         config = load_config(CONFIG, arguments.overrides)
         assert config.weights.host == "10.0.0.2"

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import tomli_w
 from slipstream.core.configuration.automatic import QUESTIONS
 from support.fakes.hub import COMMIT, Hub, serve_hub
+from support.rigs.completed import python
 
 pytest.importorskip("huggingface_hub")
 
@@ -63,19 +62,12 @@ def ask(hub: Hub, tmp_path: Path) -> Ask:
         variables.pop("HF_TOKEN", None)
         environment = 'environments=[{reference="some:Thing"}]'
         words = [environment, "run.steps=1", "run.name=first", *overrides]
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                PROGRAM,
-                json.dumps(words),
-                json.dumps({"hub": "whole"} | settings),
-            ],
+        done = python(
+            PROGRAM,
+            json.dumps(words),
+            json.dumps({"hub": "whole"} | settings),
             cwd=tmp_path,
             env=variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
         )
         if done.returncode:
             *others, line = done.stderr.splitlines()

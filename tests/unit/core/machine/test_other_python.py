@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.machine.other_python import NEEDS, worker_program
+from support.rigs.completed import completed
 from support.rigs.other_pythons import bare_python, furnished_python
 
 FAKES = str(Path(__file__).parents[3] / "support" / "fakes")
@@ -27,7 +28,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(python: Path, reference: str) -> subprocess.CompletedProcess[str]:
     command = [*worker_program(str(python)), "--check", reference, "--search-path", FAKES]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return completed(command, timeout=LIMIT_S)
 
 
 def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Pat
 
     def ended(python: Path) -> tuple[int, str]:
         given = [*command, "--python", str(python)]
-        done = subprocess.run(given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = completed(given, timeout=LIMIT_S)
         return done.returncode, done.stdout + done.stderr
 
     assert ended(furnished) == (0, READY)
@@ -60,13 +61,7 @@ def test_the_worker_sees_the_variables_of_its_own_virtual_environment(furnished,
         "raise ValueError(os.environ['VIRTUAL_ENV'] + ' ' + os.environ['PATH'].split(':')[0])\n"
     )
     command = [*worker_program(str(furnished)), "--check", "telling:X"]
-    ended = subprocess.run(
-        [*command, "--search-path", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    ended = completed([*command, "--search-path", str(tmp_path)], timeout=LIMIT_S)
     prefix = str(furnished.parents[1])
     assert f"ValueError: {prefix} {prefix}/bin (telling.py:2" in ended.stderr
 

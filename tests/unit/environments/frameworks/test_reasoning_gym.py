@@ -2,7 +2,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from slipstream.client.environment import TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.machine.process import open_variables
+from support.rigs.completed import python
 
 # Its prompts, scores and generators are compared with the package's own.
 pytest.importorskip("cellpylib", reason="pip install reasoning-gym")
@@ -116,12 +116,8 @@ print(json.dumps(tasks))
 @pytest.mark.process
 def test_every_worker_has_the_same_tasks() -> None:
     said = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, seed],
-            env=open_variables(os.environ | {"PYTHONHASHSEED": seed}),
-            capture_output=True,
-            check=True,
-            text=True,
+        python(
+            PROGRAM, seed, env=open_variables(os.environ | {"PYTHONHASHSEED": seed}), check=True
         ).stdout
         for seed in ("1", "2")
     ]

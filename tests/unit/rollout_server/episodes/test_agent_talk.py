@@ -90,6 +90,14 @@ class Talk:
         async with asyncio.timeout(LIMIT_S):
             return await self._talk.run()
 
+    async def with_open(self, *calls: object) -> asyncio.Task[AgentEnd]:
+        """The talk as it runs with calls that get no answer."""
+        self.answering.may_answer.clear()
+        running = asyncio.create_task(self.run())
+        self.say(*calls)
+        await asyncio.sleep(0.01)
+        return running
+
 
 async def test_calls_are_answered_part_by_part_until_the_result() -> None:
     talk = Talk()
@@ -107,10 +115,7 @@ async def test_calls_are_answered_part_by_part_until_the_result() -> None:
 
 async def test_open_calls_are_closed_at_the_result() -> None:
     talk = Talk()
-    talk.answering.may_answer.clear()
-    running = asyncio.create_task(talk.run())
-    talk.say(call(1))
-    await asyncio.sleep(0.01)
+    running = await talk.with_open(call(1))
     talk.say(END)
     assert await running == END
     assert talk.answering.closed == [1]
@@ -118,10 +123,7 @@ async def test_open_calls_are_closed_at_the_result() -> None:
 
 async def test_a_call_that_was_abandoned_is_closed_alone() -> None:
     talk = Talk()
-    talk.answering.may_answer.clear()
-    running = asyncio.create_task(talk.run())
-    talk.say(call(1), call(2))
-    await asyncio.sleep(0.01)
+    running = await talk.with_open(call(1), call(2))
     talk.say(environment_pb2.AgentCall(call=1, is_abandoned=True))
     talk.say(environment_pb2.AgentCall(call=7, is_abandoned=True))
     await until(lambda: talk.answering.closed == [1])
@@ -154,10 +156,7 @@ async def test_an_open_call_stops_the_clock_which_starts_again_behind_it() -> No
 
 async def test_a_failure_of_the_agent_is_raised_and_its_calls_are_closed() -> None:
     talk = Talk()
-    talk.answering.may_answer.clear()
-    running = asyncio.create_task(talk.run())
-    talk.say(call(1))
-    await asyncio.sleep(0.01)
+    running = await talk.with_open(call(1))
     talk.say(EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, "KeyError"))
     with pytest.raises(EnvironmentFailed, match="KeyError"):
         await running
@@ -187,10 +186,7 @@ async def test_a_lost_stream_ends_the_episode() -> None:
 
 async def test_a_cancelled_talk_leaves_nothing_open() -> None:
     talk = Talk()
-    talk.answering.may_answer.clear()
-    running = asyncio.create_task(talk.run())
-    talk.say(call(1))
-    await asyncio.sleep(0.01)
+    running = await talk.with_open(call(1))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

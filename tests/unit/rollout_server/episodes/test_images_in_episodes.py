@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-from make_tiny_vision_model import make_model, make_tokenizer
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
-from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.models.vision.placed import PlacedImage, image_tokens
 from slipstream.core.types import FailureKind, ImagePlace
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage
@@ -14,6 +12,7 @@ from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import environment_pb2, fleet_pb2
 from support.fakes.fake_fleet import SAMPLING
+from support.fakes.tiny_models import make_seeing_model
 
 from deploy.environments.colours import COLOURS, square_png
 
@@ -23,10 +22,7 @@ BEGIN, IMAGE, END, REPLY, COLOUR = 4, 5, 7, 3, 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vision")
-    make_tokenizer(folder)
-    make_model(folder, "qwen2_5_vl")
-    return folder
+    return make_seeing_model(tmp_path_factory.mktemp("vision"), "qwen2_5_vl")
 
 
 @pytest.fixture
@@ -109,12 +105,7 @@ class Shown(Environment[str]):
 
 @pytest.mark.parametrize("place", ["first", "given", "later"])
 async def test_an_image_with_cut_pixels_fails_its_episode_alone(server, place: str) -> None:
-    host = EpisodeHost(Shown(place))
-
-    async def answer(call: fleet_pb2.EnvironmentCall) -> environment_pb2.WorkerMessage:
-        return await host.answer(call.command)
-
-    server.fleet.client = answer
+    server.fleet.serve(Shown(place))
     connection = await server.join()
     sampling = fleet_pb2.SamplingSettings()
     sampling.CopyFrom(SAMPLING)

@@ -1,11 +1,11 @@
 """A worker whose keeper is killed, in a server's process."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.rigs.completed import python
 
 pytestmark = [
     pytest.mark.process,
@@ -67,14 +67,7 @@ uvloop.run(main())
 
 
 def test_a_killed_keeper_leaves_none_of_its_workers_processes(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SERVER],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(SERVER, cwd=tmp_path)
     try:
         assert done.stdout == "0 6 6 None\n0 0 0 None\n", done
     finally:

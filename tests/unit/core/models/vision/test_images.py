@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_tiny_vision_model import make_model, make_tokenizer
 from PIL import Image
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError, ProtocolError
@@ -18,6 +17,7 @@ from slipstream.learner.trainer.tiny_model import make_model as make_text_model
 from slipstream.learner.trainer.tiny_model import make_tokenizer as make_text_tokenizer
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from support.fakes.fake_trajectories import make_trajectory
+from support.fakes.tiny_models import make_seeing_model
 
 from deploy.environments.colours import COLOURS, SIDE, square_png
 
@@ -27,10 +27,7 @@ IMAGE = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vision")
-    make_tokenizer(folder)
-    make_model(folder, "qwen3_vl")
-    return folder
+    return make_seeing_model(tmp_path_factory.mktemp("vision"), "qwen3_vl")
 
 
 def png(width: int, height: int) -> bytes:

@@ -7,21 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_tiny_vision_model import make_model, make_tokenizer
 from PIL import Image
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
+from support.fakes.tiny_models import make_seeing_model
 
 IMAGE, BREAK, END = 5, 6, 7
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pixtral")
-    make_tokenizer(folder)
-    make_model(folder, "mistral3")
-    return folder
+    return make_seeing_model(tmp_path_factory.mktemp("pixtral"), "mistral3")
 
 
 def png(width: int, height: int) -> bytes:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from slipstream.learner.controller.reporting.trackers import (
     crc32c,
     ways_to_open,
 )
+from support.rigs.completed import python
 from support.rigs.controller_runs import make_config
 
 EPISODE = {
@@ -236,9 +236,7 @@ def test_the_controller_imports_neither_torch_nor_what_brings_it():
         "slipstream.learner.controller.reporting.trackers;"
         "print({'torch', 'tensorboardX', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
-    )
+    done = python(program, check=True)
     assert done.stdout == "set()\n"
 
 

@@ -62,46 +62,37 @@ def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: P
     assert next(run.events.kept()).text.endswith("quarantine: File exists)")
 
 
-@pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
-def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
+def inspected(
+    tmp_path: Path, adapter: str, sampled_by: str, group_id: str = ""
+) -> tuple[bool, Run, Inspector]:
+    """Whether a trajectory is taken while environment e has `adapter`; of a new group, or not."""
     run = Run.of(make_config(tmp_path), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(tmp_path / "journal") as journal:
         books = books_of(run, journal=journal)
         books.environments.remove("e")
-        books.environments.add(EnvironmentSpec(name="e", adapter="math"))
-        group = books.leases.lease("e", 3, 4, KEY, 2)
+        books.environments.add(EnvironmentSpec(name="e", adapter=adapter))
+        group_id = group_id or books.leases.lease("e", 3, 4, KEY, 2).group_id
         books.fleet.epochs.join(KEY)
+        spans = (VersionSpan(2, PolicyVersion(0, 2)),)
         trajectory = dataclasses.replace(
-            GOOD,
-            group_id=group.group_id,
-            version_spans=(VersionSpan(2, PolicyVersion(0, 2)),),
-            adapter=adapter,
+            GOOD, group_id=group_id, version_spans=spans, adapter=sampled_by
         )
         inspector = inspector_of(run, books)
         delivery = Delivery(trajectory.trajectory_id, encode_trajectory(trajectory))
-        taken = inspector.take(delivery)
-    assert (taken is None) == bool(cause)
+        return inspector.take(delivery) is not None, run, inspector
+
+
+@pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
+def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
+    is_taken, run, inspector = inspected(tmp_path, "math", adapter)
+    assert is_taken != bool(cause)
     assert inspector.quarantine.total == bool(cause)
     assert cause in " ".join(event.text for event in run.events.kept())
 
 
 def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(tmp_path):
-    run = Run.of(make_config(tmp_path), "r")
-    run.progress.reached(PolicyVersion(0, 2))
-    with Journal(tmp_path / "journal") as journal:
-        books = books_of(run, journal=journal)
-        # The client that served it came back with another adapter; its groups were withdrawn.
-        books.environments.remove("e")
-        books.environments.add(EnvironmentSpec(name="e", adapter="code"))
-        books.fleet.epochs.join(KEY)
-        trajectory = dataclasses.replace(
-            GOOD,
-            group_id="g000001",
-            version_spans=(VersionSpan(2, PolicyVersion(0, 2)),),
-            adapter="math",
-        )
-        inspector = inspector_of(run, books)
-        delivery = Delivery(trajectory.trajectory_id, encode_trajectory(trajectory))
-        assert inspector.take(delivery) is not None
+    # The client that served it came back with another adapter; its groups were withdrawn.
+    is_taken, _, inspector = inspected(tmp_path, "code", "math", group_id="g000001")
+    assert is_taken
     assert inspector.quarantine.total == 0

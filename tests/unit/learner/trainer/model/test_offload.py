@@ -5,6 +5,13 @@ from slipstream.core.settings.config import OffloadSection
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 
 
+def offloaded(part: Part) -> tuple[HostMemory, torch.Tensor]:
+    """Memory of which one part leaves, and its tensor of three ones."""
+    memory, tensor = HostMemory(OffloadSection(**{part.value: True})), torch.ones(3)
+    memory.own({part: lambda: [tensor]})
+    return memory, tensor
+
+
 def test_views_of_a_buffer_see_it_again_after_it_was_away() -> None:
     buffer = torch.arange(6.0)
     parameter = torch.nn.Parameter(buffer[2:4])
@@ -23,9 +30,7 @@ def test_views_of_a_buffer_see_it_again_after_it_was_away() -> None:
 
 
 def test_part_leaves_with_the_last_of_its_users() -> None:
-    weight = torch.ones(3)
-    memory = HostMemory(OffloadSection(parameters=True))
-    memory.own({Part.PARAMETERS: lambda: [weight]})
+    memory, weight = offloaded(Part.PARAMETERS)
     with memory.resident(Part.PARAMETERS):
         with memory.resident(Part.PARAMETERS):
             pass
@@ -55,9 +60,7 @@ def test_what_is_loaded_leaves_before_its_first_use() -> None:
 
 
 def test_gradients_come_back_as_zeros() -> None:
-    gradients = torch.ones(3)
-    memory = HostMemory(OffloadSection(gradients=True))
-    memory.own({Part.GRADIENTS: lambda: [gradients]})
+    memory, gradients = offloaded(Part.GRADIENTS)
     with memory.resident(Part.GRADIENTS):
         pass
     with memory.resident(Part.GRADIENTS):
@@ -65,18 +68,14 @@ def test_gradients_come_back_as_zeros() -> None:
 
 
 def test_failure_inside_leaves_the_memory_for_who_looks_into_it() -> None:
-    weight = torch.ones(3)
-    memory = HostMemory(OffloadSection(parameters=True))
-    memory.own({Part.PARAMETERS: lambda: [weight]})
+    memory, weight = offloaded(Part.PARAMETERS)
     with pytest.raises(ValueError, match="why"), memory.resident(Part.PARAMETERS):
         raise ValueError("why")
     assert weight.tolist() == [1, 1, 1]
 
 
 def test_a_batch_that_cannot_be_trained_leaves_the_memory_to_others() -> None:
-    weight = torch.ones(3)
-    memory = HostMemory(OffloadSection(parameters=True))
-    memory.own({Part.PARAMETERS: lambda: [weight]})
+    memory, weight = offloaded(Part.PARAMETERS)
     with (
         pytest.raises(UntrainableBatch),
         memory.resident(Part.PARAMETERS),
