@@ -9,11 +9,11 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, TextOptions
 from support.fakes.plain_matrices import keep_matrices_plain
+from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_for
 from support.rigs.running_replies import until_generated
@@ -47,20 +47,9 @@ async def rig(
     folder = make_model_folder(
         tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True
     )
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
-        "lora": {"rank": RANK, "alpha": 7.0, "publish": "adapters"},
-        "rollout_server": {
-            "max_episodes": 16,
-            "threads": 1,
-            "enforce_eager": True,
-            "tensor_parallel_size": kind.num_workers,
-        },
-    }
-    config = parse_config(table, source="test")
+    lora = {"rank": RANK, "alpha": 7.0, "publish": "adapters"}
+    server = {"tensor_parallel_size": kind.num_workers}
+    config = config_of_engine(folder, lora=lora, rollout_server=server)
     become_a_server(config)
     base = load_file(folder / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
-from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.waiting import until
 
 
@@ -262,8 +262,8 @@ async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog
 
 
 async def test_evaluations_run_before_between_and_after(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=6), {"name": "held", "num_episodes": 10, "every_steps": 3}
+    config = make_config(
+        tmp_path, {"name": "held", "num_episodes": 10, "every_steps": 3}, run__steps=6
     )
     trainer = FakeTrainer(config.controller.address, step_s=0.02)
     summary = await play(config, trainer=trainer)
@@ -318,9 +318,8 @@ async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_s
 
 async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path):
     one_batch = 16 * 3584
-    config = make_config(tmp_path, run__steps=6, queue__max_bytes=one_batch)
     evaluation = {"name": "held", "num_episodes": 40, "samples_per_task": 4, "every_steps": 3}
-    config = with_evaluations(config, evaluation)
+    config = make_config(tmp_path, evaluation, run__steps=6, queue__max_bytes=one_batch)
     address = config.controller.address
     server = FakeServer(address, queue_bytes=one_batch)
     summary = await play(config, server)
@@ -571,9 +570,7 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
 
 
 async def test_the_first_evaluation_measures_version_0_however_late_it_loads(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=6), {"name": "held", "num_episodes": 4}
-    )
+    config = make_config(tmp_path, {"name": "held", "num_episodes": 4}, run__steps=6)
     trainer = FakeTrainer(config.controller.address)
     server = FakeServer(config.controller.address, slow_environment="held")
 
@@ -586,9 +583,7 @@ async def test_the_first_evaluation_measures_version_0_however_late_it_loads(tmp
 
 
 async def test_an_evaluation_that_cannot_be_loaded_does_not_hold_up_the_run(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=3), {"name": "held", "num_episodes": 4}
-    )
+    config = make_config(tmp_path, {"name": "held", "num_episodes": 4}, run__steps=3)
     server = FakeServer(config.controller.address, failing_environment="held")
     summary = await play(config, server)
     assert summary["code"] == 0

@@ -11,7 +11,7 @@ from slipstream.learner.controller.records.journal import read_records
 from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
-from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.waiting import until
 
 FILTER = {"algorithm__filter": "unequal_rewards", "algorithm__max_filtered_batches": 2}
@@ -88,8 +88,8 @@ def solved_after(number: int):
 
 
 def solving_config(tmp_path, **changes):
-    config = make_config(tmp_path, **FILTER, **changes)
-    return with_evaluations(config, {"name": "held", "num_episodes": 4, "every_steps": 0})
+    evaluation = {"name": "held", "num_episodes": 4, "every_steps": 0}
+    return make_config(tmp_path, evaluation, **FILTER, **changes)
 
 
 async def test_a_run_whose_task_is_solved_finishes_early_with_its_last_evaluation(tmp_path):

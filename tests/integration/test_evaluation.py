@@ -10,7 +10,7 @@ from slipstream.learner.controller.records.journal import read_records
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
-from support.rigs.controller_runs import evaluation_rows, make_config, play, with_evaluations
+from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.waiting import until
 
 
@@ -23,9 +23,10 @@ def evaluation_leases(server: FakeServer, name: str = "held") -> list:
 
 
 async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=4),
+    config = make_config(
+        tmp_path,
         {"name": "held", "num_episodes": 6, "every_steps": 2, "samples_per_task": 2},
+        run__steps=4,
     )
     server = FakeServer(config.controller.address)
     await play(config, server, trainer=FakeTrainer(config.controller.address, step_s=0.05))
@@ -48,10 +49,11 @@ async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tm
     def first_task_passes(lease, member, attempt):
         return float(lease.task_index == 0)
 
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=2),
+    config = make_config(
+        tmp_path,
         {"name": "held", "num_episodes": 22, "samples_per_task": 2, "every_steps": 1},
         {"name": "enough", "num_episodes": 10},
+        run__steps=2,
     )
     server = FakeServer(config.controller.address, judge=first_task_passes)
     with caplog.at_level("WARNING"):
@@ -70,14 +72,8 @@ async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tm
 
 
 async def test_each_evaluation_has_its_own_settings(tmp_path):
-    config = with_evaluations(
-        make_config(
-            tmp_path,
-            run__steps=1,
-            sampling__top_p=0.9,
-            sampling__stop_token_ids=[5, 6],
-            sampling__stop=["</call>"],
-        ),
+    config = make_config(
+        tmp_path,
         {
             "name": "greedy",
             "num_episodes": 2,
@@ -86,6 +82,10 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
             "chat_template_kwargs": {"enable_thinking": False},
         },
         {"name": "sampled", "num_episodes": 4, "top_p": 0.5, "temperature": 0.7},
+        run__steps=1,
+        sampling__top_p=0.9,
+        sampling__stop_token_ids=[5, 6],
+        sampling__stop=["</call>"],
     )
     server = FakeServer(config.controller.address)
     await play(config, server)
@@ -117,9 +117,10 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         asked[lease.task_index] += 1
         return float(lease.task_index == 1 and asked[1] % 2)
 
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=1),
+    config = make_config(
+        tmp_path,
         {"name": "held", "num_episodes": 8, "samples_per_task": 2, "pass_at": [1, 2]},
+        run__steps=1,
     )
     server = FakeServer(config.controller.address, judge=by_task)
     with caplog.at_level("INFO"):
@@ -149,8 +150,8 @@ async def newest_round(config):
 
 
 async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=4),
+    config = make_config(
+        tmp_path,
         {
             "name": "held",
             "num_episodes": 4,
@@ -158,6 +159,7 @@ async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_
             "pass_at": [2],
             "every_steps": 2,
         },
+        run__steps=4,
     )
     address = config.controller.address
     trainer = FakeTrainer(address, checkpoint_every=1)
@@ -196,9 +198,7 @@ async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_
 
 
 async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_version(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=6), {"name": "held", "num_episodes": 4}
-    )
+    config = make_config(tmp_path, {"name": "held", "num_episodes": 4}, run__steps=6)
     address = config.controller.address
     servers = [FakeServer(address, "a"), FakeServer(address, "b")]
     trainer = FakeTrainer(address)

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from make_tiny_vision_model import make_tokenizer
-from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.configuration.config_file import check_model
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.field_models import CASES, make_field_model
 from support.fakes.nested_folders import nest
 from support.fakes.published_qwen35 import write_as_published
+from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_seeing_model
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import start_up_to_the_fork
@@ -42,27 +43,14 @@ def folder_of(family: str, folder: Path) -> Path:
 
 def config_of(folder: Path, *, has_adapters: bool) -> Config:
     name = folder.name
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {
-            "path": str(folder),
-            "dtype": "bfloat16" if name.startswith(DELTA_NETS) else "float32",
-        },
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {
-            "max_reply_tokens": 8,
-            "max_episode_tokens": 64,
-            "max_images": int(name in SEEING),
-        },
-        "lora": LORA if has_adapters else {},
-        "rollout_server": {
-            "max_episodes": 8,
-            "threads": 1,
-            "enforce_eager": True,
-            "enable_prefix_caching": not name.startswith("nemotron"),
-        },
-    }
-    return parse_config(table, source="test")
+    lengths = {"max_reply_tokens": 8, "max_episode_tokens": 64}
+    return config_of_engine(
+        folder,
+        model={"dtype": "bfloat16" if name.startswith(DELTA_NETS) else "float32"},
+        sampling={**lengths, "max_images": int(name in SEEING)},
+        lora=LORA if has_adapters else {},
+        rollout_server={"enable_prefix_caching": not name.startswith("nemotron")},
+    )
 
 
 @pytest.mark.parametrize(

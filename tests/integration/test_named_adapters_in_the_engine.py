@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from safetensors.torch import load_file
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import WeightSyncError
 from slipstream.rollout_server.engine_interface import GenerationFailed, TextOptions
 from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, Weights, adapters_for
 from support.rigs.started_engine import become_a_server, started_engine
@@ -34,15 +34,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NamedRi
     folder: Path = make_model_folder(
         tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True
     )
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
-        "lora": {"rank": RANK, "alpha": 7.0, "publish": "adapters", "adapters": list(NAMES)},
-        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
-    }
-    config = parse_config(table, source="test")
+    lora = {"rank": RANK, "alpha": 7.0, "publish": "adapters", "adapters": list(NAMES)}
+    config = config_of_engine(folder, lora=lora)
     become_a_server(config)
     base = load_file(folder / "model.safetensors")
     async with started_engine(config) as engine:

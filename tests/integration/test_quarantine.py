@@ -16,7 +16,7 @@ from slipstream.protocol.queue.base import Delivery
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.fake_trajectories import GOOD
-from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.controller_runs import make_config, play
 from support.rigs.lease_rig import books_of
 
 
@@ -99,9 +99,7 @@ async def test_a_group_goes_on_without_a_member_that_is_quarantined_at_every_att
 
 
 async def test_an_evaluated_episode_that_is_quarantined_is_measured_again(tmp_path):
-    config = with_evaluations(
-        make_config(tmp_path, run__steps=2), {"name": "held", "num_episodes": 6}
-    )
+    config = make_config(tmp_path, {"name": "held", "num_episodes": 6}, run__steps=2)
     server = FakeServer(config.controller.address)
     seen = []
 

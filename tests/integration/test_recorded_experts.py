@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.parity_models import NUM_EXPERTS, make_mixture
+from support.fakes.small_configs import config_of_engine
 from support.rigs.running_replies import until_generated
 from support.rigs.started_engine import started_engine
 
@@ -81,19 +81,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("old", "new")):
         make_mixture(folder / name, seed=seed, num_hidden_layers=NUM_LAYERS)
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folder / "old"), "dtype": "float32"},
-        "algorithm": {
-            "group_size": 4,
-            "groups_per_step": 1,
-            "learning_rate": 1e-3,
-            "router_replay": "rollout",
-        },
-        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 400},
-        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
-    }
-    config = parse_config(table, source="test")
+    sampling, algorithm = {"max_episode_tokens": 400}, {"router_replay": "rollout"}
+    config = config_of_engine(folder / "old", sampling=sampling, algorithm=algorithm)
     async with started_engine(config) as engine:
         yield Rig(engine, Reference(folder), folder)
 

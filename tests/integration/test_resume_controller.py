@@ -26,7 +26,7 @@ from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
-from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.controller_runs import make_config, play
 from support.rigs.waiting import until
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4
@@ -175,10 +175,9 @@ async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
             return environment_failure(lease, member, attempt)
         return 1.0 if number % 5 == 0 else random.Random(f"{number}/{member}").random()
 
-    config = make_config(
-        tmp_path / "whole", algorithm__filter="unequal_rewards", controller__max_attempts=3
-    )
-    config = with_evaluations(config, {"name": "held", "num_episodes": 6, "every_steps": 4})
+    evaluation = {"name": "held", "num_episodes": 6, "every_steps": 4}
+    limits = {"algorithm__filter": "unequal_rewards", "controller__max_attempts": 3}
+    config = make_config(tmp_path / "whole", evaluation, **limits)
     _, crashes = await crash(config, tmp_path, seed=5, judge=judge)
     for folder, checkpoint in crashes[len(crashes) // 2], crashes[-1]:
         again = moved(config, folder)

@@ -4,7 +4,7 @@ import importlib.util
 import json
 
 import pytest
-from support.rigs.controller_runs import make_config, play, with_evaluations
+from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import empty_model, run_command, write_config
 
 without_wandb = pytest.mark.skipif(
@@ -48,12 +48,12 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = make_config(
         tmp_path,
+        {"name": "held", "num_episodes": 4},
         run__steps=3,
         tracking__trackers=["tensorboard", "wandb", "mlflow"],
         tracking__project="p",
         controller__sample_every_steps=1,
     )
-    config = with_evaluations(config, {"name": "held", "num_episodes": 4})
     summary = await play(config)
     assert summary["code"] == 0
     run_ids = json.loads((config.run_dir / "tracking.json").read_text())

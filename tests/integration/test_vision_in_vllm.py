@@ -11,9 +11,10 @@ import pytest
 import torch
 from make_tiny_vision_model import FAMILIES
 from safetensors.torch import load_file
-from slipstream.core.configuration.config_file import check_model, parse_config
+from slipstream.core.configuration.config_file import check_model
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.published_qwen35 import write_as_published
+from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_seeing_model
 from support.ranks.vision_ranks import conversations, replied
 from support.references.plain_vision import Conversation, plain_logprobs, plain_model
@@ -155,15 +156,9 @@ def reply_logprobs(
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(family, tmp_path):
     make_seeing_model(tmp_path, family)
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(tmp_path), "dtype": "float32"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": 2},
-        "lora": {"rank": RANK, "publish": "adapters"},
-        "rollout_server": {"max_episodes": 8, "threads": 1, "enforce_eager": True},
-    }
-    config = parse_config(table, source="test")
+    sampling = {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": 2}
+    lora = {"rank": RANK, "publish": "adapters"}
+    config = config_of_engine(tmp_path, sampling=sampling, lora=lora)
     check_model(config)
     base = load_file(tmp_path / "model.safetensors")
     decoder = {
@@ -201,19 +196,13 @@ async def test_an_engine_beside_a_tower_drafts_and_computes_text_in_fp8(
         if family in DELTA_NETS:
             write_as_published(folder)
     dtype = "bfloat16" if server == FP8 else "float32"
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folders[0]), "dtype": dtype},
-        "algorithm": {
-            "group_size": 2,
-            "groups_per_step": 1,
-            "learning_rate": 1e-3,
-            "weight": "token",
-        },
-        "sampling": {"max_reply_tokens": 24, "max_episode_tokens": 96},
-        "rollout_server": {"max_episodes": 8, "threads": 1, "enforce_eager": True, **server},
-    }
-    config = parse_config(table, source="test")
+    config = config_of_engine(
+        folders[0],
+        model={"dtype": dtype},
+        algorithm={"weight": "token"},
+        sampling={"max_reply_tokens": 24, "max_episode_tokens": 96},
+        rollout_server=server,
+    )
     check_model(config)
     asked = [tokens.tolist() for tokens, images in conversations(folders[0]) if not images]
     async with started_engine(config) as engine:

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx2
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
@@ -17,6 +16,7 @@ from slipstream.rollout_server.vllm.agents.agent_services import AgentApi, Agent
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
+from support.fakes.small_configs import config_of_engine
 from support.rigs.started_engine import become_a_server
 from support.rigs.waiting import until
 
@@ -41,21 +41,12 @@ def script(prompt: str) -> str:
 
 def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: object) -> Config:
     """The settings of a run with the model of `folder`."""
-    table = {
-        "run": {"name": "agents", "steps": 1},
-        "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "learner": {"micro_batch_tokens": max(max_tokens, 4096)},
-        "sampling": {"max_reply_tokens": 400, "max_episode_tokens": max_tokens, "max_turns": 100},
-        "rollout_server": {
-            "max_episodes": 16,
-            "threads": 1,
-            "enforce_eager": True,
-            "tool_parser": "hermes",
-            **rollout_server,
-        },
-    }
-    return parse_config(table, source="test")
+    return config_of_engine(
+        folder,
+        learner={"micro_batch_tokens": max(max_tokens, 4096)},
+        sampling={"max_reply_tokens": 400, "max_episode_tokens": max_tokens, "max_turns": 100},
+        rollout_server={"tool_parser": "hermes", **rollout_server},
+    )
 
 
 def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEngine:

@@ -29,6 +29,17 @@ def small_config(**tables: object) -> Config:
     return parse_config(SMALLEST | laid, source="test")
 
 
+def config_of_engine(model: Path, **tables: Mapping[str, object]) -> Config:
+    """Settings of a run whose engine starts quickly; `tables` add to them."""
+    own: dict[str, Mapping[str, object]] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "algorithm": {"group_size": 4, "groups_per_step": 1},
+        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
+        "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
+    }
+    return small_config(**tables | {name: {**own[name], **tables.get(name, {})} for name in own})
+
+
 def config_of(folder: Path, **run: object) -> Config:
     return small_config(run={"dir": str(folder), **run})
 

@@ -12,7 +12,8 @@ from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 
 
-def make_config(tmp_path, **changes) -> Config:
+def make_config(tmp_path, *evaluations: dict, **changes) -> Config:
+    """Settings of a small run; a key SECTION__NAME among `changes` is another value of one."""
     table = {
         "run": {"name": "r", "steps": 12, "dir": str(tmp_path)},
         "model": {"path": "nowhere"},
@@ -34,6 +35,7 @@ def make_config(tmp_path, **changes) -> Config:
     for key, value in changes.items():
         section, name = key.split("__")
         table.setdefault(section, {})[name] = value
+    table["evaluations"] = [{"reference": "m:E", **settings} for settings in evaluations]
     return parse_config(table, source="test")
 
 
@@ -72,12 +74,6 @@ async def play(
     assert is_planted or summary["ledger"]["gaps"] == []
     told = [event.text for event in controller._run.events.kept()]
     return summary | {"code": code, "told": told}
-
-
-def with_evaluations(config: Config, *evaluations: dict) -> Config:
-    table = config.model_dump(mode="json", exclude_none=True)
-    table["evaluations"] = [{"reference": "m:E", **settings} for settings in evaluations]
-    return parse_config(table, source="test")
 
 
 def evaluation_rows(config: Config) -> list[dict]:

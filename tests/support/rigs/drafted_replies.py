@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Sampling
+
+from support.fakes.small_configs import small_config
 
 PROMPT = [1, 4, 5, 6, 3]
 TEMPERATURE = 0.15
@@ -27,21 +28,17 @@ GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
 
 def config_of(folder: Path) -> Config:
     """Settings with fewer blocks than 16 long replies need: some are preempted."""
-    return parse_config(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
-            "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
-            "rollout_server": {
-                "max_episodes": 16,
-                "drafts": "shared",
-                "draft_tokens": 3,
-                "gpu_memory_utilization": 0.05,
-                "engine": {"num_gpu_blocks_override": 160, "cudagraph_capture_sizes": [16, 64]},
-            },
+    return small_config(
+        model={"path": str(folder / "model"), "dtype": "bfloat16"},
+        algorithm={"group_size": 4, "groups_per_step": 1},
+        sampling={"max_reply_tokens": 200, "max_episode_tokens": 250},
+        rollout_server={
+            "max_episodes": 16,
+            "drafts": "shared",
+            "draft_tokens": 3,
+            "gpu_memory_utilization": 0.05,
+            "engine": {"num_gpu_blocks_override": 160, "cudagraph_capture_sizes": [16, 64]},
         },
-        source="test",
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.started_engine import started_engine
 
@@ -99,19 +99,6 @@ async def engine_rig(folder: Path, **rollout_server: Any) -> AsyncIterator[Rig]:
     make_model_folder(folder, tie_word_embeddings=True)
     old = random_weights(load_file(folder / "model.safetensors"), seed=1)
     save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
-    table = {
-        "run": {"name": "test", "steps": 1},
-        "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
-        "rollout_server": {
-            "max_episodes": 16,
-            "threads": 1,
-            "enforce_eager": True,
-            **rollout_server,
-        },
-    }
-    config = parse_config(table, source="test")
-    async with started_engine(config) as engine:
+    async with started_engine(config_of_engine(folder, rollout_server=rollout_server)) as engine:
         new = random_weights(old, seed=2)
         yield Rig(engine, Reference(folder), old, new, Renderer(folder))

@@ -25,30 +25,19 @@ from slipstream.learner.controller.run import Run
 from slipstream.protocol.checkpoints import MANIFEST_NAME, describe_file, read_manifest
 from slipstream.v1 import trainer_pb2
 
+from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.controller_runs import make_config
 from support.rigs.fuzz_calls import honest_trajectory, honest_tree
 from support.rigs.fuzz_readers import Reader
 from support.rigs.fuzzing import mutated
 
+EMPTY = {"crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()), "trajectories": 0}
 # Records of a short run, as a controller writes them.
 RECORDS = (
     {"kind": "start", "format": 1, "run_id": "r-1", "key": "ab" * 32, "unix_s": 1.0},
     {"kind": "queue", "mark": "m"},
     {"kind": "submitted", "environment": "new", "spec": "{}"},
-    *(
-        {
-            "kind": "lease",
-            "group": f"g{number:06d}",
-            "server": "s",
-            "epoch": 7,
-            "environment": "e",
-            "number": number,
-            "task": number,
-            "seed": 3,
-            "deadline": 2,
-        }
-        for number in range(4)
-    ),
+    *(lease_record(f"g{number:06d}", number, seed=3) for number in range(4)),
     {"kind": "evaluation_lease", "group": "e1-000000", "server": "s", "epoch": 7},
     {
         "kind": "end",
@@ -62,15 +51,7 @@ RECORDS = (
     {"kind": "gave_up", "group": "g000003", "members": [1], "cause": "x"},
     {"kind": "closed", "group": "g000001", "how": "filtered", "solved": True, "reward": 1.0},
     {"kind": "set_aside", "group": "g000002", "task": 2, "cause": "x"},
-    {
-        "kind": "batch",
-        "step": 0,
-        "batch_id": "b000000",
-        "crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()),
-        "groups": ["g000000", "g000003"],
-        "trajectories": 0,
-        "tokens": [["s", 7, 9]],
-    },
+    batch_record(0, "g000000", "g000003", **EMPTY, tokens=[["s", 7, 9]]),
     {
         "kind": "batch_set_aside",
         "step": 0,
@@ -84,15 +65,7 @@ RECORDS = (
         "put_back_trajectories": 1,
         "put_back_tokens": [["s", 7, 5]],
     },
-    {
-        "kind": "batch",
-        "step": 0,
-        "batch_id": "b000000-1",
-        "crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()),
-        "groups": ["g000003"],
-        "trajectories": 0,
-        "tokens": [["s", 7, 5]],
-    },
+    batch_record(0, "g000003", **EMPTY, batch_id="b000000-1", tokens=[["s", 7, 5]]),
     {"kind": "step", "step": 0, "version": [0, 1], "digest": "ab", "lags": [[0, 9]], "several": 0},
     {"kind": "servers", "generated": [["s", 7, 20]]},
     {"kind": "servers", "generated": [["s", 7, 21]], "departed": True},

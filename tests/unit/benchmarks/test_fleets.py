@@ -7,9 +7,9 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.servers.server_states import ServerKey
+from support.fakes.small_configs import small_config
 
 from benchmarks.asynchrony import speedup as asynchrony
 from benchmarks.asynchrony import step_windows
@@ -175,13 +175,7 @@ def test_shapes_have_the_parameters_that_their_names_say(name: str, billions: fl
 
 
 def test_open_episodes_of_a_run_are_those_of_connected_servers() -> None:
-    values = {
-        "run": {"name": "rig", "steps": 2},
-        "model": {"path": "model"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-    }
-    controller = SteeredController(parse_config(values, source="test"))
+    controller = SteeredController(small_config())
     here, lost = ServerKey(ServerId("here"), 1), ServerKey(ServerId("lost"), 1)
     controller._fleet.sessions[here.server_id] = SimpleNamespace(key=here)
     for task, holder in enumerate((here, lost)):

@@ -7,8 +7,8 @@ import pytest
 from slipstream.client.launch.children import start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
-from slipstream.core.configuration.config_file import parse_config
 from support.fakes import exits
+from support.fakes.small_configs import config_of
 
 pytestmark = pytest.mark.process
 
@@ -37,15 +37,6 @@ async def kept(folder, *codes, reached=()):
 
     `reached`: what the controller says after each death; it does not answer after the others.
     """
-    config = parse_config(
-        {
-            "run": {"name": "r", "steps": 1, "dir": str(folder)},
-            "model": {"path": "model"},
-            "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-            "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
-        },
-        source="test",
-    )
     told: list[str] = []
     answers = iter(reached)
 
@@ -53,7 +44,12 @@ async def kept(folder, *codes, reached=()):
         return next(answers, None)
 
     ranks = ScriptedRanks(
-        config, Placement(), [], ranks=range(len(codes)), warn=told.append, milestones=milestones
+        config_of(folder),
+        Placement(),
+        [],
+        ranks=range(len(codes)),
+        warn=told.append,
+        milestones=milestones,
     )
     ranks.codes = codes
     return await ranks.keep(first_pause_s=0.01), told

@@ -24,6 +24,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import version_of
 from slipstream.v1 import environment_pb2, trainer_pb2
+from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.lease_rig import ledger_of
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
@@ -229,26 +230,6 @@ def start(**changes):
     return {"kind": "start", "format": 1, "run_id": "r-1"} | changes
 
 
-def lease(group: str, number: int = 0, **changes):
-    return {
-        "kind": "lease",
-        "group": group,
-        "environment": "e",
-        "task": 3,
-        "number": number,
-        "seed": 5,
-        "deadline": 2,
-        "server": "s",
-        "epoch": 7,
-    } | changes
-
-
-def batch(step: int, *groups: str):
-    tokens = [["s", 7, 4]]
-    fields = {"batch_id": f"b{step}", "crc32": 1, "groups": list(groups), "tokens": tokens}
-    return {"kind": "batch", "step": step, "trajectories": 1} | fields
-
-
 def step(number: int, incarnation: int, digest: str):
     version = [incarnation, number + 1]
     facts = {"lags": [], "several": 0}
@@ -260,7 +241,7 @@ def test_attempts_of_an_open_group_count_on():
     history = read_history(
         [
             start(),
-            lease("g000000"),
+            lease_record("g000000"),
             end | {"id": "g000000.1.0.7"},
             end | {"id": "g000000.1.2.7"},
             end | {"id": "g000000.1.1.7"},
@@ -275,8 +256,8 @@ def closed(group: str, **changes):
 
 
 def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
-    records = [start(), *(lease(f"g00000{i}", i) for i in range(5))]
-    records += [closed("g000000", solved=True, reward=1.0), batch(0, "g000001")]
+    records = [start(), *(lease_record(f"g00000{i}", i) for i in range(5))]
+    records += [closed("g000000", solved=True, reward=1.0), batch_record(0, "g000001")]
     # An earlier version wrote the records like this.
     records += [closed("g000002"), closed("g000003", solved=True, reward=1.0)]
     history = read_history(records)
@@ -285,23 +266,28 @@ def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
 
 
 def test_a_solved_run_stays_solved_until_it_goes_on():
-    records = [start(), lease("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
+    records = [start(), lease_record("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
     assert read_history(records).solved == "why"
-    assert not read_history([*records, batch(0, "g000000")]).solved
+    assert not read_history([*records, batch_record(0, "g000000")]).solved
     # The batch before was being written meanwhile.
     records[-1]["step"] = 1
-    assert read_history([*records, batch(0, "g000000")]).solved == "why"
+    assert read_history([*records, batch_record(0, "g000000")]).solved == "why"
 
 
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
-    history = read_history([start(), lease("g000000"), lease("g000000", number=-1)])
+    history = read_history([start(), lease_record("g000000"), lease_record("g000000", number=-1)])
     assert len(history.open_groups) == 1
     assert history.environments["e"].next_number == 1
 
 
 def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
-    records = [start(), lease("g000000"), lease("g000001", 1)]
-    records += [batch(0, "g000000"), step(0, 0, "a"), batch(1, "g000001"), step(1, 0, "b")]
+    records = [start(), lease_record("g000000"), lease_record("g000001", 1)]
+    records += [
+        batch_record(0, "g000000"),
+        step(0, 0, "a"),
+        batch_record(1, "g000001"),
+        step(1, 0, "b"),
+    ]
     assert read_history(records).version == PolicyVersion(0, 2)
     history = read_history([*records, step(0, 1, "c")])
     assert history.version == PolicyVersion(1, 2)
@@ -312,12 +298,17 @@ def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
 @pytest.mark.parametrize(
     ("records", "cause"),
     [
-        ([lease("g000000")], "older version"),
+        ([lease_record("g000000")], "older version"),
         ([start(format=2)], "format 2"),
-        ([start(), lease("g000000"), batch(1, "g000000")], "step 2 after that of 0"),
-        ([start(), batch(0, "g000000")], "g000000, which is not open"),
+        ([start(), lease_record("g000000"), batch_record(1, "g000000")], "step 2 after that of 0"),
+        ([start(), batch_record(0, "g000000")], "g000000, which is not open"),
         (
-            [start(), lease("g000000"), batch(0, "g000000"), batch(1, "g000000")],
+            [
+                start(),
+                lease_record("g000000"),
+                batch_record(0, "g000000"),
+                batch_record(1, "g000000"),
+            ],
             "g000000, which is not open",
         ),
         ([start(), step(0, 0, "a")], "step 1 without its batch"),
@@ -348,15 +339,15 @@ def test_nothing_is_expected_of_a_timeline_that_is_newer_than_the_record():
 
 def test_servers_that_were_leased_anything_are_known_after_a_restart():
     evaluation = {"kind": "evaluation_lease", "group": "e1-000000", "server": "t", "epoch": 8}
-    history = read_history([start(), lease("g000000", 0), evaluation])
+    history = read_history([start(), lease_record("g000000", 0), evaluation])
     assert all(history.servers.was_given(epoch) for epoch in (7, 8))
     assert ServerKey(ServerId("t"), 8) in history.servers
     assert ServerKey(ServerId("s"), 8) not in history.servers
 
 
 def test_a_group_that_started_afresh_takes_the_place_of_the_one_that_was_given_up():
-    again = lease("g000001", -1, replaces="g000000")
-    history = read_history([start(), lease("g000000", 0), again])
+    again = lease_record("g000001", -1, replaces="g000000")
+    history = read_history([start(), lease_record("g000000", 0), again])
     assert set(history.open_groups) == {"g000001"}
     assert history.environments["e"].next_number == 1
 
@@ -388,7 +379,7 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
 
 def test_members_that_were_given_up_are_not_leased_again() -> None:
     history = RunHistory()
-    history.add(lease("g000000"))
+    history.add(lease_record("g000000"))
     history.add({"kind": "gave_up", "group": "g000000", "members": [1], "cause": "x"})
     history.add({"kind": "gave_up", "group": "g000000", "members": [3], "cause": "x"})
     # Its group may have ended meanwhile.
@@ -418,29 +409,9 @@ SET_ASIDE = {
 
 def records_up_to(last: dict[str, object]) -> list[dict[str, object]]:
     """A journal of two leases and a batch of both groups, before its `last` record."""
-    leases = [
-        {
-            "kind": "lease",
-            "group": f"g00000{number}",
-            "server": "s",
-            "epoch": 7,
-            "environment": "e",
-            "number": number,
-            "task": number,
-            "seed": 3,
-            "deadline": 2,
-        }
-        for number in range(2)
-    ]
-    batch = {
-        "kind": "batch",
-        "trajectories": 2,
-        "step": 0,
-        "batch_id": "b000000",
-        "crc32": 1,
-        "groups": ["g000000", "g000001"],
-        "tokens": [["s", 7, 9]],
-    }
+    groups = ("g000000", "g000001")
+    leases = [lease_record(group, number, seed=3) for number, group in enumerate(groups)]
+    batch = batch_record(0, *groups, trajectories=2, tokens=[["s", 7, 9]])
     return [{"kind": "start", "format": 1, "run_id": "r"}, *leases, batch, last]
 
 

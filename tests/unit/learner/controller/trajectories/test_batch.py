@@ -35,6 +35,7 @@ from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import GOOD
+from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
 
@@ -101,29 +102,14 @@ TOKENS = sum(t.num_sampled_tokens for t in BATCH.groups[0].in_order())
 def records(*more: dict) -> list[dict]:
     """A journal that ends with `BATCH`, and `more`."""
     start = {"kind": "start", "format": 1, "run_id": "r"}
+    holder = {"server": "server", "epoch": 1}
     leases = [
-        {
-            "kind": "lease",
-            "group": group.group_id,
-            "server": "server",
-            "epoch": 1,
-            "environment": "e",
-            "number": number,
-            "task": group.task_index,
-            "seed": 0,
-            "deadline": 0,
-        }
+        lease_record(group.group_id, number, seed=0, deadline=0, **holder)
         for number, group in enumerate(BATCH.groups)
     ]
-    batch = {
-        "kind": "batch",
-        "trajectories": len(BATCH.trajectories),
-        "step": 0,
-        "batch_id": "b000000",
-        "crc32": 1,
-        "groups": [group.group_id for group in BATCH.groups],
-        "tokens": [["server", 1, 8 * TOKENS]],
-    }
+    groups = [group.group_id for group in BATCH.groups]
+    sizes = {"trajectories": len(BATCH.trajectories), "tokens": [["server", 1, 8 * TOKENS]]}
+    batch = batch_record(0, *groups, **sizes)
     return [start, *leases, batch, *more]
 
 

@@ -1,10 +1,10 @@
 """What Megatron's objects are made of on machines with GPUs."""
 
 import pytest
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.learner.trainer.model import recipe
+from support.fakes.small_configs import small_config
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,8 @@ def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(learner, red
 
 
 def sharing(cp: int, dtype: str) -> Config:
-    table = {
-        "run": {"name": "recipe", "steps": 1},
-        "model": {"path": "nowhere", "dtype": dtype},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 16},
-        "learner": {"world_size": cp, "parallel": {"cp": cp}},
-    }
-    return parse_config(table, source="test")
+    learner = {"world_size": cp, "parallel": {"cp": cp}}
+    return small_config(model={"dtype": dtype}, learner=learner)
 
 
 @pytest.mark.parametrize("kind", [None, "p2p", "a2a", ["p2p", "a2a"]])
