@@ -34,6 +34,13 @@ def receive(connection, publish_id: str = "p", **order) -> None:
     connection.send(receive=fleet_pb2.ReceiveWeights(order=told))
 
 
+def at_each_step(server, answer: env_pb.WorkerMessage) -> None:
+    """Has the environment answer every step so."""
+    server.fleet.client.answer_instead = lambda command: (
+        answer if command.HasField("step") else None
+    )
+
+
 async def test_a_server_says_what_its_environment_tells_nccl(start_server, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -65,9 +72,8 @@ async def test_a_leased_group_comes_back_whole(server) -> None:
     assert first.reply_text == "f f f"
 
 
-async def test_the_hello_says_what_the_server_has_room_for(start_server, config) -> None:
-    async with start_server() as server:
-        connection = await server.join(step=None)
+async def test_the_hello_says_what_the_server_has_room_for(server, config) -> None:
+    connection = await server.join(step=None)
     hello = connection.hello
     assert (hello.server_id, hello.max_episodes, hello.engine_workers) == ("server-0", 8, 1)
     assert hello.max_model_len == 64
@@ -101,11 +107,7 @@ async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
     server.engine.records_experts = True
     connection = await server.leased(members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
     (judged,) = await server.fleet.wait_trajectories(1)
-    server.fleet.client.answer_instead = lambda command: (
-        env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken"))
-        if command.HasField("step")
-        else None
-    )
+    at_each_step(server, env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken")))
     connection.lease("g2", members=[0], max_attempts=1)
     _, failed = await server.fleet.wait_trajectories(2)
     assert judged.status is Status.COMPLETED
@@ -115,22 +117,20 @@ async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
     assert failed.routed_experts is None
 
 
-async def test_a_lease_says_which_tokens_and_texts_end_a_reply(start_server) -> None:
-    async with start_server() as server:
-        connection = await server.join()
-        sampling = limits_of(max_turns=1, max_episode_tokens=32)
-        sampling.stop_token_ids.extend([7, 9])
-        sampling.stop.append("f f")
-        connection.lease("g1", members=[0], sampling=sampling)
-        await server.fleet.wait_trajectories(1)
+async def test_a_lease_says_which_tokens_and_texts_end_a_reply(server) -> None:
+    connection = await server.join()
+    sampling = limits_of(max_turns=1, max_episode_tokens=32)
+    sampling.stop_token_ids.extend([7, 9])
+    sampling.stop.append("f f")
+    connection.lease("g1", members=[0], sampling=sampling)
+    await server.fleet.wait_trajectories(1)
     (given,) = server.engine.samplings
     assert (given.stop_token_ids, given.stop) == ((7, 9), ("f f",))
 
 
-async def test_a_reply_at_its_limit_is_truncated_and_judged(start_server) -> None:
-    async with start_server() as server:
-        server.engine.stop_after = 100
-        (trajectory,) = await server.played()
+async def test_a_reply_at_its_limit_is_truncated_and_judged(server) -> None:
+    server.engine.stop_after = 100
+    (trajectory,) = await server.played()
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.reward == 1.0
     steps = [c.step for c in server.fleet.client.calls if c.HasField("step")]
@@ -185,18 +185,17 @@ async def test_a_prompt_that_is_too_long_fails_at_once_and_is_not_tried_again(
 
 
 @pytest.mark.parametrize("call", ["reset", "step"])
-async def test_a_text_that_cannot_fit_is_not_tokenized(start_server, call) -> None:
+async def test_a_text_that_cannot_fit_is_not_tokenized(server, call) -> None:
     # Tokenized it would fit: this tokenizer passes over white space.
     messages = [env_pb.ChatMessage(role="user", content="c" + " " * 9_999)]
     answers = {
         "reset": env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages)),
         "step": env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=0.5, messages=messages)),
     }
-    async with start_server() as server:
-        server.fleet.client.answer_instead = lambda command: (
-            answers[call] if command.HasField(call) else None
-        )
-        (trajectory,) = await server.played()
+    server.fleet.client.answer_instead = lambda command: (
+        answers[call] if command.HasField(call) else None
+    )
+    (trajectory,) = await server.played()
     if call == "reset":
         assert trajectory.failure.kind is FailureKind.PROMPT_TOO_LONG
         assert trajectory.failure.message.startswith("a prompt of 10000 characters leaves no room")
@@ -234,37 +233,32 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -
     assert trajectories[1].failure.message == "broken task"
 
 
-async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(start_server) -> None:
+async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(server) -> None:
     ends = [trajectory_pb2.FAILURE_KIND_BYSTANDER] * 2 + [trajectory_pb2.FAILURE_KIND_ENVIRONMENT]
-    async with start_server() as server:
-        left = list(ends)
+    left = list(ends)
 
-        def lose(command):
-            if command.HasField("step") and left:
-                failure = trajectory_pb2.Failure(kind=left.pop(0), message="gone")
-                return env_pb.WorkerMessage(failure=failure)
-            return None
+    def lose(command):
+        if command.HasField("step") and left:
+            failure = trajectory_pb2.Failure(kind=left.pop(0), message="gone")
+            return env_pb.WorkerMessage(failure=failure)
+        return None
 
-        server.fleet.client.answer_instead = lose
-        connection = await server.leased(members=[0], max_attempts=2)
-        trajectories = by_member(await server.fleet.wait_trajectories(4))
-        report = await connection.wait_for("lease")
+    server.fleet.client.answer_instead = lose
+    connection = await server.leased(members=[0], max_attempts=2)
+    trajectories = by_member(await server.fleet.wait_trajectories(4))
+    report = await connection.wait_for("lease")
     assert [t.failure and t.failure.kind.value for t in trajectories] == [*ends, None]
     assert [t.will_retry for t in trajectories] == [True, True, True, False]
     assert (list(report.unfinished), report.next_attempt) == ([], 4)
 
 
-async def test_a_member_that_is_a_bystander_for_ever_is_given_up(start_server) -> None:
-    def lose(command):
-        kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
-        failure = trajectory_pb2.Failure(kind=kind, message="gone")
-        return env_pb.WorkerMessage(failure=failure) if command.HasField("step") else None
-
-    async with start_server() as server:
-        server.fleet.client.answer_instead = lose
-        connection = await server.leased(members=[0], first_attempt=5, max_attempts=6)
-        trajectories = by_member(await server.fleet.wait_trajectories(5))
-        await connection.wait_for("lease")
+async def test_a_member_that_is_a_bystander_for_ever_is_given_up(server) -> None:
+    kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
+    failure = trajectory_pb2.Failure(kind=kind, message="gone")
+    at_each_step(server, env_pb.WorkerMessage(failure=failure))
+    connection = await server.leased(members=[0], first_attempt=5, max_attempts=6)
+    trajectories = by_member(await server.fleet.wait_trajectories(5))
+    await connection.wait_for("lease")
     assert [t.attempt for t in trajectories] == [5, 6, 7, 8, 9]
     assert [t.will_retry for t in trajectories] == [True] * 4 + [False]
 
@@ -279,28 +273,18 @@ async def test_the_last_attempt_is_not_tried_again(server) -> None:
 
 
 async def test_a_reward_that_is_no_number_is_the_environments_failure(server) -> None:
-
-    def nan(command):
-        if command.HasField("step"):
-            return env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=float("nan"), done=True))
-        return None
-
-    server.fleet.client.answer_instead = nan
+    verdict = env_pb.Verdict(reward=float("nan"), done=True)
+    at_each_step(server, env_pb.WorkerMessage(verdict=verdict))
     (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.num_sampled_tokens == 4
 
 
-async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(start_server) -> None:
-    def huge(command):
-        if command.HasField("step"):
-            messages = [env_pb.ChatMessage(role="user", content="c")]
-            return env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=1e308, messages=messages))
-        return None
-
-    async with start_server() as server:
-        server.fleet.client.answer_instead = huge
-        (trajectory,) = await server.played(max_attempts=1)
+async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(server) -> None:
+    messages = [env_pb.ChatMessage(role="user", content="c")]
+    verdict = env_pb.Verdict(reward=1e308, messages=messages)
+    at_each_step(server, env_pb.WorkerMessage(verdict=verdict))
+    (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.failure.message == "the rewards of an episode add up to inf"
     assert trajectory.num_turns == 2
@@ -630,14 +614,13 @@ async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> N
     assert beat.busy_s > 0
 
 
-async def test_a_server_that_is_told_to_stop_drains(start_server) -> None:
-    async with start_server() as server:
-        server.engine.limit = 2
-        connection = await server.leased()
-        await server.engine.wait_tokens(8)
-        server.stop.set()
-        await server.task
-        drained = await connection.wait_for("drained")
+async def test_a_server_that_is_told_to_stop_drains(server) -> None:
+    server.engine.limit = 2
+    connection = await server.leased()
+    await server.engine.wait_tokens(8)
+    server.stop.set()
+    await server.task
+    drained = await connection.wait_for("drained")
     assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
     assert (drained.generated_tokens, drained.ended_tokens, drained.open_episodes) == (8, 8, 0)
     assert drained.queued_bytes == 0
