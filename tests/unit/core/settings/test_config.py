@@ -14,7 +14,7 @@ from slipstream.core.configuration.config_file import (
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import address_parts
 from support.fakes.model_folders import write_loadable_files
-from support.fakes.small_configs import config_with, refusal_of
+from support.fakes.small_configs import config_with, refusal_of, refusals
 
 Table = dict[str, JsonValue]
 CONFIGS = sorted((Path(__file__).parents[4] / "deploy" / "configs").glob("*.toml"))
@@ -272,46 +272,28 @@ def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sizes", "message"),
-    [
-        (
-            {"learner.world_size": 2, "learner.parallel": {"tp": 2}},
-            {"num_attention_heads": 3},
-            "learner.parallel.tp must divide the model's 3 attention heads, got 2",
-        ),
-        (
-            {"learner.world_size": 2, "learner.parallel": {"tp": 2}},
-            {"num_attention_heads": 4, "num_key_value_heads": 1},
-            "learner.parallel.tp must divide the model's 1 key-value heads, got 2",
-        ),
-        (
-            {"learner.world_size": 2, "learner.parallel": {"pp": 2, "vpp": 2}},
-            {"num_hidden_layers": 6},
-            "learner.parallel.pp * vpp must divide the model's 6 layers, got 4",
-        ),
-        (
-            {},
-            {"max_position_embeddings": 8},
-            "sampling.max_episode_tokens must be at most the model's max_position_embeddings, "
-            "got 16 and 8",
-        ),
-        (
-            {"rollout_server.tensor_parallel_size": 4},
-            {"num_attention_heads": 6},
-            "rollout_server.tensor_parallel_size must divide the model's 6 attention heads, got 4",
-        ),
-        (
-            {"model.dtype": "float16"},
-            {"architectures": ["Gemma2ForCausalLM"]},
-            'model.dtype must be "bfloat16" for a Gemma2ForCausalLM: vLLM (0.32.0) does not '
-            "compute it in float16, got 'float16'",
-        ),
-    ],
+    ("changes", "message"),
+    refusals("""
+sizes.num_attention_heads = 3, learner = {world_size = 2, parallel = {tp = 2}}
+    learner.parallel.tp must divide the model's 3 attention heads, got 2
+sizes = {num_attention_heads = 4, num_key_value_heads = 1}, learner = {world_size=2, parallel.tp=2}
+    learner.parallel.tp must divide the model's 1 key-value heads, got 2
+sizes.num_hidden_layers = 6, learner = {world_size = 2, parallel = {pp = 2, vpp = 2}}
+    learner.parallel.pp * vpp must divide the model's 6 layers, got 4
+sizes.max_position_embeddings = 8
+    sampling.max_episode_tokens must be at most the model's max_position_embeddings, got 16 and 8
+sizes.num_attention_heads = 6, rollout_server.tensor_parallel_size = 4
+    rollout_server.tensor_parallel_size must divide the model's 6 attention heads, got 4
+sizes.architectures = ["Gemma2ForCausalLM"], model.dtype = "float16"
+    model.dtype must be "bfloat16" for a Gemma2ForCausalLM: vLLM (0.32.0) does not compute it in
+    float16, got 'float16'
+"""),
 )
 def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(
-    settings: Table, sizes: Table, message: str, tmp_path: Path
+    changes: dict[str, Table], message: str, tmp_path: Path
 ) -> None:
-    folder = model_folder(tmp_path, **sizes)
+    folder = model_folder(tmp_path, **changes["sizes"])
+    settings = {name: table for name, table in changes.items() if name != "sizes"}
     config = config_with({"model.path": str(folder)} | settings)
     with pytest.raises(ConfigError) as caught:
         check_model(config)
