@@ -211,6 +211,18 @@ def test_the_next_update_is_not_written_by_one_that_was_abandoned() -> None:
     assert [buffer.unique().tolist() for buffer in buffers] == [[9], [9]]
 
 
+def test_an_update_that_failed_on_its_way_is_none_that_is_done() -> None:
+    class Broken(Numbered):
+        def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+            raise WeightSyncError("a bucket did not arrive")
+
+    staging = Staging(CPU)
+    staging.begin(Broken(), incoming_of(3))
+    staging._thread.join(60)
+    with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
+        staging.is_done()
+
+
 def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "slipstream.rollout_server.weights.update_copies.free_bytes", lambda: (5 * GIB, 20 * GIB)
