@@ -71,9 +71,9 @@ def advice_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def profile_lines(config: Config, run: Path) -> list[str]:
-    """Returns lines that predict the speed of `config` on the machines of an earlier run's folder.
+    """Returns lines that predict how fast `config` would run on the machines of an earlier run.
 
-    Raises ConfigError if the folder has no profile.
+    `run` is that run's folder. Raises ConfigError if it has no profile.
     """
     profile = _read_profile(run / ADVICE)
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)

@@ -97,7 +97,7 @@ async def examine(config: Config | None) -> list[Finding]:
 
 
 async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
-    """Returns the findings about one instance of a role, with the settings of its command."""
+    """Returns the findings about one instance of a role, which has the settings of its command."""
     overrides, is_learner = arguments.overrides, arguments.role == LEARNER
     if is_learner:
         overrides = [*learner_overrides(arguments.master), *overrides]
@@ -211,7 +211,7 @@ async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
 
 @contextlib.contextmanager
 def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Keeps a file with a new run id in run.dir during the block; yields the id and its name."""
+    """Keeps a file in run.dir during the block; yields the new run id in it and the file's name."""
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     path = config.run.dir / f".{run_id}"
     made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]

@@ -336,7 +336,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
-    """Returns two flags by setting: checkpoints hold a critic, and a refreshed reference model."""
+    """Returns, by setting, whether checkpoints hold a critic, and whether a refreshed reference."""
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}

@@ -251,7 +251,7 @@ class Trajectory:
         return tuple(found)
 
     def unpredicted(self) -> list[int]:
-        """Returns the indices, among all sampled tokens, of the first tokens of sequences."""
+        """Returns the index, among sampled tokens, of each that no earlier token predicts."""
         return [
             part.sampled.start
             for part in self.sequences()

@@ -76,7 +76,7 @@ MOST_OF_SHARE = 1 / 6
 
 
 def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
-    """Returns the fraction of a GPU's memory for vLLM: the engine's, less that of staged updates.
+    """Returns the fraction of a GPU's memory for vLLM: the engine's share less a staged update.
 
     `wire_bytes` is the size of an update, all of which each worker of an engine receives. Nothing
     is subtracted if updates are not staged, or if "auto" finds the update too large. Raises

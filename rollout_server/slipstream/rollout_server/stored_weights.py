@@ -240,7 +240,7 @@ class _Buckets:
 
 
 def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
-    """Returns the links after the version with the content name `held`, or all if none has it."""
+    """Returns the links after the version whose content name is `held`, else all links."""
     for place in range(len(links) - 1, -1, -1):
         if held and content_name(links[place].bucket_digests) == held:
             return list(links[place + 1 :])

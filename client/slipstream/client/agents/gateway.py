@@ -73,8 +73,8 @@ class _Connection(H11Protocol):
     ) -> None:
         """Takes the time limit for a request to arrive, and the idle connections, `resting`.
 
-        `resting` begins with the connection that is idle longest. If a new connection makes more
-        than `most`, that one is closed.
+        `resting` begins with the connection that is idle longest; this one is closed if a new
+        connection makes more than `most`.
         """
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting

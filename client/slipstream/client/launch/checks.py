@@ -440,7 +440,7 @@ async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
 
 
 def _near(answer: Answer) -> str:
-    """Returns, as text, the largest difference of the clocks that the answer's times allow."""
+    """Returns, as text, how far apart the two hosts' clocks can be, by the answer's times."""
     least, most = sorted(
         (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
     )

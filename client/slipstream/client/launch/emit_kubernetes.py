@@ -281,7 +281,7 @@ def check_name(run: str, nodes: int) -> None:
 def _secret_places(config: Config, has_queue: bool) -> list[str]:
     """Returns overrides with the paths of secret files in pods.
 
-    With `has_queue`, the run has its own queue server, and they set its users too.
+    With `has_queue` the run has its own queue server, and the overrides set the queue's users too.
     """
     names = {"tls_ca": "ca.pem", "token_file": "token"}
     names |= {"tls_certificate": "server.pem", "tls_key": "server.key"}

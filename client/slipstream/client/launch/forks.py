@@ -47,9 +47,9 @@ class ForkedProcess:
 
 
 class _Server(asyncio.SubprocessProtocol):
-    """A fork server's process; callbacks read its answers.
+    """The process of a fork server; asyncio calls the methods that read its answers.
 
-    They are no task, because a second signal cancels all tasks.
+    No task reads them, because a second signal cancels all tasks.
     """
 
     def __init__(self) -> None:

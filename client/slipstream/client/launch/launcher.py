@@ -133,7 +133,7 @@ async def _carry_out(
     dry_run: bool,
     profile: Path | None = None,
 ) -> int:
-    """Runs this share of the roles until the run is over, or a dry run; returns the exit code."""
+    """Runs this share of the roles until the run ends, or makes a dry run; returns an exit code."""
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     ranks, servers = len(share.ranks), share.servers

@@ -227,7 +227,7 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
 def describe_turns(config: Config, placement: Placement) -> str:
     """Returns one line with what `controller.turns` means for ranks and servers here, and why.
 
-    The controller finds the same in the places of those that join it (`EngineTurns`).
+    The controller decides the same by the GPUs of the servers and ranks that join (`EngineTurns`).
     """
     turns, server = config.controller.turns, config.rollout_server
     first = next(filter(placement.shares, range(len(placement.servers))), None)

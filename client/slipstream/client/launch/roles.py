@@ -59,7 +59,7 @@ class Secret(Contract):
 
 
 class Shared(Contract):
-    """A folder that must be the same one, or have the same content."""
+    """A folder that the instances in `among` must share, or hold with the same content."""
 
     path: str
     setting: str
@@ -88,7 +88,7 @@ class Program(Contract):
 
 
 class Count(Contract):
-    """The number of instances."""
+    """The number of a role's instances: the usual, the least and the largest number."""
 
     usual: int = Field(description="as the settings have it")
     least: int
@@ -311,7 +311,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
 
 
 def _secrets(config: Config, site: Site, end: QueueEnd) -> Iterator[Secret]:
-    """Yields the secrets of `end`: the files in the settings, or the site's if unset there."""
+    """Yields the secrets of the queue's `end`: the files in the settings, else files of `site`."""
     wanted = [("tls_ca", "ca.pem", False), ("token_file", "token", False)]
     if end == "controller":
         wanted += [("tls_certificate", "server.pem", True), ("tls_key", "server.key", True)]

@@ -1,4 +1,4 @@
-"""Temporary folders that their process removes, or a later process if their own was killed.
+"""Temporary folders, removed by the process that made them or, if it was killed, by a later one.
 
 A process holds a lock on each folder that it has made. A process that is killed cannot remove its
 folders, but the kernel frees its locks: so a folder that anybody can lock has lost its owner.

@@ -80,7 +80,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """Facts of vision models whose decoder is this family's, with other tensor names."""
+    """Facts of the vision models whose decoder is this family's; their tensors have other names."""
 
     # The class that their config.json names, and its field `model_type` in text_config.
     outer: str

@@ -234,7 +234,10 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields one line for each field for which the three programs would compute differently."""
+    """Yields a line for each field with which transformers, learner and servers would differ.
+
+    They would compute different models, for example because one of them ignores the field.
+    """
     architecture, family = architecture_of(values), family_of(values)
     allowed = {**ONE_VALUE, **family.values}
     for name in family.read:
@@ -325,7 +328,7 @@ def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields one line for each RoPE setting for which the programs would compute differently."""
+    """Yields a line for each RoPE setting with which learner, servers and transformers differ."""
     new, old = values.get("rope_parameters"), values.get("rope_scaling")
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"

@@ -108,9 +108,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def held_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Returns the file and shape of each tensor of a model whose files are complete.
+    """Returns the file and the shape of each tensor of the model in `folder`, by tensor name.
 
-    If the folder has an index, only the tensors that it names are returned.
+    The files must be complete. If the folder has an index, only the tensors that it names are
+    returned.
     """
     index = folder / INDEX
     if not index.is_file():

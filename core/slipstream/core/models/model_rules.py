@@ -217,7 +217,7 @@ def _stage_problems(
 
 
 def cpu_engine_problems(config: Config) -> Iterator[str]:
-    """Yields one line for each setting that vLLM cannot do on a CPU; it reads config.json."""
+    """Yields one line for each setting that vLLM cannot do on a CPU; reads config.json."""
     server, dtype = config.rollout_server, config.model.dtype
     sizes = read_model_sizes(config.model.path)
     if sizes.experts and server.quantization != "off":

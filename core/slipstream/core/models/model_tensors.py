@@ -109,9 +109,10 @@ def _stacks(held: Held) -> dict[str, dict[int, dict[str, tuple[Path, Shape]]]]:
 def _differences(
     stack: str, blocks: Mapping[int, Mapping[str, tuple[Path, Shape]]], setting: str
 ) -> Iterator[str]:
-    """Yields a clause for a block that lacks a tensor of a similar one, or differs in a shape.
+    """Yields a clause for each block whose tensors differ from those of a similar block.
 
-    Blocks of several kinds, such as those with and without experts, each have tensors of their own.
+    The block lacks a tensor, or one has another shape. Blocks of several kinds, such as those with
+    and without experts, each have tensors of their own.
     """
     kinds = {frozenset(block): number for number, block in blocks.items()}
     for kind, number in kinds.items():

@@ -21,7 +21,7 @@ Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
 
 
 class ClipArguments(Section):
-    """The arguments of `gspo` and `cispo`."""
+    """The arguments of the losses `gspo` and `cispo`."""
 
     # The ratio is clipped to 1 - clip_low .. 1 + clip_high.
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -32,14 +32,14 @@ class ClipArguments(Section):
 
 
 class PpoArguments(ClipArguments):
-    """The arguments of `ppo`."""
+    """The arguments of the loss `ppo`."""
 
     # Bound of the loss of tokens with negative advantage, in advantages.
     dual_clip: float | None = Field(None, gt=1)
 
 
 class SapoArguments(Section):
-    """The arguments of `sapo`."""
+    """The arguments of the loss `sapo`."""
 
     # Temperature of the gate where the advantage is positive.
     tau_positive: float = Field(1.0, gt=0)
@@ -50,7 +50,7 @@ class SapoArguments(Section):
 
 
 class GaeArguments(Section):
-    """The arguments of `gae`, generalised advantage estimation."""
+    """The arguments of the advantage `gae`, generalised advantage estimation."""
 
     # Discount of each sampled token.
     gamma: float = Field(1.0, gt=0, le=1)
@@ -61,7 +61,7 @@ class GaeArguments(Section):
 
 
 class BandArguments(Section):
-    """The arguments of `none`: tokens outside a band leave the loss, all others have weight 1."""
+    """The arguments of the weight `none`: 0 for tokens outside a band, 1 for all others."""
 
     # IcePop, by which tokens with a ratio outside the band leave the loss. By default all stay.
     token_band: Band | None = None
@@ -81,14 +81,14 @@ class BandArguments(Section):
 
 
 class CapArguments(BandArguments):
-    """The arguments of `token` and `sequence`."""
+    """The arguments of the weights `token` and `sequence`."""
 
     # Upper bound of the weight.
     cap: float = Field(2.0, gt=0)
 
 
 class OverlongArguments(Section):
-    """The arguments of `overlong`."""
+    """The arguments of the reward `overlong`."""
 
     # Subtracted from the reward of an episode whose longest reply has `max_reply_tokens`.
     penalty: float = Field(1.0, gt=0)
@@ -97,7 +97,7 @@ class OverlongArguments(Section):
 
 
 class NoArguments(Section):
-    """No arguments."""
+    """The arguments of a function that takes none."""
 
 
 # The built-in functions of each kind.

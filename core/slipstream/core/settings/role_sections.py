@@ -132,7 +132,7 @@ def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
 
 
 def renamed(problem: str, name: str, role: RoleSection) -> str:
-    """Returns a message about `in_place_of`'s settings with the names that the file uses."""
+    """Returns `problem`, a message on `in_place_of`'s settings, with the user's names for them."""
     for key in _own(role):
         problem = re.sub(rf"\blearner\.{key}\b", f"{name}.{key}", problem)
     return re.sub(r"\bmodel\.path\b", f"{name}.path", problem) if role.path else problem

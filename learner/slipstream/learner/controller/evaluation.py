@@ -158,7 +158,10 @@ class Evaluator:
         *,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
-        """Stores the parts; `on_result` is called with the result of every finished round."""
+        """Takes the parts of the controller that it uses, and `on_result`.
+
+        `on_result` is called with the result of every finished round.
+        """
         self._run, self._progress = run, run.progress
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments

@@ -231,7 +231,7 @@ class LeaseWatch:
     """
 
     def __init__(self, limit_s: float) -> None:
-        """Takes the seconds of serving without an ended attempt that make a lease overdue."""
+        """Takes the seconds of serving after which a lease without an ended attempt is overdue."""
         self._limit_s = limit_s
         self._marks: dict[GroupId, _Mark] = {}
 

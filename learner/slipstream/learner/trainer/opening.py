@@ -230,7 +230,7 @@ def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:
-    """Counts each tensor that Bridge reads as activity, as a large model takes minutes to load."""
+    """Counts, in `activity`, each tensor that Bridge reads: a large model takes minutes to load."""
     load = source.load_tensors
 
     def noted(names: list[str]) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Trajectories over a gRPC stream: the sender keeps each until the controller acknowledges it.
 
-The sender consumes `put` and produces DeliverRequests; on a new stream it sends all unacknowledged
-trajectories again. It waits for free bytes, which acknowledgements make, and for the back-off after
-a lost stream. The receiver consumes the streams of all senders and produces `get` and
-acknowledgements. While too many bytes wait for `get`, it does not read the streams.
+The sender sends what `put` gets; on a new stream it sends all unacknowledged trajectories again.
+`put` waits while too many bytes are unacknowledged. After a lost stream the sender pauses before it
+connects again. The receiver reads the streams of all senders, and `get` returns what they deliver.
+While too many bytes wait for `get`, it does not read the streams.
 """
 
 from __future__ import annotations

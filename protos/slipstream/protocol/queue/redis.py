@@ -1,7 +1,8 @@
 """Trajectories over a Redis Stream; Redis keeps stored trajectories in its files.
 
-Consumes: `put`. Produces: stream entries, whose bytes are counted in the same transaction.
-Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted too.
+Consumes: trajectories, by `put`. Produces: stream entries, whose bytes are counted in the same
+transaction. Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted
+too.
 
 The server is Redis or Valkey from 6.2 on. It must fsync every write and never evict: the receiver
 checks this, and warns where the server does not show its settings.

@@ -1,7 +1,8 @@
 """The controller's end of the Redis queue.
 
-Consumes: entries of the stream, first those that are pending for this receiver. Produces: `get`.
-Waits for: new entries. Unblocked by: a `put` of any sender; acknowledgements wake `_forget`.
+Consumes: entries of the stream, first those that are pending for this receiver. Produces:
+deliveries, which `get` returns. Waits for: new entries. Unblocked by: a `put` of any sender;
+acknowledgements wake `_forget`.
 
 Once a second it reads the rest of the stream and the counters in one transaction. The bytes of the
 entries that it knows must then equal the counters; otherwise data were lost.

@@ -47,7 +47,7 @@ _AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
 
 
 class Answering:
-    """The HTTP API of agents, over ASGI applications that sample through a `Recorder`."""
+    """Answers HTTP requests of agents by ASGI applications, which sample through a `Recorder`."""
 
     def __init__(
         self,

@@ -61,7 +61,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The result of an agent; `shares` (factors on the advantage) and `rewards` are by branch."""
+    """The result of an agent.
+
+    `shares` has factors on the advantage, `rewards` own rewards; both by branch name.
+    """
 
     reward: float
     metrics: dict[str, float]
@@ -84,7 +87,7 @@ class StreamSession:
         on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]],
         on_close: Callable[[bool], None],
     ) -> None:
-        """`on_timeout` takes the error of a call without an answer, and returns that to raise.
+        """`on_timeout` gets the error of a call that timed out, and returns the error to raise.
 
         `on_close` is called with True if the environment answered a step or, for an agent, gave a
         result.
@@ -176,7 +179,7 @@ class StreamSession:
             await self._table.call(message, timeout_s=self._timeout_s)
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Returns an error that says where the agent of the timeout error `late` hangs."""
+        """Returns the error for the timeout `late`; it says where the agent hangs, if known."""
         return await self._on_timeout(late)
 
     def close(self) -> None:
@@ -361,7 +364,7 @@ def misused(cause: str) -> EnvironmentFailed:
 
 
 def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFailed) -> None:
-    """Queues an answer: as a failure in the last place, not at all if the queue is full."""
+    """Queues an answer, or nothing if the queue is full; into the last place it puts a failure."""
     if answers.full():
         return
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):

@@ -221,7 +221,10 @@ class EnvironmentWorker:
         self._process.end()
 
     async def _examine(self, key: str, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Returns an error that says where an episode hangs; ends a worker that does not answer."""
+        """Returns the error to raise for the timeout `late`; says which code hangs, if known.
+
+        Ends a worker that does not answer. The error may be that of a worker that has ended.
+        """
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
             answer = await self.table.call(ping, timeout_s=PING_S)

@@ -124,7 +124,7 @@ class Chunk:
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Returns the number of KV-cache blocks to use: twice those of the most running requests.
+    """Returns the number of KV-cache blocks to use: twice what the most running requests fill.
 
     Each request counts at full length; the second half is for cached prefixes. A small model has
     room for millions of blocks, and vLLM creates an object for each.
@@ -194,7 +194,7 @@ class _Chunking(DraftingScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """Overrides vLLM's method; drops held tokens: the server has the last output."""
+        """Overrides vLLM's method; drops the tokens that are held for these requests."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._forget(request.request_id)

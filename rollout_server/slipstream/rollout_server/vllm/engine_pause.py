@@ -95,7 +95,7 @@ class EnginePause:
         await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
 
     def check(self) -> None:
-        """Raises the error of a late answer from vLLM, one that came after the order's mark."""
+        """Raises the error, if any, of vLLM's answers that came after the workers' mark."""
         for task in [task for task in self._late if task.done()]:
             self._late.remove(task)
             task.result()
@@ -173,13 +173,16 @@ class EnginePause:
     async def settle(self) -> None:
         """Waits for vLLM's late answers, so that the next order reaches the engine at once.
 
-        An answer is late if the order's mark came before it.
+        An answer is late if the workers' mark came before it.
         """
         await asyncio.gather(*self._late)
         self._late.clear()
 
     async def _sooner(self, mark: str, answer: Coroutine[Any, Any, None]) -> None:
-        """Waits for vLLM's answer or the engine's mark; a late answer is kept for `check`."""
+        """Waits for vLLM's answer or for the workers' mark `mark`, whichever comes first.
+
+        An answer that comes later is read by `check` or `settle`.
+        """
         # Tasks begin in turn, so the engine still gets an order to pause before the update.
         task = asyncio.create_task(answer)
         with self._line.marked(mark) as marked:

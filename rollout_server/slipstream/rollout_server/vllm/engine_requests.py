@@ -139,9 +139,10 @@ class EngineRequests:
         *,
         is_judged: bool = False,
     ) -> Generation:
-        """Counts the tokens of a finished reply, and returns the reply.
+        """Adds the tokens of a finished reply to the counters, and returns the reply.
 
-        `is_judged` says that a judge gave it, not the policy.
+        `last` is vLLM's last output for it. `is_judged` says that the judge replied, not the
+        policy.
         """
         num_tokens = len(record.token_ids)
         self._returned_tokens += num_tokens

@@ -14,7 +14,7 @@ from slipstream.v1 import weights_pb2
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of this worker in a communicator."""
+    """The rank of this worker in a communicator, and what it needs to join it."""
 
     communicator: weights_pb2.Communicator
     rank: int
@@ -100,7 +100,7 @@ class BucketReceiver(ABC):
 class NoDigests:
     """Takes the place of `BucketDigests` for the payloads of a delta; computes no digests.
 
-    `read` still waits for the current stream.
+    `read` still waits for the device's current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class NoDigests:
         """Does nothing."""
 
     def read(self, stream: int) -> list[list[bytes]]:
-        """Waits for the current stream, and returns []."""
+        """Waits for the device's current stream; returns [], as there are no digests."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return []

@@ -121,9 +121,9 @@ class WeightUpdate:
         """Prepares membership, memory and views of an update; generation continues meanwhile.
 
         An empty `layout` means that of the previous update. Calls to the workers delay the engine's
-        steps. An update like the previous one needs none, unless it is staged: all buckets of a
-        staged update arrive here. `is_busy` says that requests run; only then does "auto" stage an
-        update.
+        steps, so they are left out for an update like the previous one. A staged update always
+        calls the workers: they receive all its buckets here, and copy them in `receive`. `is_busy`
+        says that requests run; only then does "auto" stage an update.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)

@@ -1,1 +1,1 @@
-"""Records of model families, one module a lineage; `registry` finds them here."""
+"""Records of model families, one module for each lineage; `registry` finds them here."""

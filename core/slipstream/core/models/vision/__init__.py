@@ -1,1 +1,1 @@
-"""Images in conversations: their bytes, pixels and places."""
+"""Images in conversations: their bytes, their pixels, and where their tokens are."""

@@ -1,4 +1,4 @@
-"""Places of images in token sequences."""
+"""Images with the offsets of their tokens in a token sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass over servers and groups that grants leases: pure, except that it changes the book.
+"""A pass over servers and groups that grants leases: pure, except that it changes the `LeaseBook`.
 
 A pass counts free slots and episodes once and updates these counts with each grant. The result is
 the same as that of a scan of all servers and all groups before every single lease.

@@ -38,7 +38,7 @@ class Scheduler:
     """Leases groups to all serving servers, as far as staleness and the queue allow."""
 
     def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
-        """Stores the parts; `abandon` removes a group from the book for good."""
+        """Takes the parts of the controller that it uses; `abandon` removes a group for good."""
         self._run, self._progress = run, run.progress
         self._config = run.config
         self._largest_bytes = largest_trajectory_bytes(self._config)
@@ -56,7 +56,7 @@ class Scheduler:
     async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
         """Grants all allowed leases after each change of the state, until the task is cancelled.
 
-        It also looks after `recheck_s` seconds without a change.
+        It also tries after `recheck_s` seconds without a change.
         """
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved

@@ -10,7 +10,7 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 def place_from_pb(message: weights_pb2.Place) -> Place:
-    """The place that a message describes."""
+    """Returns the `Place` (host, GPUs and NCCL settings) in a message."""
     return Place(message.host_id, tuple(message.gpus), dict(message.nccl))
 
 

@@ -21,8 +21,8 @@ from slipstream.v1 import fleet_pb2
 class EngineTurns:
     """Orders engines on devices of the learner to rest while it trains, and to wake.
 
-    With `controller.turns = "auto"` these are the engines on its GPUs, as processes named their
-    places when they joined. Engines and learners on CPUs compute at the same time.
+    With `controller.turns = "auto"` these are the engines on its GPUs; processes name their GPUs
+    when they join. Engines and learners on CPUs compute at the same time.
 
     await turns.begin()           # before the trainer gets a batch
     turns.end(keep=["server-0"])  # after the step: all but server-0, which receives weights, wake
@@ -111,7 +111,7 @@ class EngineTurns:
             self._answered(session.key)
 
     def _tell(self, sharing: Sequence[ServerSession]) -> None:
-        """Says in the log, once each, what "auto" means here, and that other turns mean nothing."""
+        """Logs what "auto" means here; warns once if another setting has no effect."""
         rests, setting, events = bool(sharing), self._setting, self._run.events
         if self._told in (True, rests) or not self._fleet.serving():
             return

@@ -1,8 +1,8 @@
-"""The run's accounts: the end of every generated token, and the bytes that wait in the queue.
+"""The run's accounts: what became of every generated token, and the bytes that wait in the queue.
 
 Servers, controller and journal count independently. At each hand-over the sender's and the
 receiver's counts of the same trajectories are compared: a difference is a trajectory that was lost
-or counted twice. `Endings` waits for the disk: many ends are made durable at a time.
+or counted twice. `Endings` acknowledges a trajectory once the journal has its end on disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TokenLedger:
         journal: Journal,
         queue: AccountedReceiver,
     ) -> None:
-        """Takes the servers' counts, `epochs`; `held` returns trajectories outside of batches."""
+        """Takes the servers' counts, `epochs`; `held` returns trajectories that are in no batch."""
         self._epochs, self._held = epochs, held
         self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
@@ -94,7 +94,7 @@ class TokenLedger:
         return found
 
     def gaps_to_journal(self, key: ServerKey) -> tuple[int, ...]:
-        """Returns the gaps of a server's counts as `EpochCount.journaled_gaps` gives them."""
+        """Returns the result of `EpochCount.journaled_gaps` for a server."""
         return self._epochs.count(key).journaled_gaps()
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
@@ -136,7 +136,7 @@ class TokenLedger:
         self._epochs.count(key).dead = True
 
     def news(self) -> list[str]:
-        """Returns a line of text for each gap that is new since the last call."""
+        """Returns a line for each hand-over whose two counts differ and that had no line yet."""
         gaps = {line.partition(":")[0]: line for line in self.snapshot().gaps}
         new = [line for place, line in gaps.items() if place not in self._told]
         self._told.update(gaps)
@@ -285,7 +285,7 @@ async def open_receiver(
 
 
 class Endings:
-    """Ends all trajectories that no batch takes: in the ledger, the journal and then the queue."""
+    """Ends the trajectories that no batch takes: counts, journals and then acknowledges them."""
 
     def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
         self._journal, self._ledger, self._receiver = journal, ledger, receiver
@@ -293,7 +293,7 @@ class Endings:
         self._flush_wanted = asyncio.Event()
 
     async def flush(self) -> None:
-        """Journals and acknowledges waiting ends, many at a time, until the task is cancelled."""
+        """Makes journaled ends durable, then acknowledges them, many at a time, until cancelled."""
         while True:
             await self._flush_wanted.wait()
             self._flush_wanted.clear()
@@ -317,7 +317,7 @@ class Endings:
         self.acknowledge(trajectory.trajectory_id)
 
     def acknowledge(self, trajectory_id: TrajectoryId) -> None:
-        """Acknowledges a trajectory to the queue after the next flush of the journal."""
+        """Acknowledges a trajectory to the queue once the journal is flushed."""
         self._ended.append(trajectory_id)
         self._flush_wanted.set()
 

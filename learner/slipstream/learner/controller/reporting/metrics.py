@@ -135,7 +135,7 @@ class RunRecorder:
             self.rate.began(time.monotonic() - report.busy_s)
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Writes the cause for each suspended environment to its file if any has changed."""
+        """Writes the causes of all suspended environments to a file if any of them has changed."""
         if suspended == self._suspended:
             return
         self._suspended = suspended

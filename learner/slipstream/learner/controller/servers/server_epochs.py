@@ -68,7 +68,7 @@ class EpochCount:
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """Returns the sender's count less the receiver's at each hand-over, by its name."""
+        """Returns the sender's count less the receiver's, by the name of the hand-over."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,
@@ -77,18 +77,18 @@ class EpochCount:
         }
 
     def journaled_gaps(self) -> tuple[int, ...]:
-        """Returns the gaps as numbers for the journal; `take_gaps` reads them."""
+        """Returns the differences in `gaps` as numbers for the journal; `take_gaps` reads them."""
         return self.unrecorded, *self.unsent, *self.missing
 
     def take_gaps(self, numbers: Sequence[int]) -> None:
-        """Restores gaps that an earlier start of the controller has journaled."""
+        """Restores the differences that an earlier start of the controller has journaled."""
         self.unrecorded, *unsent_and_missing = numbers or (0,) * 5
         self.unsent = Amount(*unsent_and_missing[:2])
         self.missing = Amount(*unsent_and_missing[2:])
 
     @property
     def gap_tokens(self) -> int:
-        """Number of tokens in all gaps."""
+        """Sum of the tokens in `gaps`, over all hand-overs."""
         return self.unrecorded + self.unsent.tokens + self.missing.tokens
 
     @property

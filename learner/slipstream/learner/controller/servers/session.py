@@ -157,7 +157,7 @@ class ServerSession:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the server's last message, by a clock without stalls of the event loop."""
+        """Seconds since the server's last message, leaving out stalls of the event loop."""
         return self.clock.now_s() - self.last_seen_s
 
     @property

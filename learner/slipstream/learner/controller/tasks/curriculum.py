@@ -71,7 +71,10 @@ class Curriculum:
             self._chosen.append(success)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the tasks chosen since the last call, and counts by standing."""
+        """Returns how many tasks are learning, solved and failed, and how many draws were rejected.
+
+        The mean success of the tasks chosen since the last call is included if one has a result.
+        """
         chosen, self._chosen = self._chosen, []
         found = {f"tasks_{each.value}": float(self._standings[each]) for each in _SEEN}
         found["tasks_passed_over"] = float(self._passed_over)

@@ -72,7 +72,7 @@ def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over the `episodes` that have it, of counts over all."""
+    """Returns the mean of each metric over `episodes` that have it; of counts, over all of them."""
     values: dict[str, list[float]] = {}
     for name, value in (item for each in episodes for item in each.items()):
         values.setdefault(name, []).append(value)

@@ -41,7 +41,10 @@ class Paths:
 
     @classmethod
     def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
-        """Returns the keys of a micro batch of `num_tokens` tokens; `places` has each segment's."""
+        """Returns the keys of a micro batch of `num_tokens` tokens.
+
+        `places` has an array for each segment: the indices of its keys.
+        """
         lengths = [len(keys) for keys in places]
         joined = np.concatenate(places)
         counts = np.bincount(joined, minlength=num_tokens)

@@ -68,7 +68,7 @@ def num_tokens(bundle: Bundle) -> int:
 
 
 def num_squares(bundle: Bundle) -> int:
-    """Returns the attention work of a bundle, for which a single sequence of l tokens has l²."""
+    """Returns the attention work of a bundle; the work of a single sequence of l tokens is l²."""
     return sum(segment.end**2 - segment.start**2 for segment in bundle)
 
 

@@ -311,7 +311,8 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
 
     Megatron's method gathers through main memory and leaves the whole state on every rank. The
     replacement sends it in small parts to the first data-parallel rank, on its device, which copies
-    them into `host`. For a load `host` is None: it needs memory for the state on every rank.
+    them into `host`. For a load `host` is None: nothing is gathered, and every rank gets zeros,
+    into which the state is loaded.
     """
     parts = distributed_parts(optimizer)
     # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.

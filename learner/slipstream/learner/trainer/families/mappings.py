@@ -28,7 +28,7 @@ SHARED = f"{DECODER}mlp.shared_experts."
 
 
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
-    """Returns mappings for tensors that differ only by name; a pair is (Megatron's, the files')."""
+    """Returns mappings for tensors that differ only by name: pairs (Megatron's, the file's)."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
 
 
@@ -117,7 +117,7 @@ def experts(
 
 
 def shared_expert() -> list[Megatron]:
-    """Returns the mappings of the shared expert, used by every token, and its gate to the files."""
+    """Returns the mappings of the shared expert, which every token uses, and of its gate."""
     gate = ReplicatedMapping(
         megatron_param=f"{SHARED}gate_weight", hf_param=f"{LAYER}mlp.shared_expert_gate.weight"
     )
@@ -277,7 +277,7 @@ class _OneExpert(AutoMapping):  # type: ignore[misc]
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the expert's matrix by name; with several expert parallel ranks, that of each."""
+        """Returns the expert's matrix, and those of the other expert parallel ranks, by name."""
         found = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: self._as_in_files(tensor) for name, tensor in found.items()}
 
@@ -302,7 +302,7 @@ class _OneGatedExpert(_OneExpert):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the fused gate and up projections by name, for each expert parallel rank."""
+        """Returns the fused gate and up projections of all expert parallel ranks' experts."""
         found = self._both().megatron_to_hf(megatron_weights, megatron_module)
         if not found:
             return {}
@@ -328,7 +328,7 @@ class _OneGatedExpertAsIs(_OneGatedExpert):
 
 
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
-    """Returns the mappings of the router, and of experts that the files fuse, one tensor a layer.
+    """Returns the mappings of the router, and of experts that the files hold in one tensor a layer.
 
     `is_turned`: whether the files hold the experts' matrices transposed; see `FusedExperts`.
     """

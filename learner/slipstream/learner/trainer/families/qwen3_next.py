@@ -77,7 +77,7 @@ def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
 
 
 def delta_nets() -> list[Megatron]:
-    """Returns the mappings of delta nets and attention, without the nets' inputs, to the files."""
+    """Returns the mappings of delta nets, without their inputs, and of attention."""
     pairs = {
         f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
         for ours, name in (
@@ -111,7 +111,7 @@ class Qwen3NextBridge(FamilyBridge):
         converted_weights_dict: dict[str, Tensor],
         adapter_weights: Megatron,
     ) -> dict[str, Tensor]:
-        """Returns matrices with adapters merged, also the fused `in_proj`, unknown to Bridge."""
+        """Returns matrices with adapters merged, also the fused `in_proj`, which Bridge lacks."""
         (adapter,) = adapter_weights
         rows = adapter.linear_out_weight.weight
         parts = _parts(megatron_model[0].config, converted_weights_dict, rows)

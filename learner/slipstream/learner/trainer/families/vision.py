@@ -61,7 +61,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 
 class VisionBridge(FamilyBridge):
-    """The common recipe of models with a vision tower; each subclass sets the three attributes."""
+    """A recipe for models with a vision tower; subclasses set the tower and two folder names."""
 
     tower: Megatron
     # Folders of the tower and of the decoder in the files.
@@ -258,10 +258,10 @@ class Vision:
 
 
 class _NestedBridge(FamilyBridge):
-    """A mixin that gives a text recipe the tensor names of a model with a vision tower.
+    """A mixin that makes the recipe of a text model fit a vision model with this decoder.
 
-    It must precede the recipe among the bases. Names in files have one of two forms: the published
-    one, or that of transformers' modules.
+    It must precede the text model's recipe among the base classes. It renames tensors: those in the
+    vision model's files have the published names, or the names of transformers' modules.
     """
 
     # Names of the tensors in the folder.
@@ -273,7 +273,7 @@ class _NestedBridge(FamilyBridge):
         return super().provider_bridge(SimpleNamespace(config=decoder))
 
     def build_conversion_tasks(self, hf_pretrained: Megatron, chunks: list[Megatron]) -> Megatron:
-        """Returns Bridge's tasks for loading and export, with the form of names in the folder."""
+        """Returns Bridge's tasks for loading and export, with names as the files have them."""
         self._held = hf_pretrained.state.source.get_all_keys()
         return super().build_conversion_tasks(hf_pretrained, chunks)
 

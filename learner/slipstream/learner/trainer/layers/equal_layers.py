@@ -43,7 +43,7 @@ class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class SumNorm(RMSNorm):
-    """The norm of a residual sum, which is the stream plus the output of attention or an MLP."""
+    """The norm of the residual stream after the output of attention or an MLP was added."""
 
     is_sum = True
 

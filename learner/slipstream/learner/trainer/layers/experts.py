@@ -1,4 +1,4 @@
-"""Mixtures of experts: our own expert layers, and settings and marks for experts of any class.
+"""Mixtures of experts: our own layers, and functions that set up Megatron's experts too.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """

@@ -22,7 +22,7 @@ MOST_SCORES = 1 << 25
 
 @dataclass(frozen=True)
 class LengthSplit:
-    """This rank's place among the context parallel ranks."""
+    """The number of context parallel ranks, and this rank's index among them."""
 
     rank: int
     size: int

@@ -102,10 +102,10 @@ class PixtralTower(Tower):
         self._patch_size: int = settings.vision_config.patch_size
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features [tokens of images with features, hidden size].
+        """Returns the features of all images, one tensor [feature vectors, hidden size] in a list.
 
-        Each image is computed separately, without the mask of all pairs of patches that
-        transformers' forward makes for images together.
+        Each image is computed alone. transformers computes them together, which takes a mask over
+        all pairs of patches.
         """
         parts: Megatron = self.inner
         tower, size = parts.vision_tower, self._patch_size

@@ -211,7 +211,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns the models of these that change in training, as checkpoints store them."""
+        """Returns those of these models that training changes, as checkpoints store them."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model

@@ -104,10 +104,11 @@ def plan_adapters(policy: Policy) -> list[Piece]:
 
 
 def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
-    """Returns PEFT's name of a factor, lora_A or lora_B, of the matrix `name` in the files.
+    """Returns PEFT's name of a factor of the adapter on the matrix `name`.
 
-    PEFT uses the names of transformers' modules. For the decoder of a model with vision they differ
-    from the names in the files.
+    `factor` is lora_A or lora_B; `name` is a name in the model's files. PEFT uses the names of
+    transformers' modules, which differ from those in the files for the decoder of a model with
+    vision.
     """
     path = name.removesuffix("weight")
     if has_vision:

@@ -93,7 +93,8 @@ class Published:
 
         `adapters_alone`: whether the base matrices are left out. `delta` is the last `offer`: only
         its changed elements are sent. `is_publish`: see `WeightStream.run`. If adapters are
-        published separately, the last two are ignored: buckets are filled whole, for a publish.
+        published separately, `delta` and `is_publish` are ignored: buckets are filled whole, for a
+        publish.
         """
         if not self._adapters:
             return self.weights.run(send, delta=delta, is_publish=is_publish)

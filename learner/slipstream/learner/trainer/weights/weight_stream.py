@@ -142,7 +142,7 @@ class WeightStream:
     def __init__(
         self, policy: Policy, filling: Filling, *, bucket_bytes: int, delta: DeltaSetting = "off"
     ) -> None:
-        """Prepares the buckets; `delta` says where those last sent are kept, or "off"."""
+        """Prepares the buckets; `delta` says where the last sent buckets are kept, or "off"."""
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))

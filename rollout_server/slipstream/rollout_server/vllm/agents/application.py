@@ -93,7 +93,10 @@ class PromptRenderer:
         *,
         template: str | None = None,
     ) -> None:
-        """`images` is None for a model without vision, `template` for the tokenizer's own."""
+        """`images` is None for a model without vision.
+
+        With `template` None the tokenizer's own template is used.
+        """
         self._inner = renderer
         self._images = images
         # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
@@ -236,7 +239,7 @@ def _refusals() -> Iterator[None]:
 def without_images(
     messages: Sequence[Mapping[str, Any]], *, sees_images: bool
 ) -> tuple[list[Mapping[str, Any]], list[list[bytes]]]:
-    """Returns the messages with a mark in place of each image, and each message's list of images.
+    """Returns the messages with a placeholder for each image, and each message's list of images.
 
     Raises ValueError for a part that is neither text nor an image in a data URL, or for an image
     unless the model `sees_images`.

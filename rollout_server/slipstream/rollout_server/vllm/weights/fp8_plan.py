@@ -230,7 +230,7 @@ class _Landing:
 
 
 class Fp8Replay(Replay):
-    """Makes the copies of a plan and quantises; without quantised matrices, like a `Replay`."""
+    """Makes the copies of a plan and quantises; works like a `Replay` if no matrix is quantised."""
 
     def __init__(
         self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
