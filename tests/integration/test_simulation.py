@@ -16,7 +16,10 @@ from support.rigs.completed import python
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = 2000
 # Beyond those: each broke a rule once.
-BROKEN = (4181, 9012, 9460, 15279, 17021, 22093, 22924, 25886)
+BROKEN = (
+    *(4181, 9012, 9460, 10897, 15279, 17021, 22093, 22924, 25886),
+    *(44345, 50067, 64486, 77180, 78626, 89599, 89925),
+)
 # Continuous integration spreads the parts over its processes.
 PARTS = 5
 

@@ -18,7 +18,12 @@ from slipstream.core.errors import RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.controller_client import ControllerClient, Stop, read_order
+from slipstream.learner.trainer.controller_client import (
+    TERMINATED,
+    ControllerClient,
+    Stop,
+    read_order,
+)
 from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
 from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.protocol.codec import pack_logprobs, pack_tokens, version_from_pb, version_to_pb
@@ -221,7 +226,7 @@ class SimulatedTrainer:
         self._truth.checkpoint = (self.version, self.weights)
         self.is_leaving = True
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(keep=order.reason == TERMINATED)
         path = "" if order.without_model else "checkpoints/final"
         self.client.finish(pb.TrainerGoodbye(weight_digest=self.weights, export_path=path))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import heapq
+import math
 import random
 import secrets
 import time
@@ -204,7 +205,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, call: Any, *args: Any, context: contextvars.Context | None = None
     ) -> _Timer:
-        return self.call_at(self.now_s + delay, call, *args, context=context)
+        when = self.now_s + delay
+        if delay > 0.0 and when == self.now_s:
+            # Time passes, as for whoever waits again and again for what rounding leaves.
+            when = math.nextafter(when, math.inf)
+        return self.call_at(when, call, *args, context=context)
 
     def _run_once(self) -> None:
         """Runs until `stop`, instead of once: most rounds make a single call."""
@@ -227,6 +232,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 timer = heapq.heappop(timers)
                 timer.is_scheduled = False
                 ready.append(timer)
+                self.now_s = max(self.now_s, float(timer))
             self._num_calls += len(ready)
             if self._num_calls > MAX_CALLS:
                 raise RunStuck(f"the run does not end in {MAX_CALLS} calls")

@@ -643,7 +643,7 @@ class World:
         process = self.processes.get("trainer")
         if process is None or not process.is_alive:
             return False
-        process.run(self.trainer.client.stop, "the trainer was told to terminate")
+        process.run(self.trainer.client.stop, controller_client.TERMINATED)
         return True
 
     def fault_stopped_process(self) -> bool:

@@ -45,6 +45,8 @@ RETRY_S = 30.0
 RETRY_PAUSE_S = 0.5
 # Longest pause between two attempts to register while another trainer has the place.
 PLACE_PAUSE_S = 5.0
+# The reason of a stop order that comes from SIGTERM: the run may go on with another trainer.
+TERMINATED = "the trainer was told to terminate"
 
 
 class ControllerClient:
@@ -104,6 +106,11 @@ class ControllerClient:
             time.sleep(backoff.take_s())
         self._epoch = ((TRAINER_EPOCH, str(welcome.trainer_epoch)),)
         return welcome
+
+    @property
+    def epoch(self) -> str:
+        """The epoch of the newest registration, or "" before the first one."""
+        return self._epoch[0][1] if self._epoch else ""
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:

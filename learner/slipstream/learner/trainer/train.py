@@ -26,6 +26,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
 from slipstream.learner.trainer.controller_client import (
+    TERMINATED,
     ControllerClient,
     Order,
     Stop,
@@ -158,7 +159,6 @@ class ProfileWindow:
 
 # Largest number of groups in a report; if more are faulty, all of the batch are set aside.
 MAX_NAMED_GROUPS = 4096
-TERMINATED = "the trainer was told to terminate"
 
 
 class StartAgain(Exception):  # noqa: N818
@@ -401,7 +401,7 @@ class Trainer:
             export_path = str(target)
         self._publisher.abort()
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(keep=order.reason == TERMINATED)
         if self._ranks.is_main:
             self._client.finish(
                 trainer_pb2.TrainerGoodbye(weight_digest=self._digest, export_path=export_path)

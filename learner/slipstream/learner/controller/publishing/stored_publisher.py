@@ -51,8 +51,6 @@ class StoredPublisher:
         self._fleet, self._run, self._tasks = fleet, run, tasks
         self._settings, self._deliveries = run.config.weights, deliveries
         self._newest: trainer_pb2.StoredReport | None = None
-        # Whether `_newest` is of a trainer before this one, which may have removed it as it left.
-        self._is_earlier = False
         # Folder of the version that the trainer writes; "" if it writes none.
         self._ordered = ""
         self._num_orders, self._num_publishes = 0, 0
@@ -63,10 +61,6 @@ class StoredPublisher:
         self._loads: Counter[ServerKey] = Counter()
         # By server: the version of the newest warning that it is too old for a lease.
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
-
-    def trainer_joined(self) -> None:
-        """Lets a new trainer write the newest version again; servers may fetch the old copy."""
-        self._is_earlier = True
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
         """Returns the order to write the trainer's version; None if no server needs it now."""
@@ -89,7 +83,7 @@ class StoredPublisher:
             if report.error:
                 self._write_failed(report)
             else:
-                self._failed, self._newest, self._is_earlier = 0, report, False
+                self._failed, self._newest = 0, report
                 self._deliveries.totals.stored(report)
                 self._run.signal.notify()
         needed = {each.stored.key for each in self._fetches.values()}
@@ -118,13 +112,10 @@ class StoredPublisher:
         return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:
-        """Whether `version` is the run's newest and the present trainer has not written it yet."""
-        progress = self._run.progress
-        if version != progress.version:
+        """Whether `version` is the run's newest and is not in storage yet."""
+        if version != self._run.progress.version:
             return False
-        if self._newest is None or self._is_earlier:
-            return True
-        return version_from_pb(self._newest.version) != version
+        return self._newest is None or version_from_pb(self._newest.version) != version
 
     def _is_due(self, session: ServerSession, newest: trainer_pb2.StoredReport) -> bool:
         is_busy = session.key in self._fetches or session.key in self._fleet.pinned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -234,6 +234,8 @@ class RunHistory:
     set_aside_in_a_row: int = 0
     # Open groups that a set-aside batch held; its file has all their trajectories.
     put_back: dict[GroupId, RecordedBatch] = field(default_factory=dict)
+    # The groups of the newest batch, which may be put back.
+    batched: dict[GroupId, OpenGroup] = field(default_factory=dict)
 
     @property
     def next_step(self) -> int:
@@ -375,11 +377,13 @@ class RunHistory:
             # Training continued under other settings. The batch before was being written.
             self.solved = ""
         self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
+        self.batched.clear()
         for name in record["groups"]:
             group_id = GroupId(name)
             group = self.open_groups.pop(group_id, None)
             if group is None:
                 raise ProtocolError(f"the batch of step {step + 1} holds {name}, which is not open")
+            self.batched[group_id] = group
             self.trained_in.add(group_id, step)
             self.put_back.pop(group_id, None)
             self.environments[group.environment].accepted += 1
@@ -403,13 +407,12 @@ class RunHistory:
             self.trained_in.discard(GroupId(group_id))
             history = self.environments[environment]
             history.accepted, history.failed = history.accepted - 1, history.failed + 1
-        for group_id, environment, task, seed in record["put_back"]:
+        for group_id, environment, *_ in record["put_back"]:
             self.trained_in.discard(GroupId(group_id))
             self.environments[environment].accepted -= 1
             self.put_back[GroupId(group_id)] = batch
-            self.open_groups[GroupId(group_id)] = OpenGroup(
-                GroupId(group_id), environment, task, seed, deadline_step=step
-            )
+            group = self.batched[GroupId(group_id)]
+            self.open_groups[group.group_id] = replace(group, deadline_step=step)
         for trajectory_id in record["ids"]:
             self.ended.add(TrajectoryId(trajectory_id))
         self.ends[TrajectoryEnd.SET_ASIDE] += record["tokens"]

@@ -275,7 +275,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
-        self._stored.trainer_joined()
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
         self._orders.trainer_version = self._former.identify(version, request.weight_digest.hex())

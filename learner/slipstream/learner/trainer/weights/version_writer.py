@@ -75,6 +75,8 @@ class VersionWriter:
         self._run = ""
         # The newest version and its deltas, on rank 0; empty if the next version must be whole.
         self._chain: list[weights_pb2.StoredLink] = []
+        # The epoch of the registration under which the chain was written, on rank 0.
+        self._epoch = ""
         # On rank 0: all keys that a manifest of this trainer names, by the manifest's key.
         self._named: dict[str, set[str]] = {}
 
@@ -125,21 +127,27 @@ class VersionWriter:
             )
         return self._objects
 
-    def close(self) -> None:
-        """Ends the writing; rank 0 removes everything of this run from the storage."""
+    def close(self, *, keep: bool = False) -> None:
+        """Ends the writing; unless `keep`, rank 0 removes everything of this run from the storage.
+
+        With `keep` the run may go on, and servers may still fetch a version.
+        """
         self._abandoned.set()
         if self._thread is not None:
             self._thread.join()
-        if self._ranks.is_main and self._run:
-            self._remove(self._run, set(), Until.after(_CLOSE_LIMIT_S))
+        if self._ranks.is_main and self._run and not keep:
+            until = Until.after(_CLOSE_LIMIT_S)
+            self._remove(self._keys(self._run, until), until)
 
     def _is_whole(self) -> bool:
         """Whether the next version is stored whole, not as a delta to the version before it.
 
         It is whole if there is no chain of deltas yet, or if the chain has `whole_every` versions.
         It is whole, too, if the chain's deltas are together as large as the whole version at its
-        beginning.
+        beginning, or after a new registration: another trainer may have removed the chain.
         """
+        if self._epoch != self._client.epoch:
+            self._epoch, self._chain = self._client.epoch, []
         size = sum(_num_bytes(link) for link in self._chain[1:])
         is_long = len(self._chain) >= self._whole_every
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])
@@ -184,7 +192,8 @@ class VersionWriter:
                 return
             report.error = cause
             # The objects of the failed version would keep a full disk full.
-            self._remove(report.folder, set(), Until.after(_CLOSE_LIMIT_S, self._abandoned))
+            until = Until.after(_CLOSE_LIMIT_S, self._abandoned)
+            self._remove(self._keys(report.folder, until), until)
         report.write_s = time.monotonic() - started_s
         self._report(report, until)
 
@@ -227,7 +236,13 @@ class VersionWriter:
         return weights_pb2.StoredLink.FromString(data)
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
-        """Reports to the controller, and removes objects that no needed manifest names."""
+        """Reports to the controller, and removes objects that no needed manifest names.
+
+        The objects are listed before the report. A trainer writes only while it holds the place in
+        the run, and the controller accepts the report only from the trainer that holds it: no
+        listed object belongs to a later trainer.
+        """
+        found = [] if report.error else self._keys(self._run, until)
         try:
             receipt = self._client.report_stored(report)
         except RunFailed as error:
@@ -242,13 +257,21 @@ class VersionWriter:
         if not needed <= self._named.keys():
             # A server still fetches what an earlier trainer wrote, of which only it has the keys.
             return
-        self._remove(self._run, set().union(*self._named.values()), until)
+        kept = set().union(*self._named.values())
+        self._remove([key for key in found if key not in kept], until)
 
-    def _remove(self, folder: str, kept: set[str], until: Until) -> None:
-        """Removes all objects in `folder` that are not `kept`."""
+    def _keys(self, folder: str, until: Until) -> list[str]:
+        """Returns the keys of all objects in `folder`; if storage fails, warns and returns []."""
         try:
-            found = self._storage.keys(folder, until)
-            self._storage.remove([key for key in found if key not in kept], until)
+            return self._storage.keys(folder, until)
+        except WeightSyncError as error:
+            logger.warning("old versions stay in storage: %s", error)
+            return []
+
+    def _remove(self, keys: list[str], until: Until) -> None:
+        """Removes objects; warns if storage fails."""
+        try:
+            self._storage.remove(keys, until)
         except WeightSyncError as error:
             logger.warning("old versions stay in storage: %s", error)
 

@@ -396,21 +396,6 @@ async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
         assert again.folder != order.folder
 
 
-async def test_a_new_trainer_writes_again_what_the_one_before_it_may_have_removed(run: Run):
-    async with far_away(run) as scene:
-        first = scene.write()
-        assert scene.ask() is None
-        scene.publisher.trainer_joined()
-        # Servers may fetch the first until the second is there.
-        question = await scene.asked(scene.far)
-        assert question.stored.key == f"{first.folder}/manifest"
-        again = scene.ask()
-        assert again is not None
-        assert scene.written(again) == sorted(f"{o.folder}/manifest" for o in (first, again))
-        assert scene.ask() is None
-        await scene.loads(scene.far, question.publish_id)
-
-
 async def test_a_publish_of_the_trainer_leaves_servers_that_read_storage_alone(run: Run) -> None:
     async with far_away(run) as scene:
         assert scene.scene.publisher.due() == [scene.near]

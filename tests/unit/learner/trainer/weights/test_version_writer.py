@@ -1,5 +1,6 @@
 """Versions that two trainer ranks write to storage: whole ones, chains, failures, what is left."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class Client:
     def __init__(self) -> None:
         self.reports: list[trainer_pb2.StoredReport] = []
         self.needed: list[str] = []
-        self.is_away = False
+        self.is_away, self.epoch = False, "1"
 
     def report_stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
         if self.is_away:
@@ -361,6 +362,53 @@ def test_a_version_that_the_controller_never_heard_of_is_no_base(tmp_path: Path)
     *_, report = trainer.write(same, away, back)
     assert report.num_bytes == len(trainer.contents[0])
     assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
+
+
+def test_after_a_new_registration_the_next_version_is_whole(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "s")
+
+    def another_trainer_had_the_place() -> None:
+        trainer.client.epoch = "2"
+        shutil.rmtree(tmp_path / "s" / "run")
+        trainer.few()
+
+    *_, report, next_one = trainer.write(
+        same, trainer.few, another_trainer_had_the_place, trainer.few
+    )
+    whole = len(trainer.contents[0])
+    assert report.num_bytes == whole > next_one.num_bytes
+    assert trainer.fetched(next_one, tmp_path / "a") == trainer.contents[-1]
+
+
+def test_what_another_trainer_writes_after_the_report_stays(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "s")
+    later = tmp_path / "s" / "run" / "1-7" / "0-00000"
+    report_stored = trainer.client.report_stored
+
+    def taken_over(report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
+        later.parent.mkdir()
+        later.write_bytes(b"of the trainer that has the place now")
+        return report_stored(report)
+
+    trainer.client.report_stored = taken_over  # type: ignore[method-assign]
+    trainer.write(same)
+    assert later.exists()
+
+
+def test_a_trainer_that_leaves_a_run_that_goes_on_leaves_its_version(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "s")
+
+    def on_rank(ranks: ThreadRanks) -> None:
+        _, writer = trainer.opened(ranks)
+        writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
+        assert writer._thread is not None
+        writer._thread.join()
+        ranks.gather_bytes(b"")
+        writer.close(keep=True)
+
+    run_ranks(2, on_rank)
+    (report,) = trainer.client.reports
+    assert trainer.fetched(report, tmp_path / "a")
 
 
 def test_at_the_end_nothing_of_the_run_is_left(tmp_path: Path) -> None:
