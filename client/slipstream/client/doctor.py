@@ -135,7 +135,7 @@ async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """Returns the last line: how many problems and hints there are."""
+    """Returns the last line of the doctor's text: how many problems and hints there are."""
     problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
     hints = sum(found.verdict is Verdict.ADVICE for found in findings)
     what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"

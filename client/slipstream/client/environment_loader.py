@@ -41,7 +41,7 @@ def environment_failed(cause: str) -> EnvironmentFailed:
 
 
 def describe(error: BaseException) -> str:
-    """Returns type, message and place of an exception, in one line."""
+    """Returns type and message of an exception and the line that raised it, as one line of text."""
     text = str(error).split("\n", 1)[0]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The traceback ends where Python reads modules, not at the mistake.
@@ -173,7 +173,7 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
-    """Returns file, line and function of the innermost frame, of an environment's code if possible.
+    """Returns file, line and function of the innermost frame, if possible in an environment's code.
 
     `frames` begins with the innermost one. Returns "" without frames.
     """

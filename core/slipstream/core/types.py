@@ -280,7 +280,7 @@ class RoutedExperts:
     def of_parts(
         cls, parts: Sequence[npt.NDArray[np.unsignedinteger]], num_experts: int, *, num_tokens: int
     ) -> RoutedExperts:
-        """Joins the experts of consecutive tokens from the first on; the rest is "not recorded"."""
+        """Joins the experts of consecutive tokens from the first on; others are "not recorded"."""
         dtype = expert_dtype(num_experts)
         recorded = np.concatenate(parts).astype(dtype)
         missing = num_tokens - len(recorded)

@@ -76,7 +76,7 @@ class Demonstrations(Environment[Conversation]):
         return ResetResult(task[0].messages, reply=task[0].reply)
 
     def step(self, reply: str) -> StepResult:
-        """Returns the next turn, or reward 1 after the last; `reply` is the demonstrated one."""
+        """Returns the next turn, or reward 1 after the last turn; `reply` is a demonstrated one."""
         if not self._left:
             return StepResult(reward=1.0)
         turn = self._left.pop(0)

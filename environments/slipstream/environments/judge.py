@@ -160,7 +160,7 @@ class Judge:
         return self._read(choice.message.content or "")
 
     def share(self, score: float) -> float:
-        """Returns the place of a score between `lowest` (0) and `highest` (1)."""
+        """Returns a score scaled so that `lowest` is 0 and `highest` is 1."""
         return (score - self._lowest) / (self._highest - self._lowest)
 
     def _read(self, text: str) -> float:

@@ -236,7 +236,7 @@ def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
 
 
 def message_of(cell: Cell, where: str) -> Message:
-    """Returns the message in one object of a column; `where` names its place in errors.
+    """Returns the message in one object of a column; `where` names the object in errors.
 
     Raises ConfigError if its role or content is no text.
     """

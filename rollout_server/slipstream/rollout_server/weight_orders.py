@@ -1,8 +1,8 @@
 """The publish orders of the controller, carried out on this server's engine one after the other.
 
-Consumes: prepare, receive, commit, abort, verdict, rest, wake. Produces: one report for each order
-except abort, verdict and wake. Waits for: the next order, the engine. Unblocked by: the controller,
-the engine's deadlines, the limit of a verdict.
+Consumes: the orders prepare, receive, commit, abort, verdict, rest and wake. Produces: one report
+for each order except abort, verdict and wake. Waits for: the next order, the engine. Unblocked by:
+the controller, the engine's deadlines, the limit of a verdict.
 """
 
 import asyncio

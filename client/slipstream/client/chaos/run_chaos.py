@@ -488,7 +488,7 @@ class Chaos:
 
 
 class JournalTail:
-    """Reads the records that were added to a journal since the last look."""
+    """Reads the records that were added to a journal since the last call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The settings of the reference and critic models, and checks of each like those of a policy."""
+"""The settings of the reference and critic models, each checked like the policy's."""
 
 import contextlib
 import json

@@ -97,7 +97,7 @@ class ModelSizes:
 
     @property
     def family(self) -> Family:
-        """The record of the model's class; that of a plain decoder for an unknown class."""
+        """The record of the model's class, or a plain decoder's record for an unknown class."""
         return FAMILIES.get(self.architecture, Family())
 
     @property

@@ -77,7 +77,7 @@ class EnvironmentAlgorithmSection(_Settings):
         return algorithm.model_copy(update=own)
 
     def refusal(self, algorithm: AlgorithmSection) -> str:
-        """Returns the rule that this table breaks when put over `algorithm`, or "" if none."""
+        """Returns the rule that this table over `algorithm` breaks, or "" if it breaks none."""
         own = self.over(algorithm)
         if (own.advantage == "gae") != (algorithm.advantage == "gae"):
             return (

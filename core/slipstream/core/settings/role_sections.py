@@ -127,7 +127,7 @@ RoleSection: TypeAlias = ReferenceSection | CriticSection
 
 
 def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
-    """Returns the learner's settings with the role's own settings over them."""
+    """Returns the learner's settings, some of them replaced by the role's own."""
     return learner.model_copy(update=_own(role))
 
 

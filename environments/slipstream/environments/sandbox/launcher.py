@@ -132,7 +132,7 @@ def _readable(plan: Plan) -> list[str]:
 def _watched(wait: Callable[[], int], plan: Plan) -> int:
     """Returns the program's status; kills this launcher if the program exceeds a limit.
 
-    The limits are those of time and of the folder.
+    It checks the limits of time and of the folder.
     """
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
@@ -156,7 +156,7 @@ def _end_for(plan: Plan, limit: str) -> NoReturn:
 
 
 def _exceeded(folder: str, limits: Limits) -> str:
-    """Returns the name of the limit that the files below `folder` exceed, or "" if none."""
+    """Returns the name of the limit that files below `folder` exceed, or "" if they exceed none."""
     taken, entries = 0, 0
     folders = [folder]
     while folders:

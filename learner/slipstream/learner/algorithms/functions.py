@@ -86,7 +86,7 @@ class Function:
             raise self.fault(_describe(error), where) from error
 
     def check_reports(self, names: Iterable[str], where: str) -> None:
-        """Raises RunFailed if the name of a report is malformed or that of another metric."""
+        """Raises RunFailed if a report's name is malformed or is already the name of a metric."""
         for name in names:
             if _REPORT.fullmatch(name) is None:
                 raise self.fault(f"the report {name} needs a name of a-z, 0-9, _ and /", where)
@@ -275,7 +275,7 @@ def _of_tokens(
 
 
 def _describe(error: BaseException) -> str:
-    """Returns type, message and place of an error as one line of text."""
+    """Returns type and message of an error, and the code line where it was raised, in one line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     text = " ".join(str(error).split())

@@ -34,8 +34,8 @@ class Severity(Enum):
 class Signal:
     """A signal that wakes all tasks that wait for the state to change.
 
-    Waits for: nothing. Unblocked by: `notify`. A waiter checks its condition again after each
-    wake-up.
+    Unblocked by: `notify`, or the time limit of a wait. A waiter checks its condition again after
+    each wake-up.
     """
 
     def __init__(self) -> None:

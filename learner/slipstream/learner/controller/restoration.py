@@ -107,7 +107,7 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the token counts of the server `lost`, with those of its judges and its gaps.
+    """Journals the token counts of the server `lost`, and how they differ from the controller's.
 
     Without `lost`, journals the counts of all connected servers that changed since the last record.
     After a crash a controller cannot ask the engines for these counts.

@@ -155,7 +155,7 @@ class Results:
         )
 
     async def watch_ledger(self) -> None:
-        """Adds an error event for each new gap of the ledger, until the task is cancelled."""
+        """Adds an error event for each hand-over whose counts begin to differ, until cancelled."""
         while True:
             await asyncio.sleep(LEDGER_S)
             self._tell_gaps()

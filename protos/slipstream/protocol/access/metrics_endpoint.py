@@ -178,7 +178,7 @@ class MetricsEndpoint:
         await writer.wait_closed()
 
     async def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
-        """Returns HTTP status, content type and body."""
+        """Returns HTTP status, content type and body of the answer."""
         plain = "text/plain; charset=utf-8"
         headers = dict(request.headers)
         if self._expected is not None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def role_token(token: str, role: str) -> str:
-    """Returns the token of `role`; `token` is the run's token or already that of the role."""
+    """Returns the token of `role`; `token` is the run's token, or already the role's."""
     if role_of(token) == role:
         return token
     return f"{role}.{hmac.digest(token.encode(), f'slipstream {role}'.encode(), 'sha256').hex()}"

@@ -55,7 +55,7 @@ class EmbeddedServer(AsyncClosing):
 
     @property
     def address(self) -> str:
-        """The URL without user and password."""
+        """The server's URL without user and password."""
         return f"unix://{quote(str(self._socket))}"
 
     def password_file(self, user: str) -> Path:
@@ -63,7 +63,7 @@ class EmbeddedServer(AsyncClosing):
         return self._folder / f"valkey.{user}.password"
 
     def url(self, user: str = CONTROLLER.user) -> str:
-        """Returns the URL for a user, with the password."""
+        """Returns the server's URL with a user and the user's password."""
         entries = {"username": user, "password": self.password_file(user).read_text()}
         return f"{self.address}?{urlencode(entries)}"
 

@@ -37,7 +37,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """The place of a whole tensor in its bucket."""
+    """A whole tensor, and the offset of its bytes in its bucket."""
 
     tensor: TensorSpec
     offset_bytes: int

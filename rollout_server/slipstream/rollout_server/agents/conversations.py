@@ -76,7 +76,7 @@ class AgentCall:
 
 @dataclass(eq=False)
 class _Node:
-    """The place of one message in the tree.
+    """One message in the tree of conversations.
 
     Its turns are the replies to conversations that consist of the messages from the root to here.
     """

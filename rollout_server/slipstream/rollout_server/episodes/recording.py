@@ -200,7 +200,7 @@ class Recording:
         self.run_lengths.append(len(token_ids))
 
     def _place(self, images: Sequence[PlacedImage]) -> None:
-        """Records the places of images in the tokens that are appended next.
+        """Records where images lie in the tokens that are appended next.
 
         The offsets of `images` count from the start of these tokens.
         """

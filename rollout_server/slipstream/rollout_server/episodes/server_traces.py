@@ -20,7 +20,7 @@ class ServerTraces:
     """Sends the spans of training episodes and of publishes; sends nothing without `traces`."""
 
     def __init__(self, traces: Traces | None = None, server: str = "") -> None:
-        """Takes the exporter of spans, None for none, and the name of this rollout server."""
+        """Takes the exporter of spans, if there is one, and the name of this rollout server."""
         self._traces, self._server = traces, server
 
     def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:

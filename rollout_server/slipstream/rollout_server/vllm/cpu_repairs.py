@@ -59,7 +59,7 @@ class SharedTextProposer:
         """Implements vLLM's method; loads nothing."""
 
     def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
-        """Returns the places in a row after which a whole draft follows only since this step.
+        """Returns the positions in a row after which a whole draft follows since this step.
 
         If the row has a new request, they are among its last `PROMPT_TOKENS` tokens.
         """

@@ -52,7 +52,7 @@ class ImagesAlone:
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Returns the number of tokens of the largest image."""
+        """Returns the most tokens that one image can have."""
         processor = load_processor(self.ctx.model_config.model)
         return {"image": min(seq_len, processor.max_tokens)}
 

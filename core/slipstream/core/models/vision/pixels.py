@@ -46,7 +46,7 @@ class ImageProcessor:
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens of the largest image."""
+        """The most tokens that one image can have."""
         side = int(self.inner.patch_size) * self.merge
         return int(self.inner.size["longest_edge"]) // side**2
 

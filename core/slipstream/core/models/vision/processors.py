@@ -43,7 +43,7 @@ class PixtralProcessor(ImageProcessor):
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens of the largest image."""
+        """The most tokens that one image can have."""
         side = math.ceil(self._longest / self._square)
         return side * (side + 1)
 

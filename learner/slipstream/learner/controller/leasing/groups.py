@@ -72,7 +72,7 @@ class Group:
 
     @property
     def running(self) -> list[int]:
-        """The members that the holder runs or will run."""
+        """The members that the server with the lease runs or will run."""
         return [member for member in self.missing if member not in self.ended]
 
     def may_end(self, epoch: int, attempt: int) -> bool:
@@ -122,11 +122,11 @@ class Group:
 
     @property
     def next_attempt(self) -> int:
-        """The first attempt number that no holder has used."""
+        """The first attempt number that no server has used."""
         return max(self.unused_attempt, max(self.attempts.values(), default=-1) + 1)
 
     def in_order(self) -> list[Trajectory]:
-        """The trajectories, sorted by member."""
+        """The group's received trajectories, sorted by member."""
         return [self.finished[member] for member in sorted(self.finished)]
 
 

@@ -258,7 +258,7 @@ class LeaseBook:
         return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
-        """Gives an orphan to another server."""
+        """Gives an orphan, a group without a server, to another server."""
         group.holder, group.closed = holder, False
         group.num_leases += 1
         group.first_attempt = group.next_attempt

@@ -1,7 +1,7 @@
 """Lets engines rest (sleep) while the learner trains on their device.
 
 Consumes: the moments at which the trainer begins and ends a step, the answers of servers. Produces:
-orders to rest and to wake. Waits for: the rest of all engines, before the trainer gets its batch.
+orders to rest and to wake. Waits for: all engines to rest, before the trainer gets its batch.
 Unblocked by: the answer, the loss of the server, or `weights.join_deadline_s`, after which the
 controller ends the server's stream.
 """

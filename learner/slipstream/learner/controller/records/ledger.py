@@ -196,7 +196,7 @@ def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Amount:
 
 
 def _line(place: str, gap: Amount) -> str:
-    """Describes a gap: the hand-over, and the trajectories and tokens that are lost or double."""
+    """Describes a difference of counts: the hand-over, and what was lost or counted twice there."""
     number = abs(gap.trajectories)
     noun = "trajectory" if number == 1 else "trajectories"
     fault = "lost" if sum(gap) > 0 else "twice"

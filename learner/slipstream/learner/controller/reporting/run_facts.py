@@ -54,7 +54,7 @@ class RunTotals:
         }
 
     def shares(self) -> dict[str, JsonValue]:
-        """Returns shares of the trainer's and the servers' time; a party without data has none."""
+        """Returns how trainer and servers spent their time, in shares; skips one without data."""
         found: dict[str, JsonValue] = {}
         if step_s := self._sums["step_s"]:
             trainer = {TRAINER_PARTS[name]: self._sums[name] / step_s for name in TRAINER_PARTS}

@@ -154,7 +154,7 @@ class ServerEpochs:
         count.receive(tokens, Amount() if count is self._folded else sent)
 
     def count(self, key: ServerKey) -> EpochCount:
-        """Returns the count for a server's tokens: its own, or the sum of old epochs."""
+        """Returns a server's count of tokens; for an old epoch, the sum over all old epochs."""
         return self.connected.get(key) or self._departed.get(key) or self._folded
 
     def counts(self) -> Iterator[EpochCount]:
@@ -164,7 +164,7 @@ class ServerEpochs:
         yield self._folded
 
     def gaps(self) -> Iterator[tuple[str, ServerKey, Amount]]:
-        """Yields (hand-over, server, gap) for each hand-over at which the two counts differ."""
+        """Yields (hand-over, server, difference) for each hand-over whose two counts differ."""
         for counts in (self.connected, self._departed):
             for key, count in counts.items():
                 for name, gap in count.gaps.items():

@@ -294,7 +294,7 @@ class EarlierIds:
 
 
 class Inspector:
-    """Decides which deliveries are new trajectories of this run and settles all others."""
+    """Decides which deliveries are new trajectories of this run; settles all other deliveries."""
 
     def __init__(
         self,

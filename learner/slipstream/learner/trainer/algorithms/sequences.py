@@ -319,7 +319,7 @@ def _sides_of(trajectory: Trajectory) -> list[Side]:
 
 
 def _joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> TokenAdvantages:
-    """Returns the advantages of an episode's sampled tokens from those of its sides."""
+    """Returns the advantages of all sampled tokens of an episode, joined from its sides' ones."""
     advantages = np.zeros(num_tokens)
     returns = None if sides[0][1].returns is None else np.zeros(num_tokens)
     for side, found in sides:

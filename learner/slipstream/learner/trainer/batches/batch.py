@@ -36,7 +36,7 @@ class Batch:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """The index of its trajectory for each sequence."""
+        """The index of the trajectory that each sequence belongs to."""
         return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
 
     def lengths(self) -> list[int]:

@@ -464,7 +464,7 @@ def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
 
 
 def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -> Tree:
-    """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
+    """Returns the state dict for `optimizer`, which `load` reads from the other kind's files.
 
     `wanted` is the optimizer's own sharded state, `saved` the structure around the saved tensors.
     Settings of the parameter groups come from `wanted`, the number of steps and the loss scale from

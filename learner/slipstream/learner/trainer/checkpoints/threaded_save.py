@@ -120,7 +120,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return results
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        """Returns each item's place in the file, or the failure."""
+        """Returns each item's position in the file, or the error of `write`."""
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -258,7 +258,7 @@ class Vision:
 
 
 class _NestedBridge(FamilyBridge):
-    """A mixin that makes the recipe of a text model fit a vision model with this decoder.
+    """A mixin that makes a text model's recipe fit a vision model whose decoder is that model.
 
     It must precede the text model's recipe among the base classes. It renames tensors: those in the
     vision model's files have the published names, or the names of transformers' modules.

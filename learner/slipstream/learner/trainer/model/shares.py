@@ -63,7 +63,7 @@ def masked_outputs(
 ) -> list[LogprobArray]:
     """Returns for each sequence the float32 outputs where its loss mask is set; on every rank.
 
-    Collective; `width` and messages are those of `batch_outputs`.
+    Collective; `width` and the messages between ranks are as in `batch_outputs`.
     """
     ranks = model.ranks
     wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)

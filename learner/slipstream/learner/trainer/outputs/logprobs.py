@@ -270,7 +270,7 @@ class _WeightGrad:
         self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
 
     def total(self) -> Tensor:
-        """Returns the sum in the weight's type."""
+        """Returns the summed gradient in the weight's type."""
         assert self._sum is not None
         return self._sum.to(self._weight.dtype)
 
@@ -306,7 +306,7 @@ def defer_projection(model: Megatron) -> None:
 
 
 def output_weight(model: Megatron) -> Tensor:
-    """Returns this rank's rows of the projection, with tied weights those of the embedding."""
+    """Returns this rank's rows of the output projection, or of the embedding if they are tied."""
     if model.share_embeddings_and_output_weights:
         shared: Tensor = model.shared_embedding_or_output_weight()
         return shared

@@ -106,7 +106,7 @@ def reference_logprobs(
     """Returns each trajectory's log-probabilities, of sampled tokens and of the most likely ones.
 
     The most likely tokens are `reference.top_k` at each position. The layout of `model` must be in
-    force; collective, with the messages of `batch_outputs`.
+    force; collective, with the same messages between ranks as `batch_outputs`.
     """
     top_k = settings.reference.top_k if settings.reference is not None else 0
     forward = functools.partial(
@@ -211,7 +211,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns those of these models that training changes, as checkpoints store them."""
+        """Returns reference and critic, if training changes them, as checkpoints store them."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model

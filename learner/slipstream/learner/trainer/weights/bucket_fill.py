@@ -221,7 +221,7 @@ class _Step:
 
 
 class PlannedFilling:
-    """Gathers each parameter from the ranks with its first copy on the lead rank, which sends it.
+    """Gathers the first copy of each parameter on one of its ranks, the lead, which sends it.
 
     Besides the lanes, each rank of a group needs memory for its part of a bucket, and the lead also
     for the parts of the others.

@@ -51,7 +51,7 @@ class Fp8Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns."""
+        """The numbers of rows and columns of the matrix."""
         rows, columns = self.weight.shape
         return rows, columns
 

@@ -242,7 +242,7 @@ class LoaderUpdate:
     ) -> None:
         """Receives all buckets, each within its deadline, and passes their tensors to the model.
 
-        The first `num_weights` buckets hold weights; `keep_adapters` takes the others.
+        The first `num_weights` buckets hold weights; `keep_adapters` takes the other buckets.
         """
         self.check = None if plan is None else Fp8Check(plan, self.parameters)
         waiting_s = time.perf_counter()
