@@ -143,7 +143,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
-    """Raises ConfigError while a process holds the lock of `path`; a missing file is unlocked.
+    """Raises ConfigError while a process holds the lock of `path`; a missing file has none.
 
     A free lock is released at once, so that the command that writes the folder can take it.
     """

@@ -243,7 +243,7 @@ class AgentRun:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raises EpisodeOver in `thread`; it takes effect when its next line of Python runs.
+    """Raises EpisodeOver in `thread`, where the thread's next line of Python runs.
 
     A thread that has ended is left alone: another thread may have its id by now.
     """

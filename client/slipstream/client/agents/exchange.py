@@ -1,8 +1,8 @@
 """The calls of one agent's episode, between its HTTP connections and the rollout server.
 
-Consumes: HTTP requests, the server's commands. Produces: the answers of both.
-Waits for: the next call, the next part of a reply, a reader of that part. Unblocked by: these, a
-client that hangs up, or `end`.
+Consumes: HTTP requests, the server's commands. Produces: answers to both. Waits for: the next call,
+the next part of a reply, a reader of that part. Unblocked by: these, a client that hangs up, or
+`end`.
 """
 
 import asyncio

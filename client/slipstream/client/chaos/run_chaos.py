@@ -1,8 +1,8 @@
 """`slipstream chaos`: a run whose processes are killed, stopped and disconnected.
 
-It starts `slipstream run` as a user does. When that command itself ends, it starts it again, which
-resumes the run. After the last fault it stops the run in order. Then it reads the run's files and
-prints one line of JSON.
+It starts `slipstream run` as a user does. When that command ends too, it is started again, which
+resumes the run. After the last fault the run is stopped in order. Then its files are read, and one
+line of JSON is printed.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The list of all checks before a run starts; most comparisons are in the other modules here.
+"""The list of all checks before a run starts; most comparisons are in other modules of `launch`.
 
 A command stops at the first problem. A dry run makes only the checks that start and call nothing.
 `slipstream doctor` shows the findings of the same checks, or with `--role` those of all checks of

@@ -265,7 +265,7 @@ class RunProcesses:
             )
 
     def keep_queue(self, server: EmbeddedServer) -> None:
-        """Restarts the embedded queue server when it dies; it keeps what it has acknowledged."""
+        """Restarts the embedded queue server when it dies; acknowledged trajectories are kept."""
         keeping = self._told("the queue's server", self._keep_queue(server))
         self._servers["queue"] = asyncio.ensure_future(keeping)
 

@@ -23,8 +23,8 @@ MAX_HEADER_BYTES = 100_000_000
 def missing_files(folder: Path, template: Path | None = None) -> list[str]:
     """Returns one clause for each file or part without which a run cannot load the model.
 
-    `folder` has a config.json. `template` is the chat template file that the settings name, if any:
-    then the tokenizer needs none of its own.
+    `folder` has a config.json. `template` is the chat template file that the settings name, if any;
+    with it the tokenizer needs no template of its own.
     """
     return [*missing_weights(folder, "model.path"), *missing_tokenizer(folder, template)]
 

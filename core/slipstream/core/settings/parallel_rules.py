@@ -3,7 +3,7 @@
 Each function yields one line for each broken rule, with the value and the rule. These rules refuse
 sizes early that Megatron would refuse only when groups, layers or optimizers are made.
 
-`learner.transformer` must not change the model: servers sample from that of config.json. This
+`learner.transformer` must not change the model: servers sample from the model of config.json. This
 module does not import Megatron, so that the rules hold on every machine; a test classifies all
 fields of the tested version.
 """

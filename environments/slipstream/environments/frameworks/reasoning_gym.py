@@ -248,7 +248,7 @@ def _check_options(name: str, config: Mapping[str, Any], library: ModuleType) ->
 
 
 def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
-    """Returns a function that extracts the answer from a reply; it returns None without one."""
+    """Returns a function that extracts the answer from a reply, or returns None if it has none."""
     cuts: dict[str, Callable[[str], str | None]] = {
         "tags": library.utils.extract_answer,
         "whole": str.strip,

@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.functions import filtered, rewarded
 def side_of(branch: Branch) -> str:
     """Returns the side of an episode, such as a player of a game, to which a branch belongs.
 
-    Branches with a reward of their own form one side per name; all others are on side "".
+    Branches with a reward of their own form one side per name; all other branches are on side "".
     """
     return "" if branch.reward is None else branch.name
 

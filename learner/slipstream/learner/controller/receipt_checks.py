@@ -1,9 +1,9 @@
 """Packs a run into a receipt, or checks one; a program that `slipstream receipt` starts.
 
-A check without a model shows that the files are those that were packed, the journal is whole, and
-each version follows from the one before by a batch that keeps the staleness bound. It also shows
-that the ledger closes and that the rewards in the metrics are those of the trained trajectories.
-Only a replay shows that the digests are those of the weights.
+A check without a model shows that the files are those that were packed and the journal is whole.
+Each version must follow from the one before, by a batch that keeps the staleness bound. The
+ledger's counts must agree, and the rewards in the metrics must be those of the trained
+trajectories. Only a replay shows that the digests are those of the weights.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class RunProgress:
         self.reached(version)
 
     def trainer_registered(self, places: Iterable[Place]) -> None:
-        """Notes a new trainer with the place of each rank; the run is RUNNING if it is not over."""
+        """Notes a new trainer and each rank's `Place`; the run is RUNNING if it is not over."""
         self.has_trainer, self.learner_places = True, tuple(places)
         if not self.is_over:
             self.state = status_pb2.RUN_STATE_RUNNING

@@ -80,7 +80,7 @@ def graph_values(
     """Returns vLLM's arguments for graphs and prompt waits.
 
     Prompts wait at most `wait_steps` steps; None means the device's default. Graph sizes are left
-    out if `passed`, the user's own arguments of vLLM, has any.
+    out if `passed`, the user's own arguments of vLLM, has graph sizes.
     """
     has_graphs = section.has_graphs(on_cpu=on_cpu)
     default = MOST_STEPS if has_graphs else 0

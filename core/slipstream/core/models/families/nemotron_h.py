@@ -1,6 +1,6 @@
 """The record of Nemotron-H, in which each layer is either a Mamba layer, attention or an MLP.
 
-Published files give the layers' kinds as a pattern of letters, those of transformers 5 as a list.
+Published files give the layers' kinds as a pattern of letters, files of transformers 5 as a list.
 """
 
 from collections.abc import Iterator, Mapping

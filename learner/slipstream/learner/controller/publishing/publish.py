@@ -273,7 +273,7 @@ class Publisher:
         self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
-        """Tells all receivers to receive and returns them; returns none if one of them was lost.
+        """Tells all receivers to receive, and returns them; returns [] if a receiver was lost.
 
         With `start.is_question` nothing is started: it only returns the receivers that are still
         connected.

@@ -1,7 +1,7 @@
 """Reads and writes the result files of a run.
 
 No decision depends on these files, so a fault causes a warning and does not end the run.
-metrics.jsonl is read line by line, since that of a long run does not fit into memory.
+metrics.jsonl is read line by line, since a long run's file does not fit into memory.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""The gRPC services of the controller: they check a call, pass it to a part, and answer."""
+"""The gRPC services of the controller: they check a call, pass it to its handler, and answer."""

@@ -253,7 +253,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Register(  # noqa: N802
         self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.TrainerWelcome:
-        """Registers a trainer if the place is free; it repeats the steps that its weights lack."""
+        """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
         if claim := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)

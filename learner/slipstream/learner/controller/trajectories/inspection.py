@@ -97,7 +97,7 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
 
 
 class Quarantine:
-    """The folder of quarantined deliveries, and each server's count of consecutive ones."""
+    """The folder of quarantined deliveries, and how many in a row each server delivered."""
 
     def __init__(self, folder: Path, *, max_files: int = MAX_FILES) -> None:
         """Stores the path; `folder` is created when the first delivery is added."""

@@ -44,7 +44,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
         processor: ImageProcessor | None = None,
         with_experts: bool = False,
     ) -> list[TrainingSequence]:
-        """Makes sequences that train all sampled tokens but a first one, which nothing predicts.
+        """Makes sequences that train all sampled tokens, except one that begins its sequence.
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
         for each trajectory; without it all advantages are 0. The sequences are views of arrays for

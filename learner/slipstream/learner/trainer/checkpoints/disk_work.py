@@ -2,8 +2,9 @@
 
 A file may take longer than any limit of a collective, and a disk may hang forever. So a thread of
 each rank does the work, and meanwhile the ranks repeatedly exchange their states. They continue
-when all are done, and all fail if one of them has moved no byte for `learner.timeout_s`. The files
-here count the bytes of each read and write, since a slow disk moves some and a dead disk none.
+when all are done, and all fail if one of them has moved no byte for `learner.timeout_s`. The file
+classes here count the bytes of each read and write, since a slow disk moves some and a dead disk
+none.
 """
 
 import hashlib

@@ -74,9 +74,9 @@ def _keep_bias(router: Megatron) -> None:
 class GroupedLinear(MegatronModule):  # type: ignore[misc]
     """One matrix for each expert of this rank, named as in TransformerEngine: weight0, weight1...
 
-    With biases each expert also has one: bias0, bias1... Bridge loads and exports only parameters
-    of these names. Each matrix is this rank's part, split along `partition_dim` over the expert
-    tensor parallel ranks.
+    With biases, each expert also has a bias: bias0, bias1... Bridge loads and exports only
+    parameters of these names. Each matrix is this rank's part, split along `partition_dim` over the
+    expert tensor parallel ranks.
     """
 
     # Bridge reads this mark to learn that a module is split.

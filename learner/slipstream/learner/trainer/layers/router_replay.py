@@ -84,7 +84,7 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """Returns how many replayed choices differ from the router's own, and how many there are.
+        """Returns how many of the replayed choices differ from the router's own, and their number.
 
         The result, int64 [2], counts from the last call; it is None without any choice. Call this
         only between micro batches.

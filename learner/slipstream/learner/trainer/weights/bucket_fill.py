@@ -1,6 +1,7 @@
 """Fills buckets with the weights of all ranks, by `export_plan` or by Bridge's export.
 
-Both ways are collective: every rank fills every bucket in turn, even one without a part of its own.
+Both ways are collective: every rank fills every bucket in turn, even a rank that holds no part of
+the bucket.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 It answers chat completions, responses, Anthropic's messages and the list of models. vLLM's server
 has more paths, a metrics registry and middlewares, all of which are left out. A prompt that
-continues a conversation has its exact tokens and images.
+continues a conversation has the conversation's exact tokens and images.
 """
 
 import argparse
