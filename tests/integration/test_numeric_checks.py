@@ -135,11 +135,11 @@ def test_a_wrong_output_is_told() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "a cap", "sinks"])
-def test_a_right_attention_of_shared_beginnings_passes(kind: str) -> None:
+def test_a_right_attention_of_shared_prefixes_passes(kind: str) -> None:
     check(Attention(kind), sharing=object())
 
 
-def test_a_wrong_attention_of_shared_beginnings_alone_is_told() -> None:
+def test_a_wrong_attention_of_shared_prefixes_alone_is_told() -> None:
     layer = Attention()
     right = layer.core_attention.forward
 
@@ -151,7 +151,7 @@ def test_a_wrong_attention_of_shared_beginnings_alone_is_told() -> None:
 
     layer.core_attention.forward = forward
     check(layer)
-    told = "shared beginnings: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
+    told = "shared prefixes: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
     with pytest.raises(ConfigError, match=told):
         check(layer, sharing=object())
 

@@ -28,8 +28,8 @@ _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_LOGGING_LEVEL": "WARNING",
 }
+_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 # The number of outputs that vLLM handles before any other task has its turn. At a pause each
 # request has one, and the answer to the pause comes behind them: 128 outputs take 3 to 8 ms.
@@ -46,6 +46,8 @@ _SOCKET_NAME_BYTES = 37
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
     """Returns the environment variables that vLLM reads when it is imported."""
     settings, variables = config.rollout_server, _QUIET | _TURNS
+    # The user's own level shows more of vLLM in the server's log.
+    variables |= {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "WARNING")}
     if config.algorithm.agreement == "bits":
         # Rows must not depend on those beside them, nor attention on how many keys there are.
         variables |= {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if on_cpu else {"VLLM_BATCH_INVARIANT": "1"}

@@ -12,7 +12,7 @@ from slipstream.core.settings.config import Config
 from support.ranks.parity_layouts import SHARED, SP, TREES, batches
 from support.ranks.rank_program import kept, opened, settings_of
 
-# Jobs whose episodes have branches with common beginnings.
+# Jobs whose episodes have branches with shared prefixes.
 SHARING = ("one-alone", "one-shared", "without-reference")
 # name -> (ranks, settings of the learner)
 JOBS: dict[str, tuple[int, dict]] = {

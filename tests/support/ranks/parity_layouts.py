@@ -97,7 +97,7 @@ TREES = {"max_total_tokens": 120}
 
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
 
-# Every common beginning is computed once, however short.
+# Every shared prefix is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
 # Words of a layout's name: the settings that each changes, by table.

@@ -155,6 +155,13 @@ def test_the_engine_on_a_cpu_compiles_where_it_is_asked_for() -> None:
     assert "TORCHDYNAMO_DISABLE" not in engine_environment(compiled, on_cpu=True)
 
 
+def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_a_pause_is_heard_of_between_the_outputs_that_it_hands_out(on_cpu: bool) -> None:
     variables = engine_environment(small_config(), on_cpu=on_cpu)

@@ -357,7 +357,7 @@ class LearnerSection(Section):
     master: Address = "127.0.0.1:0"
     # Tokens of a packed micro batch on each context parallel rank.
     micro_batch_tokens: Positive = 4096
-    # Shortest [common beginning](internals/trainer.md#common-beginnings) that is computed once in a
+    # Shortest [shared prefix](internals/trainer.md#shared-prefixes) that is computed once in a
     # micro batch. 0 means never.
     shared_prefix_tokens: int = Field(32, ge=0)
     # GPUs of the ranks on a machine, as in CUDA_VISIBLE_DEVICES. By default the first ones.

@@ -213,7 +213,7 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     on_gpu = next(chunks[0].parameters()).is_cuda
     cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
     if min_tokens and cause:
-        logger.info("common beginnings are computed for each sequence: %s", cause)
+        logger.info("shared prefixes are computed for each sequence: %s", cause)
     if not min_tokens or cause:
         return None
     return PrefixSharing(chunks, min_tokens=min_tokens)

@@ -93,8 +93,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         size = self.cp_group.size()
         if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
-            assert size == 1, "shared beginnings are not split over ranks"
-            assert self.window is None, "shared beginnings have no windows"
+            assert size == 1, "shared prefixes are not split over ranks"
+            assert self.window is None, "shared prefixes have no windows"
             key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
             return self._by_groups(
                 query, key, value, *path_groups(bounds, key_bounds, query.device)

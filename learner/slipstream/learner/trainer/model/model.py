@@ -45,7 +45,7 @@ class ParallelModel:
     # Element type of the logits; None for that of the parameters.
     logits_dtype: torch.dtype | None
     memory: HostMemory
-    # None if common beginnings of sequences are computed for each sequence.
+    # None if shared prefixes of sequences are computed for each sequence.
     sharing: PrefixSharing | None
     # None if the model sees no images.
     vision: Vision | None

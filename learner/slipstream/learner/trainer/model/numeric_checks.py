@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 MOST_ERROR = 0.03
 # Lengths in units of `2 * cp` tokens: one token, whole blocks of kernels, and others.
 _LENGTHS = (1, 32, 19, 96, 7)
-# The sequence whose keys come before each one's own, where beginnings are shared.
+# The sequence whose keys come before each one's own, where prefixes are shared.
 _BEFORE = (None, None, 0, 2, 2)
 # About what all scores of the second sequence are; kernels have made NaN of that. Its gradients are
 # too badly conditioned to be compared.
@@ -151,7 +151,7 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
             kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
-            where = " and shared beginnings" if shares else ""
+            where = " and shared prefixes" if shares else ""
             remedy += ", or learner.shared_prefix_tokens = 0" if shares else ""
             raise ConfigError(
                 f"the attention of this machine is wrong for heads of {kind.size} dimensions"

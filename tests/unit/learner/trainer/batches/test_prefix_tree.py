@@ -1,4 +1,4 @@
-"""Bundles of sequences with common beginnings: every position once, every path complete."""
+"""Bundles of sequences with shared prefixes: every position once, every path complete."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
     assert num_tokens(bundle) == 9 + 2 * (5 + 3 + 3)
 
 
-def test_short_beginnings_are_not_shared():
+def test_short_prefixes_are_not_shared():
     sequences = group(range(5), [[50, 51], [60]])
     assert PrefixTree(sequences, [0, 1], min_shared=5).bundles(100) == [
         [Segment(0, 0, 7)],

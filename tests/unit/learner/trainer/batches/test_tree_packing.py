@@ -1,4 +1,4 @@
-"""Micro batches in which sequences share beginnings: what a token predicts, sees and is."""
+"""Micro batches in which sequences share prefixes: what a token predicts, sees and is."""
 
 import numpy as np
 from slipstream.learner.trainer.batches.packing import build_tree_micro_batch

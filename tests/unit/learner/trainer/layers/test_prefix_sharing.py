@@ -1,4 +1,4 @@
-"""Keys by paths and their gradients; what cannot share beginnings."""
+"""Keys by paths and their gradients; what cannot share prefixes."""
 
 from types import SimpleNamespace
 
