@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_settings(path: Path, max_episodes: int | None) -> Config:
-    """Returns the settings in `path`; `max_episodes`, unless None, replaces that in the file.
+    """Returns the settings in `path`; `max_episodes`, unless None, replaces the file's value.
 
     Raises ConfigError if they are invalid.
     """

@@ -284,7 +284,7 @@ class Engine(Protocol):
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
-        """Samples like `generate`, and yields tokens and text in parts; read it to its end."""
+        """Samples like `generate`, and yields tokens and text in parts; read all of them."""
 
     async def cancel(self, request_id: str) -> None:
         """Ends an open generation, paused or not; `generate` returns the tokens so far."""

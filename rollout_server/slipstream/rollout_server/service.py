@@ -80,7 +80,7 @@ class RolloutServer:
         renderer: Renderer,
         gateway: WorkerGateway,
     ) -> None:
-        """Loads the credentials; raises ConfigError if they or the weights' storage fail."""
+        """Loads the credentials; raises ConfigError if they or the weights' storage do not work."""
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
         self._engine, self._renderer = engine, renderer

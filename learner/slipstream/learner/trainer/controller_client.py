@@ -118,7 +118,7 @@ class ControllerClient:
         return (*self._token, *self._epoch)
 
     def _keep_place(self) -> None:
-        """Holds the `KeepPlace` stream open until `close`, which shows that the trainer runs."""
+        """Holds the `KeepPlace` stream open until `close`, to show that the trainer runs."""
         while not self._closed.is_set():
             try:
                 for _ in self._stub.KeepPlace(pb.PlaceRequest(), metadata=self._metadata):

@@ -82,7 +82,7 @@ def export(config: Config, path: Path, out: Path) -> None:
 
 
 def on_one_rank(config: Config, path: Path) -> Config:
-    """Returns a run's settings changed to one rank; its errors name the checkpoint."""
+    """Returns a run's settings changed to one rank; errors about them name the checkpoint."""
     table = config.model_dump(mode="json", exclude_none=True)
     learner = table["learner"]
     learner["world_size"] = 1

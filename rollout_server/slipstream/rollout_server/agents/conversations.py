@@ -123,8 +123,8 @@ class Conversations:
         """Returns the last turn of the longest conversation that `messages` continue, or None.
 
         Only conversations under the same `settings` count. The turn `previous` is preferred if
-        `messages` continue it. Among turns with equal messages, one that can be appended to under
-        `name` is preferred.
+        `messages` continue it. Among turns with equal messages, one that a call under `name` can
+        extend is preferred.
         """
         node, found = self._roots.get(settings), None
         for num_messages, key in enumerate(messages[:-1], start=1):

@@ -311,7 +311,7 @@ class Recorder:
         )
 
     def _read_replies(self) -> None:
-        """Adds the replies that clients have received since the last call to `conversations`."""
+        """Adds to `conversations` the replies that clients have received since the last call."""
         waiting = []
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
@@ -333,7 +333,7 @@ class Recorder:
         self._unread = waiting
 
     def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
-        """Returns the reply to a call and its messages' keys, or None if it cannot be continued.
+        """Returns the reply to a call and its messages' keys, or None if nobody can continue it.
 
         A tool call that is malformed or cut off cannot be sent back as it was sampled: the request
         after it begins a branch.

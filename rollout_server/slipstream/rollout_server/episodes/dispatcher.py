@@ -92,7 +92,7 @@ class Dispatcher:
             await episode.cancel()
 
     def drain(self) -> None:
-        """Starts no more attempts; running episodes may end, others return to the controller."""
+        """Starts no more attempts; running episodes may end, others go back to the controller."""
         self._draining = True
 
     async def cancel_all(self) -> None:

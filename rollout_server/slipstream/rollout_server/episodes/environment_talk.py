@@ -66,7 +66,7 @@ class EnvironmentTalk:
         generate: Callable[[int], Awaitable[Generation]],
         give: Give,
     ) -> None:
-        """`generate` samples a reply of at most its argument's number of tokens, and records it."""
+        """`generate` samples and records a reply of at most the number of tokens that it gets."""
         self._session, self._recording, self._sampling = session, recording, sampling
         self._renderer, self._agents, self._ask = renderer, agents, ask
         self._generate, self._give = generate, give

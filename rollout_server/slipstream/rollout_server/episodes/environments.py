@@ -270,7 +270,7 @@ class LoneWorkers:
     """Gives each episode a worker of its own; a worker ends when no other episode waits for it."""
 
     def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
-        """Takes the maker of workers, of which at most `count` run at one time.
+        """Takes the function that makes workers; at most `count` of them run at one time.
 
         Their indices are `count` .. 2 * `count` - 1.
         """

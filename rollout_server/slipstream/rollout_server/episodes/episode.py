@@ -213,7 +213,7 @@ class Episode:
     async def run(self) -> Trajectory:
         """Runs to the end and returns the trajectory, which also says how the episode failed.
 
-        Raises EngineDied alone, which ends the server.
+        Raises only EngineDied, which ends the server.
         """
         ledger = self._services.ledger
         ledger.opened()

@@ -174,7 +174,10 @@ class EnvironmentWorker:
             session.close()
 
     async def _see_first_call(self, session: StreamSession) -> None:
-        """Waits for the first call of an agent, without answering it; raises EnvironmentFailed."""
+        """Waits for an agent's first call, but does not answer it.
+
+        Raises EnvironmentFailed if the agent ends without a call, or makes none in time.
+        """
         limit_s = self._spec.timeout_s
         try:
             async with asyncio.timeout(limit_s):

@@ -104,7 +104,7 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
 
 
 def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
-    """Returns the length of drafts, in tokens, by the number of replies in a step as index."""
+    """Returns the length of drafts, in tokens, for each number of replies in a step."""
     return [
         max(0, min(draft_tokens, MOST_STEP_TOKENS // max(1, replies) - 1))
         for replies in range(most_replies + 1)

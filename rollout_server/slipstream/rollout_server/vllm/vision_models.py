@@ -22,8 +22,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 def stand_in_for_torchvision(family: str, name: str) -> None:
     """Replaces a family's image processor by transformers' PIL version if torchvision is missing.
 
-    `name` is the class that vLLM's models import. They also import functions, which both modules
-    have.
+    `name` is the class that vLLM's models import. vLLM's models also import functions, which both
+    modules have.
     """
     folder = f"transformers.models.{family}.image_processing"
     if importlib.util.find_spec("torchvision") is None:

@@ -155,7 +155,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class IpcReceiver(BucketReceiver):
-    """A `BucketReceiver` over ipc; bucket k of an update is in buffer k modulo their number."""
+    """A `BucketReceiver` over ipc; bucket k of an update is in buffer k mod the buffers' number."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator and opens the learner's buffers.

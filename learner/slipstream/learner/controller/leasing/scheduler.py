@@ -227,7 +227,7 @@ class Scheduler:
         return {"reserved_bytes": float(self.reserved_bytes)}
 
     def waited_s(self) -> dict[str, float]:
-        """Seconds since the start in which the next lease waited, by reason."""
+        """By reason, the seconds in which the next lease has waited since the start."""
         now_s = time.monotonic()
         return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 

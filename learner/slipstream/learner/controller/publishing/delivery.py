@@ -399,7 +399,7 @@ class Deliveries:
                 self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
 
     def send_away(self, session: ServerSession, cause: str) -> None:
-        """Ends the stream of a server whose publishes all fail; others get its leases.
+        """Ends the stream of a server whose publishes all fail; other servers get its leases.
 
         The server may join again.
         """

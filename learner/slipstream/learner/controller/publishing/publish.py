@@ -209,7 +209,7 @@ class Publisher:
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
-        """Asks the due servers if they are ready; returns the trainer's order, or None if none is.
+        """Asks the due servers if they are ready; returns the trainer's order, or None.
 
         If `trainer` has the digests of its buckets, the publish may begin at once: the servers get
         their orders, with the digests, before the trainer sends.

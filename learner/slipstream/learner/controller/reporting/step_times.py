@@ -104,7 +104,7 @@ class StepTimes:
 
 
 def outside_s(group: Group, trajectory: Trajectory) -> float:
-    """Returns the seconds of an episode from lease to arrival, without those in the engine."""
+    """Returns the seconds of an episode from lease to arrival, less the seconds in the engine."""
     back_s = group.back_s.get(trajectory.member)
     if back_s is None or not group.leased_s:
         # A controller before this one has leased it.

@@ -2,7 +2,7 @@
 
 Consumes: deliveries. Produces: trajectories for the lease book; files, journal records and events
 of quarantined deliveries. No delivery ends the controller. If all deliveries of a server are
-quarantined, its stream is ended; the run fails if there is no other server.
+quarantined, it is told to leave; the run fails if there is no other server.
 """
 
 import json
@@ -227,7 +227,7 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """Returns the reason why the reference model's log-probabilities are wrong, or ""."""
+    """Returns why the reference model's log-probabilities are wrong, or "" if they are right."""
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
@@ -382,7 +382,7 @@ class Inspector:
         return f"adapter {trajectory.adapter!r} sampled it, not {entry.spec.adapter!r}"
 
     def _send_away(self, server: ServerKey, cause: str) -> None:
-        """Ends the stream of a server that delivers nothing valid; without others the run fails."""
+        """Tells a server that delivers nothing valid to leave; if it is the last, fails the run."""
         fault = (
             f"rollout server {server.server_id} produces nothing but trajectories that cannot "
             f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"

@@ -103,7 +103,7 @@ def add_adapter(base: GroupedLinear, *, rank: int, scale: float, dropout: float)
 
 
 class _Changed:
-    """A conversion task of Bridge whose weight is replaced by a tensor that each read computes."""
+    """A conversion task of Bridge whose weight is replaced by a tensor computed at each read."""
 
     def __init__(self, task: Megatron, weight: Callable[[], Tensor]) -> None:
         self._task, self._weight = task, weight

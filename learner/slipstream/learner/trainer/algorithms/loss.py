@@ -149,7 +149,7 @@ def token_statistics(
 
 
 class StepStatistics:
-    """Sums over mini-batches and ranks, equal on every rank; call `add` for each, then `metrics`.
+    """Sums over mini-batches and ranks, equal on every rank; `add` mini-batches, then `metrics`.
 
     A step with several passes over its batch adds every mini-batch `epochs` times.
     """

@@ -59,7 +59,7 @@ def _packed(
     parts: Sequence[TrainingSequence],
     multiple: int,
 ) -> MicroBatch:
-    """Joins `parts`, the tokens of the `segments`, and filler up to a multiple of `multiple`."""
+    """Joins `parts` (the tokens of `segments`) and filler up to a multiple of `multiple`."""
     filler = _filler(multiple, sum(map(len, parts)), sequences)
     place_of: dict[int, int] = {}
     for segment in segments:

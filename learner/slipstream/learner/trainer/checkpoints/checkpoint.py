@@ -161,7 +161,7 @@ class Checkpointer:
         return manifest
 
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
-        """Finishes the previous save and begins a new one; also waits for that if not asynchronous.
+        """Finishes the previous save and begins a new one; waits for both if saves are synchronous.
 
         Returns the checkpoint that this call has published, or None.
         """

@@ -186,7 +186,7 @@ class CountedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
-        """Opens the file; `moved` gets the bytes of each read and write, in the caller's thread."""
+        """Opens the file; each read and write calls `moved` with its number of bytes."""
         self._moved = moved
         super().__init__(path, mode)
 
@@ -272,8 +272,8 @@ def write_safetensors(
 ) -> None:
     """Writes and syncs a safetensors file of contiguous tensors that are in main memory.
 
-    `moved` gets the bytes of each write: `safetensors.torch.save_file` reports no progress, and may
-    take hours on a slow disk.
+    `moved` gets the number of bytes of each write: `safetensors.torch.save_file` reports no
+    progress, and may take hours on a slow disk.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0

@@ -445,7 +445,7 @@ def was_distributed(saved: Tree) -> bool:
 
 
 def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
-    """Raises CheckpointError for state that only the same kind of optimizer can load."""
+    """Raises CheckpointError for state that only the kind of optimizer that saved it can load."""
     settings = optimizer.config
     for setting in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(settings, setting):

@@ -53,7 +53,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         moved: Callable[[int], None],
         open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
-        """Takes `copy` and `host` as in `begin_save`; `moved` gets the bytes of each write."""
+        """Takes `copy` and `host` as in `begin_save`; each write calls `moved` with its size."""
         super().__init__(folder)
         self._open_file = open_file
         self._copy, self._host, self._moved = copy, host, moved

@@ -92,7 +92,7 @@ def _query_key_value(kind: str) -> Megatron:
 
 
 def gated(ours: str, theirs: str) -> list[Megatron]:
-    """Returns the mappings of a gated MLP to tensors of the files, given its prefix in both."""
+    """Returns the mappings of a gated MLP to tensors of the files, from its prefixes in both."""
     return [
         GatedMLPMapping(
             megatron_param=f"{ours}linear_fc1.weight",

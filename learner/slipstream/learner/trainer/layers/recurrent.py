@@ -172,7 +172,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """Returns the state for distributed checkpoints, with the parts of fused matrices apart."""
+        """Returns the state for distributed checkpoints, with the parts of fused matrices split."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         own |= {f"conv1d.{name}": tensor for name, tensor in self.conv1d.named_parameters()}

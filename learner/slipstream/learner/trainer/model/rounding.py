@@ -47,7 +47,7 @@ class Rounding:
     """
 
     def __init__(self, optimizer: Megatron, *, seed: int | None) -> None:
-        """Replaces how `optimizer` copies masters to weights; a `seed` makes it stochastic."""
+        """Replaces how `optimizer` copies masters to weights; `seed` makes rounding stochastic."""
         self._seed = seed
         self._changed: Tensor | int = 0
         self._total = 0

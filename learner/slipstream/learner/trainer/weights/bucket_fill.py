@@ -65,7 +65,7 @@ class Copies:
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Splits a copy into contiguous pieces; yields none if that is impossible or takes too many.
+    """Splits a copy into contiguous pieces; yields none if there are none or too many.
 
     The heads of one query group are adjacent in a fused matrix, which gives a few pieces a layer.
     """

@@ -54,7 +54,7 @@ class Published:
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
-        """Returns the bytes sent to each receiver, with `adapters_alone` without the matrices."""
+        """Returns the bytes sent to each receiver; with `adapters_alone`, those of adapters."""
         if delta is not None:
             wires = on_the_wire(self.weights.buckets, delta.changed)
             return sum(bucket.num_bytes for bucket in wires)

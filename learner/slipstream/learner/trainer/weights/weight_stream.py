@@ -204,7 +204,7 @@ class WeightStream:
 
     @property
     def changed_share(self) -> float:
-        """The fraction of elements that changed since the last send; 0 without a copy of it."""
+        """The fraction of elements that changed since the last send; 0 if no copy of it is kept."""
         return 0.0 if self._base is None else self._base.changed_share
 
     @property

@@ -175,7 +175,7 @@ class PromptRenderer:
     def _render(
         self, messages: list[Message], params: ChatParams, found: Found | None, most: int
     ) -> list[int] | None:
-        """Returns the tokens of the messages after `found`, or None if it cannot be continued.
+        """Returns the tokens of the messages after `found`, or None if that turn cannot go on.
 
         If `found` is None, all messages are tokenized. A text of more than `most` characters is not
         tokenized: the result is placeholders, more than any limit allows.
