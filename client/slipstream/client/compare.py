@@ -123,9 +123,9 @@ def _text(value: JsonValue) -> str:
 
 
 def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields a row for each metric: its mean in each run over the same `LAST` steps.
+    """Yields a row for each metric: its mean in each run over the last `LAST` points.
 
-    They end with the newest step that both runs have.
+    Points after the last step of the run that is behind do not count.
     """
     for name in CURVES:
         both = [run.curves.get(name, []) for run in (one, other)]

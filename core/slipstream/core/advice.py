@@ -164,7 +164,7 @@ def profile_from_json(table: Mapping[str, Any]) -> Profile:
 def waits_for(metrics: Mapping[str, float]) -> str:
     """Returns a sentence that says which fleet, servers or trainer, waited and why.
 
-    `metrics` are those of one step. Returns "" if they lack its duration or its wait for groups.
+    `metrics` are those of one step. Returns "" if the duration or the wait for groups is missing.
     """
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:

@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def skew_s(self) -> float:
-        """The least possible skew of this host's clock, in seconds; above 0 if it is ahead."""
+        """Seconds by which this host's clock is at least ahead (above 0) or behind (below 0)."""
         ahead, behind = self.asked_s - self.setup.unix_time_s, self.answered_s
         behind -= self.setup.unix_time_s
         return ahead if ahead > 0 else min(behind, 0.0)

@@ -233,9 +233,9 @@ class RunFolders:
         return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
-        """Returns the steps with kept trajectories, and the trajectories of one of them.
+        """Returns the steps with kept trajectories, and the trajectories of one of these steps.
 
-        That is `step`, or the newest one if it is None.
+        The step is `step`, or the newest one if `step` is None.
         """
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}

@@ -133,7 +133,7 @@ WEIGHT_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory of a rank and of an engine worker without activations; a checkpoint's size."""
+    """Bytes that a rank and an engine worker need without activations, and a checkpoint's size."""
 
     parameters: int
     rank_bytes: float

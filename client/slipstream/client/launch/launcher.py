@@ -469,7 +469,7 @@ def place_dry(
     """Returns the settings, lines that say which process gets which GPU, and a tuple of misfits.
 
     The settings are adjusted to a shared GPU. The tuple is empty, or says why the processes do not
-    fit: a dry run needs no GPU, so that is no error.
+    fit: no error, because a dry run needs no GPU.
     """
     on_cpu = not uses_gpus()
     engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if servers else []

@@ -346,7 +346,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Checks one table of a rotary embedding."""
+    """Yields one line for each fault of one table of a rotary embedding."""
     rope, architecture = family_of(values).rope, architecture_of(values)
     kind = table.get("rope_type", table.get("type", "default"))
     kind = "default" if kind == rope.alias else kind

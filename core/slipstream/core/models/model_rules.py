@@ -23,7 +23,7 @@ PROJECTOR_EPS = 1e-5
 
 
 def model_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Checks a model independently of its parallel layout."""
+    """Yields one line for each reason why no parallel layout can train the model."""
     family = sizes.family
     if not family.architecture:
         kind = "mixture of experts" if sizes.experts else "model"
@@ -64,7 +64,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
 def layout_problems(
     sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:
-    """Checks that a parallel layout and `learner.transformer` fit the sizes of a model."""
+    """Yields one line for each setting of layout or transformer that does not fit the model."""
     tp = parallel.tp
     for number, noun in ((sizes.heads, "attention heads"), (sizes.kv_heads, "key-value heads")):
         if number % tp:
@@ -96,7 +96,7 @@ def layout_problems(
 
 
 def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
-    """Checks that vLLM computes the model's family in `dtype`."""
+    """Yields a line if vLLM cannot compute the model's family in `dtype`."""
     if dtype == "float16":
         yield from refusals(sizes.family, sizes.architecture, {"model.dtype": dtype})
 
@@ -173,7 +173,7 @@ def _expert_problems(
 def _stage_problems(
     layers: int, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:
-    """Checks the split of layers over stages, with Megatron's rules for uneven splits."""
+    """Yields a line if the layers cannot be split over the stages by Megatron's rules."""
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return
     pp, vpp = parallel.pp, parallel.vpp or 1
@@ -253,7 +253,7 @@ def sees_images(config: Config, sizes: ModelSizes) -> bool:
 
 
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Checks a model against the settings of a run on images."""
+    """Yields one line for each conflict between a model and the settings of a run on images."""
     if sizes.is_nested and not sees_images(config, sizes):
         yield from _nested_problems(config, sizes)
         return
@@ -298,7 +298,7 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
 
 
 def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterator[str]:
-    """Checks the parallel layout of a model with vision: policy, reference or critic."""
+    """Yields one line for each setting of the learner that excludes a model with vision."""
     if learner.parallel.cp > 1:
         yield (
             f"learner.parallel.cp must be 1 for a {sizes.folder_class}: chunks of a sequence would "
@@ -312,7 +312,7 @@ def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterat
 
 
 def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Checks a run that uses the decoder of a vision model without its vision tower."""
+    """Yields one line for each setting that excludes a vision model without its vision tower."""
     chosen = {"sampling.max_images": config.sampling.max_images}
     yield from refusals(sizes.family, sizes.folder_class, chosen)
     yield from _untested_problems(config, sizes)

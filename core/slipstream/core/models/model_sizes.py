@@ -108,7 +108,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
-        """Reads the table of a config.json, as transformers 4 or 5 writes it."""
+        """Returns the sizes in the table of a config.json, as transformers 4 or 5 writes it."""
         family = family_of(values)
         values = family.usual(values)
 

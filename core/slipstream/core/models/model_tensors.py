@@ -77,7 +77,7 @@ def tensor_problems(
 def _tower_problems(
     tower: Held, values: Mapping[str, Any], setting: str, every: str
 ) -> Iterator[str]:
-    """Checks the blocks of a vision tower, whose number vision_config may leave out."""
+    """Yields one clause for each fault of a vision tower's blocks; checks their number if known."""
     if not tower:
         yield f"{every}vision tower"
     table = values.get("vision_config") or {}

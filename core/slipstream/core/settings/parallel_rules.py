@@ -142,7 +142,7 @@ _NOT_OURS = {
 
 
 def world_problems(learner: LearnerSection) -> Iterator[str]:
-    """Checks that the parallel sizes fit each other, for any model."""
+    """Yields one line for each rule on parallel sizes that the settings break, for any model."""
     parallel, world = learner.parallel, learner.world_size
     try:
         RankLayout.of(parallel, world)
@@ -167,7 +167,7 @@ def world_problems(learner: LearnerSection) -> Iterator[str]:
 
 
 def table_problems(learner: LearnerSection) -> Iterator[str]:
-    """Checks for contradictions in the tables that are passed through to Megatron."""
+    """Yields one line for each fault of the tables that are passed through to Megatron."""
     tables = {
         "ddp": learner.ddp,
         "optimizer": learner.optimizer,
@@ -240,7 +240,7 @@ def _recompute_problems(learner: LearnerSection) -> Iterator[str]:
 
 
 def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
-    """Checks that `learner.transformer` allows the replay of experts recorded in rollouts."""
+    """Yields one line for each setting that prevents the replay of experts recorded in rollouts."""
     if transformer.get("moe_router_fusion"):
         yield (
             "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "

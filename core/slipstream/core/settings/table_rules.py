@@ -98,7 +98,7 @@ def agreement_problems(config: Tables) -> Iterator[str]:
 
 
 def length_problems(config: Tables) -> Iterator[str]:
-    """Checks that prompts and replies fit into an episode."""
+    """Yields one line for each limit of prompts or replies that does not fit an episode's limit."""
     sampling = config.sampling
     if sampling.total_tokens < sampling.max_episode_tokens:
         yield (
@@ -187,7 +187,7 @@ _MAX_TRAJECTORY_BYTES: int = _OPTIONS.Extensions[bounds_pb2.max_message_bytes]
 
 
 def size_problems(config: Tables) -> Iterator[str]:
-    """Checks sizes and limits that must fit each other."""
+    """Yields one line for each rule on names, sizes and limits that the settings break."""
     algorithm, sampling, server = config.algorithm, config.sampling, config.rollout_server
     names = [e.name for e in config.environments] + [e.name for e in config.evaluations]
     if len(set(names)) != len(names):
@@ -239,7 +239,7 @@ def size_problems(config: Tables) -> Iterator[str]:
 
 
 def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
-    """Checks that trajectories of `num_bytes` bytes can be sent and fit the queue."""
+    """Yields one line for each limit that trajectories of `num_bytes` exceed: message, queue."""
     if num_bytes > _MAX_TRAJECTORY_BYTES:
         sampling = config.sampling
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
@@ -254,7 +254,7 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
 
 
 def algorithm_problems(config: Tables) -> Iterator[str]:
-    """Checks that other tables have what the algorithm needs."""
+    """Yields one line for each setting that conflicts with a table `algorithm`."""
     algorithm, sampling = config.algorithm, config.sampling
     for environment in config.environments:
         own = environment.algorithm
@@ -319,7 +319,7 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
 
 
 def lora_problems(config: Tables) -> Iterator[str]:
-    """Checks that the adapters fit the layout and the loaded weights."""
+    """Yields one line for each setting that conflicts with the adapters."""
     rank, tp = config.lora.rank, config.learner.parallel.tp
     if rank % tp:
         yield f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"

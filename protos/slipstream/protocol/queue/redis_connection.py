@@ -298,7 +298,7 @@ class RedisConnection:
         return cast("Counted", await reader.mget(*self.counted_keys))
 
     def take_counters(self, found: Counted, earlier: Counters) -> Counters:
-        """Checks `found` against `earlier`, stores its counters and returns them.
+        """Checks `found` against `earlier`; returns its counters, and keeps the newest ones.
 
         Raises QueueError when data were lost.
         """

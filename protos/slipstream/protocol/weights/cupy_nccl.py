@@ -100,13 +100,13 @@ class CupyCommunicator:
 
 
 class CudaMark:
-    """A CUDA event that marks a place in a stream."""
+    """A CUDA event that follows the work queued in a stream so far."""
 
     def __init__(self, event: Any) -> None:  # noqa: ANN401 - cupy has no types
         self._event = event
 
     def is_done(self) -> bool:
-        """Whether the stream has reached this place; does not wait."""
+        """Whether the stream has done the work before this mark; does not wait."""
         return bool(self._event.done)
 
     def seconds_since(self, before: CudaMark) -> float:

@@ -160,7 +160,7 @@ class Offer:
 
 @dataclass
 class _Peer:
-    """A connection and the progress of its other end."""
+    """A connection, and how far the process at its other end has got."""
 
     connection: socket.socket
     what: str

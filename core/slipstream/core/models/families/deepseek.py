@@ -31,7 +31,7 @@ _READ = (
 
 
 def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
-    """Checks the RoPE settings of multi-head latent attention, which rotates part of each head."""
+    """Yields one line for each RoPE setting that a model with latent attention cannot have."""
     if kind == "default":
         return
     if kind != "yarn":
@@ -45,7 +45,7 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
 
 
 def _group_problems(values: Table) -> Iterator[str]:
-    """Checks the expert groups of a DeepSeek V2, for which vLLM ignores `topk_method`."""
+    """Yields a line if vLLM, which ignores `topk_method`, would choose other expert groups."""
     groups, chosen = values.get("n_group"), values.get("topk_group")
     if not (isinstance(groups, int) and isinstance(chosen, int) and 1 <= chosen <= groups):
         yield (
@@ -60,7 +60,7 @@ def _group_problems(values: Table) -> Iterator[str]:
 
 
 def _score_problems(values: Table) -> Iterator[str]:
-    """Checks that learner and transformers score an expert group by equally many experts."""
+    """Yields a line if learner and transformers would rank expert groups differently."""
     groups, chosen, of_token = (
         values.get(name) or 0 for name in ("n_group", "topk_group", "num_experts_per_tok")
     )

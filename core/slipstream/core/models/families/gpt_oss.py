@@ -15,7 +15,7 @@ from slipstream.core.models.family import (
 
 
 def _window_problems(values: Table) -> Iterator[str]:
-    """Checks that sliding-window and full attention alternate: vLLM ignores `layer_types`."""
+    """Yields a line if windowed and full attention do not alternate: vLLM ignores `layer_types`."""
     kinds = values.get("layer_types") or ()
     wrong = [place for place, kind in enumerate(kinds) if kind != (SLIDING, FULL)[place % 2]]
     if wrong:

@@ -21,7 +21,7 @@ from slipstream.core.models.family import (
 
 
 def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
-    """Checks M-RoPE: interleaved, with three sections that fill the rotated part of a head."""
+    """Yields one line for each M-RoPE setting that a model of the family cannot have."""
     sections = table.get("mrope_section")
     if not sections:
         return
