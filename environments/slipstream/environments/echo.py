@@ -62,7 +62,7 @@ class Echo(Environment[Pair]):
 
 
 class Others(Echo):
-    """Shows the same prompts; the right reply has only letters that are not in the prompt.
+    """Shows the prompts of `Echo`; the right reply has only letters that are not in the prompt.
 
     The letters are the first `num_symbols` of the alphabet. The reward is the share of the first
     `reply_length` words that are such letters; a missing word is a wrong one.

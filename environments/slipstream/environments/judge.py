@@ -73,7 +73,7 @@ class CallLimits(TypedDict, total=False):
 
 
 class JudgeOptions(CallLimits, total=False):
-    """Optional arguments of `Judge`; see there."""
+    """Optional arguments of `Judge`, which describes them."""
 
     answer: Literal["number", "json"]
     lowest: float

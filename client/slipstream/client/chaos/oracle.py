@@ -100,7 +100,7 @@ class _Oracle:
         self._versions: set[tuple[int, int]] = {(0, 0)}
 
     def take(self, record: Record) -> None:
-        """Checks the next record."""
+        """Checks the next record, and adds its faults to the findings."""
         kind, found = record["kind"], self._found
         if kind == "lease":
             self._lease(record)

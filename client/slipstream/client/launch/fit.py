@@ -158,7 +158,7 @@ class Kept:
 
 
 def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
-    """Checks placement, transport and memory of a share of the roles on this machine.
+    """Yields findings on placement, transport and memory of a share of the roles on this machine.
 
     Without `share`, the share of `slipstream run` is checked, and GPUs that do not fit yield only
     an advice.
@@ -274,7 +274,7 @@ def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
 
 
 def disk_for(config: Config) -> Finding:
-    """Checks that the disk of the run's folder has room for its checkpoints and final export."""
+    """Returns the finding on the disk's room for the run's checkpoints and its final export."""
     needs = needs_of(config)
     if needs is None:
         return check_disk(config.run.dir)
@@ -292,7 +292,7 @@ def expert_split(parallel: ParallelSection) -> int:
 
 
 def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Checks the main memory of a machine where everything computes on the CPU."""
+    """Returns an advice if main memory is too small for a run that uses CPUs alone."""
     server = config.rollout_server
     engine = server.kv_cache_gib + server.tensor_parallel_size * needs.worker_bytes / GIB
     needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)
@@ -309,7 +309,7 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
 
 
 def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Checks that main memory has room for a checkpoint's copy.
+    """Returns a problem if main memory has no room for a checkpoint's copy.
 
     Of the ranks that hold the same parameters, the first one copies them into main memory.
     """

@@ -55,7 +55,7 @@ CPU_FLAGS = ("avx512f", "avx2")
 
 
 def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator[Finding]:
-    """Checks Python, processors and memory of this machine."""
+    """Yields findings on Python, processors and memory of this machine."""
     yield _python()
     yield _processors(has_gpu=has_gpu)
     free, seen = free_memory()
@@ -64,7 +64,7 @@ def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator
 
 
 def check_limits(*, has_gpu: bool) -> list[Finding]:
-    """Checks the limits of this machine or container: shared memory and open files."""
+    """Returns findings on the limits of this machine or container: shared memory and open files."""
     return [_shared_memory(SHARED_MEMORY, has_gpu=has_gpu), _open_files()]
 
 
@@ -136,7 +136,7 @@ def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) 
 
 
 def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 0.0) -> Finding:
-    """Checks the disk of the folder for runs, which need not exist.
+    """Returns the finding on the disk of the folder for runs, which need not exist.
 
     A run cannot save a checkpoint without `least_bytes`, and takes `usual_bytes` in all.
     """
@@ -167,7 +167,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _open_files() -> Finding:
-    """Checks the hard limit of open files; services raise the soft limit themselves."""
+    """Returns the finding on the hard limit of open files; services raise the soft limit alone."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return ok("open files", "one process may open any number of files")
@@ -274,7 +274,7 @@ def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
 
 
 def _environment(environ: Mapping[str, str]) -> Finding:
-    """Checks the NCCL variables that must be equal at both ends of a communicator."""
+    """Returns an advice if an NCCL variable differs from the value that was tested."""
     others = [
         f"{name}={environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()
@@ -365,7 +365,7 @@ def _check_role(role: str) -> Finding:
 
 
 def _check_stack() -> Iterator[Finding]:
-    """Compares the installed packages with the tested stack that is nearest to them.
+    """Yields a finding on how the installed packages differ from the nearest tested stack.
 
     Yields nothing if only packages of the queue are installed.
     """

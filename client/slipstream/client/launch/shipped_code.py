@@ -34,7 +34,7 @@ class ShippedCode:
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
     """Returns the text files of `folder`; no files if `folder` is None.
 
-    If `folder` is `place`, the files need not be copied.
+    The result says whether `folder` is `place`, where nobody has to copy the files.
 
     Raises ConfigError for more than `most_bytes` as JSON, and for a file that is no text.
     """

@@ -64,7 +64,7 @@ class TrainerRanks:
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
-        """Passes `arguments` to every rank; `milestones` returns None without an answer."""
+        """Passes `arguments` to every rank; `milestones` returns None if no controller answers."""
         self._config, self._placement = config, placement
         self._forks = ForkServer(TRAINER.module, arguments)
         self._ranks = ranks

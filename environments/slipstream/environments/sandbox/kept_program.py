@@ -131,7 +131,7 @@ class _Output:
         self.kept = bytearray()
 
     async def read(self) -> bool:
-        """Reads until the output ends and returns False; returns True above the limit."""
+        """Reads until the output ends or is too long; returns whether it is too long."""
         while self._left >= 0:
             chunk = await self._stream.read(_CHUNK_BYTES)
             if not chunk:

@@ -145,9 +145,9 @@ class CheckpointWatch:
         self._newest = 0
 
     def begin(self, recorded: int) -> None:
-        """Checks the folder at the start; the journal's newest checkpoint is of version `recorded`.
+        """Warns of newer folders that are no complete checkpoints, or else of a missing checkpoint.
 
-        Warns of newer folders that are not complete checkpoints.
+        `recorded` is the version of the journal's newest checkpoint.
         """
         over = passed_over(self._folder)
         self._newest = max(complete_steps(self._folder), default=0)
@@ -162,7 +162,7 @@ class CheckpointWatch:
             self._newest = step
 
     async def watch_forever(self) -> None:
-        """Checks the newest checkpoint every `look_s` seconds until the task is cancelled."""
+        """Warns if the newest checkpoint loses files; looks every `look_s` s until cancelled."""
         while True:
             await asyncio.sleep(self._look_s)
             expected = self._newest

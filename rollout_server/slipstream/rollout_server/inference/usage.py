@@ -38,7 +38,7 @@ SILENCE_LIMIT_S = 300.0
 
 
 class EngineWatchdog:
-    """Checks that the time since an engine's last step does not exceed a limit."""
+    """Raises EngineDied when an engine that has requests makes no step for too long."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
