@@ -27,7 +27,7 @@ class PhaseReports:
     """The reports for which the controller waits, by server, publish and phase."""
 
     def __init__(self, clock: LoopClock) -> None:
-        """Takes the clock that measures the limits of waits."""
+        """Takes the clock by which waits reach their time limits."""
         self._clock = clock
         self._open: dict[ServerKey, Expectations] = {}
 

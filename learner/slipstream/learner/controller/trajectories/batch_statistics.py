@@ -114,7 +114,7 @@ class LessonWatch:
         self._steps: Counter[str] = Counter()
 
     def note(self, row: Mapping[str, float]) -> list[str]:
-        """Takes the row of one step; returns a hint for each environment that reaches the count."""
+        """Takes the row of one step; returns a hint for each count that is now HINT_AFTER_STEPS."""
         due = []
         for key, fraction in row.items():
             name, slash, metric = key.rpartition("/")

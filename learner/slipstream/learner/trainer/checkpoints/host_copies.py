@@ -44,7 +44,7 @@ class HostCopies:
         self._problem: CheckpointError | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Takes memory for tensors of these sizes in bytes, in a thread; `begin` waits for it."""
+        """Allocates memory for tensors of these sizes in bytes, in a thread that `begin` awaits."""
 
         def take() -> None:
             started_s, num_bytes = time.monotonic(), sum(map(_aligned, sizes))
@@ -115,7 +115,7 @@ class _Block:
     """A block of memory that is filled from its start; `room` bytes are left."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Takes `num_bytes` of memory.
+        """Allocates `num_bytes` of memory.
 
         Raises CheckpointError if too little is available, or if CUDA cannot pin it.
         """
