@@ -29,7 +29,7 @@ def small_config(**tables: object) -> Config:
     return parse_config(SMALLEST | laid, source="test")
 
 
-def config_of_engine(model: Path, **tables: Mapping[str, object]) -> Config:
+def config_of_engine(model: Path, /, **tables: Mapping[str, object]) -> Config:
     """Settings of a run whose engine starts quickly; `tables` add to them."""
     own: dict[str, Mapping[str, object]] = {
         "model": {"path": str(model), "dtype": "float32"},
