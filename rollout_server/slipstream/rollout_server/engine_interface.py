@@ -205,9 +205,10 @@ class LoadedWeights:
     staged: bool = False
 
     def stages(self, prepare_s: float, paused_at_s: float | None) -> fleet_pb2.PublishStages:
-        """Returns the stages of the publish.
+        """Returns the message that reports how long each stage of the publish took.
 
-        Requests have waited since `paused_at_s` on the monotonic clock; None means that none
+        `prepare_s`: seconds of preparation. `paused_at_s`: monotonic time from which requests
+        waited, from which the seconds until the current engine step ended are counted; None if none
         waited.
         """
         return fleet_pb2.PublishStages(

@@ -45,10 +45,11 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Returns the family of a model by its config.json, or by the decoder's table within one.
+    """Returns the family record of a model.
 
-    A table that names no class is looked up by its `model_type`. An unknown model gets the record
-    of a plain decoder without a name.
+    `values` is the content of config.json, or the decoder's config nested in it. The class in
+    `architectures` decides; without one, `model_type` does. For an unknown model, returns a default
+    `Family()`: a plain decoder.
     """
     architecture = architecture_of(values)
     if architecture:

@@ -122,7 +122,10 @@ class Dispatcher:
             self._verdict = asyncio.get_running_loop().create_future()
 
     def settle(self, *, passed: bool) -> None:
-        """Delivers the trajectories that waited: as cancelled, unless the weights `passed`."""
+        """Ends `hold`: delivers the held trajectories.
+
+        They are marked as cancelled if the new weights did not pass their probe.
+        """
         if self._verdict is not None:
             self._verdict.set_result(passed)
             self._verdict = None

@@ -124,10 +124,11 @@ class Chunk:
 
 
 def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Returns the number of KV-cache blocks to use: twice what the most running requests fill.
+    """Returns the number of KV-cache blocks to use.
 
-    Each request counts at full length; the second half is for cached prefixes. A small model has
-    room for millions of blocks, and vLLM creates an object for each.
+    This is twice what `max_num_seqs` requests of full length occupy, plus vLLM's null block. The
+    second half is for cached prefixes. A small model has room for millions of blocks, and vLLM
+    creates an object for each.
     """
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups

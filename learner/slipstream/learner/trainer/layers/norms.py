@@ -107,7 +107,10 @@ class _WholeNorm(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """Returns the state for distributed checkpoints: parts of one weight."""
+        """Returns the state for distributed checkpoints.
+
+        `weight` is split along dimension 0 over the tensor parallel ranks.
+        """
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
