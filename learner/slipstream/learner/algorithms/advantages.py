@@ -1,8 +1,9 @@
-"""The built-in advantages of sampled tokens, from the rewards of a batch: pure functions, float64.
+"""The built-in advantage estimators: pure functions that compute in float64.
 
 Sequence-level estimators give one number for each episode, token-level estimators one for each
 sampled token. Only sampled tokens are steps: the context between the replies of an episode is
-skipped. A branch is a sequence of steps of its own, which ends with the episode's reward.
+skipped. Each branch is a separate sequence of steps, which ends with the episode's reward. The
+score of an episode is its reward less the costs of its tokens.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ def grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 def dr_grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     """Returns each score less its group's mean.
 
-    Source: Dr. GRPO (arXiv:2503.20783), which shows that dividing by the deviation favours tasks
-    that are nearly always or nearly never solved.
+    Source: Dr. GRPO (arXiv:2503.20783), which shows that dividing by the standard deviation favours
+    tasks that are nearly always or nearly never solved.
     """
     return _group_advantages(episodes, normalize_by_std=False)
 
@@ -47,7 +48,7 @@ def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def reinforce_pp(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
-    """Returns for each token its undiscounted return (return-to-go), whitened over the batch.
+    """Returns the undiscounted return (return-to-go) of each token, whitened over the batch.
 
     Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of within
     groups.
@@ -78,9 +79,10 @@ def gae(
     lam: float = 0.95,
     normalize: bool = True,
 ) -> list[TokenAdvantages]:
-    """Returns generalised advantage estimates, and the critic's targets.
+    """Returns generalised advantage estimates and the critic's targets for each episode.
 
-    See `estimates`; with `normalize` the advantages are scaled to mean 0 and deviation 1.
+    `estimates` has the formula. With `normalize` the advantages are whitened over the batch. Every
+    episode must have `values`.
     """
     advantages, returns = [], []
     for episode in episodes:
@@ -118,15 +120,15 @@ def episode_scores(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def returns_to_go(rewards: FloatArray) -> FloatArray:
-    """Returns the undiscounted return from each token on, [tokens]."""
+    """Returns for each token the sum of its own and all later rewards, [tokens]."""
     return np.cumsum(rewards[::-1])[::-1]
 
 
 def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
-    """Returns `values` shifted and scaled to mean 0 and deviation 1 over all tokens of the batch.
+    """Returns `values` scaled to mean 0 and standard deviation 1 over all tokens of the batch.
 
-    Equal values give 0. Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global
-    batch instead of within groups.
+    If all values are equal, the results are 0. Source: REINFORCE++ (arXiv:2501.03262), which
+    normalises over the global batch instead of within groups.
     """
     joined = np.concatenate(list(values)) if values else np.zeros(0)
     if not joined.size:
@@ -139,12 +141,12 @@ def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
 def estimates(
     rewards: FloatArray, values: FloatArray, *, gamma: float, lam: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns advantages and returns (advantage + value) of one episode, both [sampled tokens].
+    """Returns advantages and returns (advantage + value) of one branch, both [sampled tokens].
 
     With d(t) = r(t) + gamma * V(t + 1) - V(t) and V = 0 after the last token, the advantage is
-    A(t) = d(t) + gamma * lam * A(t + 1). An episode that was cut at a limit ends like any other:
-    its environment has judged it. Source: generalised advantage estimation (arXiv:1506.02438), as
-    in PPO (arXiv:1707.06347).
+    A(t) = d(t) + gamma * lam * A(t + 1). An episode that was cut at a limit ends like any other,
+    because its environment has judged it. Source: generalised advantage estimation
+    (arXiv:1506.02438), as in PPO (arXiv:1707.06347).
     """
     advantages = np.zeros(len(rewards), dtype=np.float64)
     following_value, following_advantage = 0.0, 0.0
@@ -157,10 +159,10 @@ def estimates(
 
 
 def _group_advantages(episodes: Sequence[ScoredEpisode], *, normalize_by_std: bool) -> FloatArray:
-    """Returns each score less its group's mean; divides by the deviation if `normalize_by_std`.
+    """Returns each score less its group's mean, divided by the deviation if `normalize_by_std`.
 
-    The divisor is the population standard deviation of the group, plus 1e-6. Rewards 0 and 1 in
-    equal numbers give -1 and 1; a group of equal rewards gives 0.
+    The divisor is the population standard deviation of the group, plus 1e-6. Scores 0 and 1 in
+    equal numbers give about -1 and 1; a group of equal scores gives 0.
     """
     scores = episode_scores(episodes)
     advantages = np.zeros(len(scores), dtype=np.float64)

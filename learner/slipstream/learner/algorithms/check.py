@@ -1,7 +1,8 @@
 """Checks a user's own functions: `python -m slipstream.learner.algorithms.check < FILE`.
 
-FILE has the resolved settings of a run, in TOML. The check imports each function and binds its
-arguments; it calls losses and weights with three tokens.
+FILE has the resolved settings of a run, in TOML. The check imports each function, validates its
+arguments, and calls losses and weights with three tokens. Without torch it checks only reward
+functions and filters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slipstream.learner.algorithms.functions import load_functions
 
 
 def main() -> int:
-    """Checks the functions; returns 0, or 2 with the fault as the last line of stderr."""
+    """Checks the functions; returns 0, or prints the fault as last line of stderr and returns 2."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         # A controller's host may have no torch.

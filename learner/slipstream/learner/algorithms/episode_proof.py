@@ -1,4 +1,4 @@
-"""Property tests of advantages, rewards and filters on a few episodes; see also `proof.py`."""
+"""Property tests of advantage functions, reward functions and filters on a few episodes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PLAIN = (
     ((0.0, 1.0, 1.0), (1.0, 0.0)),
     ((0.3, 0.7, 0.1, 0.9), (0.25,), (0.6, 0.4, 0.8)),
 )
-# These have costs of tokens too. A function may refuse them with a ValueError.
+# Rewards of episodes that also have token costs. A function may refuse these with a ValueError.
 WIDE = (((0.3, -0.2),), ((1.0, 0.0, 2.5, -1.5), (-0.25,), (0.6, 0.4, 0.9)))
 # Rewards at which an estimator may divide by 0.
 EQUAL = (((0.0,),), ((1.0, 1.0),), ((0.1, 0.1, 0.1), (0.7, 0.7, 0.7)), ((1e-9, 0.0),))
-# The protocol's bounds; a function may refuse them too.
+# Rewards at the protocol's bounds. A function may refuse these with a ValueError.
 LARGE = (((1e6, -1e6), (1e6, 1e6)),)
 Groups: TypeAlias = tuple[tuple[float, ...], ...]
 
@@ -42,7 +42,7 @@ Groups: TypeAlias = tuple[tuple[float, ...], ...]
 class ProvedEpisodes:
     """The function under test: the advantage, reward or filter (by `kind`) of `algorithm`.
 
-    `has_values`: whether the test episodes have the estimates of a critic.
+    `has_values` tells whether the test episodes have the estimates of a critic.
     """
 
     algorithm: AlgorithmSection
@@ -51,7 +51,7 @@ class ProvedEpisodes:
 
 
 def episode_faults(proved: ProvedEpisodes) -> list[str]:
-    """Returns one line for each property that an advantage, a reward or a filter lacks."""
+    """Returns one line for each required property that the function under test lacks."""
     properties: dict[str, Callable[[ProvedEpisodes], None]] = {
         "result": _check_result,
         "state": _check_state,
@@ -104,7 +104,10 @@ def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
 
 
 def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) -> list[FloatArray]:
-    """Returns the results on `episodes`: an array per episode, or one number (0, 1) of a filter."""
+    """Returns the function's results on `episodes`, one array per episode.
+
+    For a filter it returns one array: 1 if the filter keeps the group, else 0.
+    """
     where = _shown(groups)
     if proved.kind == "filter":
         return [np.array(float(filtered(proved.algorithm, episodes, where=where)))]
@@ -194,10 +197,10 @@ def _check_finite(proved: ProvedEpisodes) -> None:
 def _scenes(
     proved: ProvedEpisodes, plain: Sequence[Groups] = PLAIN, wide: Sequence[Groups] = WIDE
 ) -> Iterator[Groups]:
-    """Yields the scenes that the function accepts, each a few test groups.
+    """Yields the scenes that the function accepts; a scene has the rewards of a few test groups.
 
-    A reward or filter gets each group as a scene of its own. The function may refuse scenes of
-    `wide` with a ValueError, but none of `plain`.
+    A reward function or filter gets each group as a separate scene. The function may refuse scenes
+    of `wide` with a ValueError. Raises RunFailed if it refuses a scene of `plain`.
     """
     for groups in (*plain, *wide):
         for scene in [groups] if proved.kind == "advantage" else [(group,) for group in groups]:

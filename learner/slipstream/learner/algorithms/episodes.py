@@ -19,7 +19,9 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ScoredEpisode:
-    """One episode of a batch, or the part of it that one side played; arrays are [sampled tokens].
+    """One episode of a batch, or one side's part of it; arrays are [sampled tokens].
+
+    A side is, for example, a player of a game.
 
     An advantage function returns one number or one array per episode. With a critic it returns one
     `TokenAdvantages` per episode, with the critic's targets.
@@ -53,7 +55,7 @@ class ScoredEpisode:
 class TokenAdvantages:
     """Advantages of one episode, [sampled tokens]; `returns` are the critic's targets.
 
-    `reports` become metrics by their names: the means over the episodes that have them.
+    Each of the `reports` becomes a metric of its name: the mean over the episodes that report it.
     """
 
     advantages: FloatArray
@@ -71,17 +73,17 @@ class ShapedReward:
 
 @dataclass(frozen=True)
 class RewardedEpisode:
-    """One episode of a group, or the part of it that one side played, before it is trained.
+    """One episode of a group, or one side's part of it, before the episode is trained.
 
-    In a game whose sides have their own rewards, `reward` is called once for each side of a group,
-    as if it were a group. A filter gets all sides of a group, with the rewards that `reward`
-    returned.
+    In a game whose sides have their own rewards, the reward function is called once for each side
+    of a group, as if the side were a group. A filter gets all sides of a group, with the rewards
+    that the reward function returned.
     """
 
     reward: float
     # The metrics that the environment measured.
     metrics: Mapping[str, float]
-    # A limit of reply, episode or turns ended it.
+    # Whether a limit of reply, episode or turns ended the episode.
     is_truncated: bool
     # Sampled tokens of each reply, of all sides.
     reply_tokens: tuple[int, ...]

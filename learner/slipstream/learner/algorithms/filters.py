@@ -12,7 +12,7 @@ def none(group: Sequence[RewardedEpisode]) -> bool:
 
 
 def unequal_rewards(group: Sequence[RewardedEpisode]) -> bool:
-    """Whether the rewards of a group differ: those within one side, if there are several sides.
+    """Whether the rewards of a group differ within at least one side of its episodes.
 
     Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
     equal rewards.

@@ -1,4 +1,4 @@
-"""The functions of an algorithm by name: built in, or `module:function` of the user's own.
+"""Loads and calls the functions of an algorithm: built-in ones, or a user's own `module:function`.
 
 Built-in and own functions are called alike. An error in a function is reported in one line, with
 the function's kind and name and the place of the error.
@@ -72,7 +72,7 @@ class Function:
         return is_own(self.name)
 
     def fault(self, what: str, where: str) -> RunFailed:
-        """Returns the error that reports the fault `what` of the function, found at `where`."""
+        """Returns the error to raise for the fault `what` of the function; `where` names its place."""
         return RunFailed(f"{self} at {where}: {what}")
 
     @contextmanager
@@ -94,7 +94,7 @@ class Function:
                 raise self.fault(f"the report {name} has the name of another metric", where)
 
     def check_numbers(self, reports: Mapping[str, float], where: str) -> None:
-        """Raises RunFailed if one of an episode's `reports` is not a finite number."""
+        """Raises RunFailed if a report of an episode has a wrong name or is no finite number."""
         self.check_reports(reports, where)
         for name, value in reports.items():
             if not is_number(value):
@@ -107,15 +107,16 @@ def is_number(value: object) -> bool:
 
 
 def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
-    """Returns the algorithm's function of this `kind`; raises ConfigError if it does not exist."""
+    """Returns the algorithm's function of this `kind`; raises ConfigError if loading it fails."""
     arguments = getattr(algorithm, f"{kind}_args")
     return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
 
 
 def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> None:
-    """Loads the functions of all environments; raises ConfigError for one that cannot be called.
+    """Loads the functions of these `kinds` of all environments' algorithms.
 
-    The source of a user's own function must not have changed since the run was started.
+    Raises ConfigError if a function cannot be loaded, or if the source of a user's own function has
+    changed since the run was started.
     """
     for algorithm in config.algorithms.distinct:
         for kind in kinds:
@@ -127,7 +128,7 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
 
 
 def used_functions(config: Config) -> dict[str, str]:
-    """Returns the digest of each of the user's own functions; a key is kind, name and arguments."""
+    """Returns the source digests of the user's own functions, by "kind name arguments"."""
     return {
         f"{kind} {name} {json.dumps(getattr(each, f'{kind}_args'), sort_keys=True)}": digest
         for each in config.algorithms.distinct
@@ -152,7 +153,7 @@ def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
 
 def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    # Like the environments' modules: from the folder in which the run was started.
+    # As for environments, modules are also imported from the folder in which the run was started.
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -174,7 +175,7 @@ def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
 def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
     """Returns `given`, validated by the annotations of the function's keyword-only parameters.
 
-    Raises ValueError for arguments or a signature that do not fit; `what` names the function.
+    Raises ValueError if the arguments or the signature do not fit; `what` names the function.
     """
     try:
         signature = inspect.signature(call)
@@ -200,7 +201,7 @@ def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -
 def rewarded(
     algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str
 ) -> list[RewardedEpisode]:
-    """Returns the episodes of a group with the rewards of `algorithm.reward`.
+    """Returns the episodes of a group with the rewards and reports that `algorithm.reward` gives.
 
     Raises RunFailed if the function is faulty; `where` names the group in the error.
     """
@@ -235,9 +236,9 @@ def token_advantages(
 ) -> list[TokenAdvantages]:
     """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
 
-    `episodes` must not contain episodes that count in no statistics. Raises RunFailed if the
-    function is faulty. A value that is not finite is a fault only of a user's own function:
-    built-in ones get such values from the rewards.
+    `episodes` must contain only episodes that count in their group's statistics; their arrays
+    become read-only. Raises RunFailed if the function is faulty. A non-finite advantage is a fault
+    only of a user's own function, because a built-in one gets it from non-finite rewards.
     """
     function = function_of(algorithm, "advantage")
     for episode in episodes:
@@ -275,7 +276,7 @@ def _of_tokens(
 
 
 def _describe(error: BaseException) -> str:
-    """Returns type and message of an error, and the code line where it was raised, in one line."""
+    """Returns one line: an error's type and message, and the line of the user's code, if known."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     text = " ".join(str(error).split())

@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.functions import filtered, rewarded
 def side_of(branch: Branch) -> str:
     """Returns the side of an episode, such as a player of a game, to which a branch belongs.
 
-    Branches with a reward of their own form one side per name; all other branches are on side "".
+    Branches with their own reward form one side per branch name; all others are on side "".
     """
     return "" if branch.reward is None else branch.name
 
@@ -33,7 +33,8 @@ def shaped_rewards(
     """Returns a list of sides for each episode, with the rewards that `algorithm.reward` gives.
 
     The sides are in the order of their first branches. An episode without branches has one side; an
-    episode that does not count (`is_counted`) has none.
+    episode that does not count (`is_counted`) has none. Raises RunFailed if the reward function is
+    faulty.
     """
     limit, found = config.sampling.max_reply_tokens, []
     groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
@@ -55,7 +56,10 @@ def shaped_rewards(
 def is_trained(
     trajectories: Sequence[Trajectory], algorithm: AlgorithmSection, config: Config
 ) -> bool:
-    """Whether `algorithm.filter` keeps the group of `trajectories`, which must not be empty."""
+    """Whether `algorithm.filter` keeps the group of `trajectories`, which must not be empty.
+
+    Raises RunFailed if the reward function or the filter is faulty.
+    """
     sides = shaped_rewards(trajectories, config)
     group = [side for episode in sides for side in episode]
     return filtered(algorithm, group, where=f"group {trajectories[0].group_id}")

@@ -18,7 +18,7 @@ from torch import Tensor
 class SequenceSums:
     """Sums and means over the trained tokens of each sequence; collective over `group`.
 
-    `group` has the context parallel ranks that share the sequences; None if sequences are not
+    `group` has the context parallel ranks that share the sequences, or is None if no sequence is
     shared. Sums carry no gradient: the loss uses ratios, weights, masks and lengths of whole
     sequences as constants.
     """
@@ -36,12 +36,18 @@ class SequenceSums:
         self._group = group if group is not None and group.size() > 1 else None
 
     def sums(self, values: Tensor) -> Tensor:
-        """Returns for each token the sum over its sequence's trained tokens, or 0, [tokens]."""
+        """Returns the sum of `values` over the trained tokens of each token's sequence, [tokens].
+
+        It is 0 in a sequence without trained tokens.
+        """
         sums = self._sums(values)
         return sums[self._ids].to(values.dtype)
 
     def means(self, values: Tensor) -> Tensor:
-        """Returns for each token the mean over its sequence's trained tokens, or 0, [tokens]."""
+        """Returns the mean of `values` over the trained tokens of each token's sequence, [tokens].
+
+        It is 0 in a sequence without trained tokens.
+        """
         means = self._sums(values) / self._sums(self._mask).clamp(min=1)
         return means[self._ids].to(values.dtype)
 
@@ -58,7 +64,7 @@ class SequenceSums:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tokens of one micro batch on one rank; tensors are [tokens], float32 unless said.
+    """The tokens of one micro batch on one rank, as float32 [tokens] unless a comment differs.
 
     Only `logprobs` has a gradient. Values at tokens outside of `mask` have no meaning.
     """
@@ -67,7 +73,8 @@ class LossInputs:
     logprobs: Tensor
     # Log-probabilities by the policy before the step.
     proximal_logprobs: Tensor
-    # Log-probabilities by what sampled the token; at given tokens the proximal ones.
+    # Log-probabilities by the policy that sampled the token; at given tokens those of
+    # `proximal_logprobs`.
     behavior_logprobs: Tensor
     advantages: Tensor
     # bool: the tokens that are trained.
@@ -90,8 +97,8 @@ class LossInputs:
 class TokenTerms:
     """The losses of the tokens, before importance weights and without KL and entropy terms.
 
-    `reports` become metrics by their names: the mean over the trained tokens, or the largest value
-    if the name ends with `_max`.
+    Each of the `reports` becomes a metric of its name: the mean over the trained tokens, or the
+    largest value if the name ends with `_max`.
     """
 
     losses: Tensor
@@ -100,9 +107,10 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """The factors of the tokens in the loss, without a gradient; `reports` as in `TokenTerms`.
+    """The factors of the tokens in the loss, without a gradient.
 
-    The means of reports leave out tokens of the context, which no policy sampled.
+    `reports` become metrics as in `TokenTerms`, but leave out given tokens, which no policy
+    sampled.
     """
 
     weights: Tensor

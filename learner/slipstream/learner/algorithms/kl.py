@@ -5,12 +5,12 @@ from slipstream.core.settings.algorithm_section import KlEstimator
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-# A rest of probability below this counts as this: float32 does not know a smaller rest of 1.
+# Lower bound of the probability of all other tokens: float32 cannot resolve much smaller ones.
 MIN_REST = 1e-6
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns exp(`log_ratio`), `log_ratio` clamped to -20 .. 20 so that products stay finite."""
+    """Returns exp(`log_ratio`); clamps `log_ratio` to -20 .. 20 so that products stay finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -20,15 +20,15 @@ def kl_estimate(
     """Estimates KL(policy || reference) at each token that the policy sampled, [tokens].
 
     With r = log reference - log policy, limited to -20 .. 20:
-    - k1 = -r: its mean is the divergence. The mean of its gradient is 0 for every policy: good as a
-     cost in the reward, useless in the loss;
-    - k2 = r^2 / 2: slightly biased. The mean of its gradient is that of KL(policy || reference),
-     the correct gradient for the loss;
-    - k3 = exp(r) - 1 - r: its mean is the divergence, its variance small, never negative. The mean
-     of its gradient is that of KL(reference || policy), which agrees near the reference; GRPO's
-     choice (arXiv:2402.03300).
-    Source: J. Schulman, "Approximating KL divergence" (2020); for the gradients "Rethinking KL
-    regularization in RLHF" (arXiv:2510.01555).
+    - k1 = -r is unbiased, but the mean of its gradient is 0 for every policy. So it suits a cost in
+     the reward, but is useless in the loss.
+    - k2 = r^2 / 2 is slightly biased, but the mean of its gradient is the gradient of
+     KL(policy || reference), which is correct for the loss.
+    - k3 = exp(r) - 1 - r is unbiased, never negative and has a small variance. The mean of its
+     gradient is the gradient of KL(reference || policy), which agrees near the reference. GRPO
+     (arXiv:2402.03300) uses k3.
+    Raises ValueError for a top-k estimator. Source: J. Schulman, "Approximating KL divergence"
+    (2020); for the gradients "Rethinking KL regularization in RLHF" (arXiv:2510.01555).
     """
     log_ratio = (reference_logprobs - policy_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:
@@ -49,11 +49,12 @@ def top_k_divergence(
     """Returns the divergence at each position over the reference's most likely tokens, [tokens].
 
     Both arguments are [tokens, top k]: log-probabilities of the same tokens in the whole
-    vocabulary. All other tokens count as one token, so the value is at most the divergence over the
-    vocabulary. It is 0 where both agree. With p the policy and q the reference:
+    vocabulary. All other tokens count as one token, whose probability is at least `MIN_REST`. So
+    the value is at most the divergence over the vocabulary, and 0 where the policy and the
+    reference agree. With p the policy and q the reference:
     - forward_top_k = KL(q || p), the sum of q * (log q - log p);
     - reverse_top_k = KL(p || q), the sum of p * (log p - log q).
-    Log ratios are limited to -20 .. 20. The rest of a distribution is at least `MIN_REST`.
+    Log ratios are clamped to -20 .. 20.
     """
     policy, reference = _with_rest(policy_logprobs), _with_rest(reference_logprobs)
     log_ratio = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

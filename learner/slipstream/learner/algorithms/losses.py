@@ -1,7 +1,8 @@
 """The built-in losses of single tokens, before aggregation: pure functions.
 
-The ratio is the probability of the token by the trained policy over that by the anchor: the policy
-before the step, or the behavior policy. Log ratios are clamped to -20 .. 20 before exp.
+The ratio is the token's probability by the trained policy divided by its probability by the anchor.
+The argument `ratio` chooses the anchor: "proximal" is the policy before the step, "behavior" the
+policy that sampled the token. Log ratios are clamped to -20 .. 20 before exp. A is the advantage.
 """
 
 import torch
@@ -21,9 +22,9 @@ def ppo(
 ) -> TokenTerms:
     """Returns -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    With `dual_clip` the loss for A < 0 is at most -dual_clip * A. Source: PPO eq. 7
-    (arXiv:1707.06347); a wider upper range is DAPO's clip-higher (arXiv:2503.14476); the bound for
-    A < 0 is dual-clip PPO's (arXiv:1912.09729). A clipped token has no gradient.
+    With `dual_clip` the loss for A < 0 is at most -dual_clip * A. A clipped token has no gradient.
+    Source: PPO eq. 7 (arXiv:1707.06347); a wider upper range is DAPO's clip-higher
+    (arXiv:2503.14476); the bound for A < 0 is dual-clip PPO's (arXiv:1912.09729).
     """
     ratios = safe_ratio(tokens.logprobs - _anchor(tokens, ratio))
     return _clipped(ratios, tokens.advantages, clip_low, clip_high, dual_clip)
@@ -32,12 +33,12 @@ def ppo(
 def gspo(
     tokens: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio: Anchor = "proximal"
 ) -> TokenTerms:
-    """Returns PPO's loss with the geometric mean of the sequence's ratios at each of its tokens.
+    """Returns PPO's loss with the geometric mean of the sequence's ratios as each token's ratio.
 
-    The value is the sequence's, the gradient is the token's own: GSPO-token (arXiv:2507.18071, eq.
-    13). If all tokens of a sequence have the same advantage, the mean over its tokens has the value
-    and gradient of GSPO's sequence loss (eq. 5), and ranks that share the sequence need not
-    exchange gradients.
+    This ratio has the value of the sequence, but the gradient of the token: GSPO-token
+    (arXiv:2507.18071, eq. 13). If all tokens of a sequence have the same advantage, the mean over
+    its tokens has the value and gradient of GSPO's sequence loss (eq. 5), and ranks that share the
+    sequence need not exchange gradients.
     """
     policy = tokens.logprobs
     log_ratio = tokens.sequences.means(policy - _anchor(tokens, ratio))
@@ -50,9 +51,9 @@ def cispo(
 ) -> TokenTerms:
     """Returns -clip(ratio, 1 - clip_low, 1 + clip_high) * A * log policy.
 
-    The clipped ratio is a weight without a gradient, so every token keeps its gradient. `clip_low`
-    1 means no lower bound, the paper's setting. Source: CISPO, MiniMax-M1 (arXiv:2506.13585, eq. 4
-    and 5).
+    The clipped ratio is a weight without a gradient, so every token keeps its gradient. A
+    `clip_low` of 1 sets no lower bound, as in the paper. Source: CISPO, MiniMax-M1
+    (arXiv:2506.13585, eq. 4 and 5).
     """
     ratios = safe_ratio(tokens.logprobs - _anchor(tokens, ratio)).detach()
     weights = ratios.clamp(1 - clip_low, 1 + clip_high)
@@ -69,8 +70,8 @@ def sapo(
 ) -> Tensor:
     """Returns -gate(ratio) * A with gate(x) = sigmoid(tau * (x - 1)) * 4 / tau.
 
-    The slope of the gate is 1 at ratio 1, and fades smoothly away from it. tau is `tau_positive`
-    for A > 0, else `tau_negative`. Source: SAPO (arXiv:2511.20347).
+    The slope of the gate is 1 at ratio 1 and decreases smoothly on both sides. tau is
+    `tau_positive` for A > 0, else `tau_negative`. Source: SAPO (arXiv:2511.20347).
     """
     ratios = safe_ratio(tokens.logprobs - _anchor(tokens, ratio))
     taus = torch.where(tokens.advantages > 0, tau_positive, tau_negative)

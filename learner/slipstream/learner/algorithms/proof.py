@@ -1,7 +1,7 @@
-"""Property tests of a loss or a weight, called proofs, over layouts, ratios and repeated calls.
+"""Property tests, called proofs, of a loss or a weight over layouts, ratios and repeated calls.
 
-A property that fails gives one line, with the smallest example that shows it. Layouts are
-compared in float64, extreme values are tried in float32.
+A property that fails gives one line with a small example. Layouts are compared in float64, extreme
+values are tried in float32.
 
 Values that a loss detaches by `detach`, `no_grad`, `item` or the sums of sequences are held
 constant when its gradient is compared with finite differences. So CISPO, GSPO and REINFORCE pass,
@@ -47,9 +47,10 @@ Subject = TypeVar("Subject")
 SCENES = (("x",), ("x", ".x"), ("..xx", ".x.xx"), ("..xxx", "....", "x.xxxx.xx", ".xxxx"))
 # Log ratios to the proximal and the behavior policy, advantage and entropy of a token.
 Case: TypeAlias = tuple[float, float, float, float]
-# Log ratios up to those of ratios from 1e-20 to 1e20.
+# Logarithms of ratios from 1e-20 to 1e20.
 LOG_RATIOS = (0.0, 0.3, -0.3, 5.0, -5.0, 20.0, -20.0, 46.05, -46.05)
-# Constants of a function whose bounds are tried, and neighbours of each bound in float32.
+# The most constants of a function that are tried as bounds, and the offsets of the float32
+# neighbours of each bound.
 MAX_CONSTANTS = 24
 NEIGHBOURS = np.arange(-4, 5, dtype=np.float32)
 # Steps of finite differences with their tolerance: a function may compute in float32.
@@ -69,7 +70,8 @@ class Proved:
     def constants(self) -> tuple[float, ...]:
         """The numbers in the function's code and arguments, around which its results may jump.
 
-        The code includes the functions of the same module that it calls.
+        Code of functions that it calls in the same module is included. There are at most
+        `MAX_CONSTANTS` numbers, all of magnitude below 1000.
         """
         call = self.function.call
         assert isinstance(call, functools.partial)
@@ -85,7 +87,7 @@ def _numbers(value: object, seen: set[FunctionType]) -> Iterator[float]:
             return
         seen.add(value)
         codes, module = [value.__code__], value.__module__
-        # Functions inside of it are among its constants.
+        # Nested functions are among the constants of a function.
         for code in codes:
             codes += [one for one in code.co_consts if isinstance(one, CodeType)]
         named = [value.__globals__.get(name) for code in codes for name in code.co_names]
@@ -98,7 +100,7 @@ def _numbers(value: object, seen: set[FunctionType]) -> Iterator[float]:
 
 
 def token_faults(proved: Proved) -> list[str]:
-    """Returns one line for each property that a loss or weight lacks."""
+    """Returns one line for each required property that the loss or weight under test lacks."""
     properties: dict[str, Callable[[Proved], None]] = {
         "result": _check_result,
         "state": _check_state,
@@ -115,10 +117,10 @@ def token_faults(proved: Proved) -> list[str]:
 def faults(
     function: Function, subject: Subject, properties: Mapping[str, Callable[[Subject], None]]
 ) -> list[str]:
-    """Returns one line for each of `properties` that `subject` lacks.
+    """Returns one line for each of `properties` whose check fails for `subject`.
 
-    If one of the first two fails, the others are not checked. The random generators are restored
-    afterwards. It is also a fault if the function changes globals of its module.
+    If one of the first two fails, the others are not checked. If all hold, a change of the globals
+    of the function's module is a fault. The random generators are restored afterwards.
     """
     found, name, before = [], str(function), _kept_by(function)
     state, numpy_state = random.getstate(), np.random.get_state()
@@ -127,7 +129,7 @@ def faults(
             fault = _fault(check, subject)
             if fault:
                 found.append(f"{name}: {title}: {fault.removeprefix(f'{name} at ')}")
-                # Without these two the others say nothing.
+                # The other checks say nothing if one of these two fails.
                 if place < 2:
                     break
     random.setstate(state)
@@ -196,7 +198,7 @@ def _gradient(total: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _computed(proved: Proved, scene: Scene, inputs: Inputs) -> dict[str, Tensor]:
-    """Returns values, gradient and reports of the tokens, in float64."""
+    """Returns the function's values, gradient and reports by name, each float64 [tokens]."""
     values, reports = _result(proved, inputs.tokens, scene)
     total = torch.where(inputs.tokens.mask, values * inputs.shares, 0.0).sum()
     found = {str(proved.function.kind): values, "gradient": _gradient(total, inputs.leaf)}
@@ -207,7 +209,10 @@ def _computed(proved: Proved, scene: Scene, inputs: Inputs) -> dict[str, Tensor]
 def _difference(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], mask: Tensor, *, exactly: bool = False
 ) -> str:
-    """Describes a value that differs between `one` and `other` at a token of `mask`, or ""."""
+    """Describes the first value in which `other` differs from `one` at a token of `mask`.
+
+    Returns "" if no value differs. Values may differ by rounding, unless `exactly` is set.
+    """
     for name, mine in one.items():
         theirs = other.get(name)
         if theirs is None:
@@ -314,12 +319,12 @@ def _check_finite(proved: Proved) -> None:
     ]
     _check_cases(proved, [[case] for case in cases])
     _check_cases(proved, [[case] for row in rows for case in row])
-    # Sums over sequences grow with these, and their deviations are 0 but for rounding.
+    # Sequences of equal tokens: their sums are large, and their deviations are 0 up to rounding.
     _check_cases(proved, [*([case] * len(NEIGHBOURS) for case in cases), *rows])
 
 
 def _check_cases(proved: Proved, sequences: Sequence[Sequence[Case]]) -> None:
-    """Raises Disproved for a case at which a value is not finite."""
+    """Raises Disproved for a case at which a value is not finite, or if an input is changed."""
     cases = [case for sequence in sequences for case in sequence]
     numbers = torch.tensor(cases, dtype=torch.float32).unbind(1)
     to_proximal, to_behavior, advantages, entropy = numbers
@@ -351,13 +356,13 @@ def _check_cases(proved: Proved, sequences: Sequence[Sequence[Case]]) -> None:
 
 
 class _HeldConstant(TorchFunctionMode):
-    """Records values that a function detaches from the gradient, or replays `recorded` ones."""
+    """Records values that a function detaches from the gradient, or replaces them by `recorded`."""
 
     def __init__(self, recorded: Sequence[object] | None = None) -> None:
         super().__init__()
         self.recorded: list[object] = []
         self._given = None if recorded is None else iter(recorded)
-        # The lines of code where it happened.
+        # The lines of code where a number was detached.
         self.lines: dict[str, None] = {}
 
     def __torch_function__(
@@ -401,7 +406,10 @@ _SUMS = SequenceSums.sums.__code__.co_filename
 
 
 def _line_of_function() -> str | None:
-    """Returns "file:line" where the tested function is; None inside a custom autograd Function."""
+    """Returns the current "file:line" of the tested function.
+
+    Returns None inside a custom autograd Function.
+    """
     frame, line = sys._getframe(2), ""
     while frame.f_code.co_filename != __file__ and frame.f_back is not None:
         if frame.f_code is _APPLY:
@@ -424,7 +432,8 @@ def held_constant(proved: Proved) -> list[str]:
 
 
 def _check_gradient(proved: Proved) -> None:
-    # By sign of the advantage: whether a token has a gradient, and an example of one that moves.
+    # By sign of the advantage: whether a token has a gradient, and an example of a token that
+    # changes the loss.
     has_gradient = {1: False, -1: False}
     moves: dict[int, str] = {}
     for scene in [*_scenes(proved), *_scenes(proved, is_on_policy=True)]:
@@ -483,8 +492,8 @@ def _moved(
 ) -> float:
     """Returns the sum of the results after `step` is added to the log-probability at index `place`.
 
-    `recorded` has detached values to use again, so that they stay constant; with None the function
-    computes them anew.
+    `recorded` has detached values to use again, so that they stay constant. If it is None, the
+    function recomputes them.
     """
     logprobs = scene.fields["logprobs"].clone()
     logprobs[place] += step
@@ -497,7 +506,10 @@ def _moved(
 
 
 def cost_ns(proved: Proved) -> float:
-    """Returns the nanoseconds per token of a forward and backward pass, on one CPU thread."""
+    """Returns the CPU time of a forward and backward pass on one thread, in ns per token.
+
+    The result is the least of `COST_ROUNDS` rounds.
+    """
     sequences = ("x" * 64,) * (COST_TOKENS // 64)
     scene = Scene(sequences, proved.has_reference, dtype=torch.float32)
     threads, times = torch.get_num_threads(), []

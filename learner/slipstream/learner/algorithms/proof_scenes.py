@@ -19,7 +19,7 @@ from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from torch import Tensor
 
 FILLER = -1
-# Places of the tokens of each micro batch, by context parallel rank.
+# Indices of tokens, by micro batch and context parallel rank.
 Layout = list[list[list[int]]]
 
 
@@ -43,13 +43,16 @@ NOTHING: Mapping[str, Tensor] = {}
 
 @dataclass(frozen=True)
 class Scene:
-    """A few test sequences, whose token fields are random, seeded by `seed`."""
+    """A few test sequences, whose token fields are random, seeded by `seed`.
+
+    In `sequences` the letter x is a trained token, any other letter is a masked token.
+    """
 
     sequences: tuple[str, ...]
     has_reference: bool
     seed: int = 0
     dtype: torch.dtype = torch.float64
-    # The policy has not changed since the tokens were sampled.
+    # Whether the policy has not changed since the tokens were sampled.
     is_on_policy: bool = False
 
     def __str__(self) -> str:
@@ -95,7 +98,7 @@ class Scene:
         return floats | {name: torch.from_numpy(values) for name, values in whole.items()}
 
     def layouts(self) -> dict[str, Layout]:
-        """The layouts by name: the first has all sequences in one micro batch on one rank."""
+        """Returns layouts by name; the first has all sequences in one micro batch on one rank."""
         each = [
             torch.nonzero(self.ids == index)[:, 0].tolist() for index in range(len(self.sequences))
         ]
@@ -126,8 +129,8 @@ class Scene:
 class _SharedSums(SequenceSums):
     """Simulates `SequenceSums` over context parallel ranks, which compute one after another.
 
-    `known` has the sums over all ranks that are known so far, in call order; a later call gets
-    this rank's part only. `parts` collects this rank's part of each.
+    `known` has the sums over all ranks that are known so far, in call order. A call beyond these
+    returns only this rank's part.
     """
 
     known: Sequence[Tensor] = ()
@@ -162,7 +165,10 @@ def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tenso
 def _of_ranks(
     scene: Scene, shares: Sequence[Sequence[int]], compute: Compute
 ) -> list[dict[str, Tensor]]:
-    """Returns each rank's results; repeats the computation until all sums over ranks are known."""
+    """Returns each rank's results; repeats the computation until all sums over ranks are known.
+
+    Raises Disproved if the ranks request different numbers of sums.
+    """
     known: list[Tensor] = []
     while True:
         sums = [_SharedSums(*_sums_arguments(scene, places)) for places in shares]
@@ -201,7 +207,8 @@ def inputs_of(
 ) -> Inputs:
     """Returns the inputs for the tokens at the indices `places`, by default all tokens.
 
-    `changed` has fields, by name, that replace those of the scene; `sums` replaces its sums.
+    `changed` has fields, by name, that replace the scene's fields; `sums` replaces the sums over
+    the chosen tokens.
     """
     places = range(len(scene.mask)) if places is None else places
     fields = {name: at(values, places) for name, values in {**scene.fields, **changed}.items()}

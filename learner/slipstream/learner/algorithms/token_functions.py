@@ -35,8 +35,8 @@ def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWe
 def report_names(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[str]:
     """Returns the sorted column names of all reports and of users' own functions.
 
-    Each function is called with three tokens to learn its reports. Raises RunFailed for a faulty
-    one.
+    A column is a report, or counts a user's function's non-finite values. Each function is called
+    with three tokens to learn its reports. Raises RunFailed if a function is faulty.
     """
     found: set[str] = set()
     tokens, where = _three_tokens(has_reference=has_reference), "three tokens"
@@ -94,6 +94,6 @@ def _check(
         if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise function.fault(f"the {name} is {shape}, not {list(wanted.shape)}", where)
-    # Proofs compute in float64; what is float32 there is so in a run too.
+    # Proofs compute in float64; a function that returns float32 there does so in a run too.
     if values.dtype not in (wanted.dtype, torch.float32):
         raise function.fault(f"the result is {values.dtype}, not {wanted.dtype}", where)

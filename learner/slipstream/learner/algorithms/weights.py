@@ -1,11 +1,12 @@
 """The built-in importance weights of tokens: factors and masks without a gradient.
 
-A weight times the ratio of the loss leads from the behavior policy to the trained policy: decoupled
-PPO (arXiv:2110.00641), as in AReaL (arXiv:2505.24298). A loss without a ratio of its own needs
-weights that lead to the present policy (`to`). Log ratios, and their sum over a sequence, are
-limited to 20 before exp. All three functions can mask tokens:
-- `token_band`: weight 0 for a token whose ratio is outside the band, IcePop (arXiv:2510.18855);
-- `sequence_band`: 0 for a sequence whose geometric mean of the ratios is outside the band.
+Here the ratio is a token's probability by the proximal policy (before the step) divided by its
+probability by the behavior policy. The loss's ratio then corrects from the proximal to the trained
+policy: decoupled PPO (arXiv:2110.00641), as in AReaL (arXiv:2505.24298). A loss without a ratio
+needs `to="present"`, which puts the trained policy in place of the proximal policy. Log ratios, and
+their sums over sequences, are clamped to -20 .. 20 before exp. All three functions can mask tokens:
+- `token_band` masks a token whose ratio is outside the band: IcePop (arXiv:2510.18855);
+- `sequence_band` masks a sequence whose ratios have a geometric mean outside the band.
 """
 
 from typing import Literal
@@ -62,7 +63,7 @@ def sequence(
 def _log_ratios(tokens: LossInputs, to: Target) -> Tensor:
     if to == "proximal":
         return tokens.proximal_logprobs - tokens.behavior_logprobs
-    # Present at given tokens too: no policy sampled them, so that nothing is to correct.
+    # Given tokens have the ratio 1: no policy sampled them, so there is nothing to correct.
     found = tokens.logprobs.detach() - tokens.behavior_logprobs
     return torch.where(tokens.is_given, 0.0, found)
 
