@@ -72,7 +72,7 @@ class Function:
         return is_own(self.name)
 
     def fault(self, what: str, where: str) -> RunFailed:
-        """Returns the error to raise for the fault `what` of the function; `where` names its place."""
+        """Returns the error to raise for a fault of the function: what is wrong, and where."""
         return RunFailed(f"{self} at {where}: {what}")
 
     @contextmanager
