@@ -1,1 +1,1 @@
-"""The log-probabilities that follow from a model's output layer."""
+"""Log-probabilities, entropies and top-k tokens from hidden states and the output layer."""

@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
-"""Triton kernels for sums over the vocabulary and gradients of logits: one pass each, on a GPU.
+"""Triton kernels that compute sums over the vocabulary and gradients of logits on a GPU.
 
-The reference is `logits`, which uses torch's operations. These kernels take raw logits, before
-`logits.prepared`, and create no other tensor of [tokens, vocabulary] except a gradient of another
-type. Triton is installed only with torch's CUDA build, so import this module only there.
+The reference implementation is the module `logits`, which uses torch's operations. Each kernel
+takes raw logits, to which `logits.prepared` was not applied, reads them once, and allocates no
+memory. Triton is installed only with torch's CUDA build, so import this module only there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _WARPS = 8
 
 
 def reduce(logits: Tensor, places: Tensor, columns: LogitColumns, sums: Sums) -> None:
-    """Fills `sums` like `logits.reduce`, but from raw logits, before `logits.prepared`."""
+    """Fills `sums` like `logits.reduce`, but from raw logits; `places` must be [rows].
+
+    The cap of `columns` is ignored.
+    """
     _reduce_kernel[(len(logits),)](
         logits,
         logits.stride(0),
@@ -41,9 +44,10 @@ def gradient(
     bends: tuple[Tensor, Tensor] | None,
     grad: Tensor,
 ) -> None:
-    """Writes the result of `logits.gradient` into `grad`, computed from raw logits.
+    """Writes the result of `logits.gradient` into `grad`, but computes it from raw logits.
 
-    `grad` may be `logits` itself, or a tensor of another type with the same strides.
+    `places` must be [rows]. `grad` may be `logits` itself, or a tensor of another type with the
+    same strides. The cap of `columns` is ignored.
     """
     bend, entropy = bends if bends is not None else (slopes, slopes)
     width = logits.shape[1]
@@ -80,7 +84,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     PADDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduces one row of logits; running sums are relative to the row's largest logit so far."""
+    """Computes the `Sums` of one row; running sums are relative to the largest logit so far."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     peak = tl.full((), PADDING, tl.float32)

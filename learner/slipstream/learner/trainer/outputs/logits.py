@@ -1,7 +1,7 @@
 """Sums over the vocabulary and gradients of one chunk of logits, with torch's operations.
 
-`fused_logits` computes the same with one GPU kernel each. This module is the reference, and serves
-CPUs.
+`fused_logits` computes the same on a GPU, with one kernel for each function. This module is the
+reference implementation; it also serves CPUs, capped logits and several targets per row.
 """
 
 from dataclasses import dataclass
@@ -74,12 +74,14 @@ def gradient(
     slopes: Tensor,
     bends: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Returns the gradient [rows, width] of a sum over rows with respect to the logits.
+    """Returns the gradient [rows, width] of a loss with respect to the logits.
 
-    The sum is of `slopes` * log-probability of each target; `slopes` has the shape of `places`,
-    which are -1 for targets on other ranks. `bends` is a pair of factors and entropies, which adds
-    factor * entropy. Slopes and factors are already divided by the temperature. `logits` come from
-    `prepared` and are overwritten.
+    The loss is the sum of slope * log-probability over all targets and, with `bends`, of factor *
+    entropy over all rows. `logits` come from `prepared` and are overwritten, but the gradient is
+    with respect to the logits before the division by the temperature: slopes and factors must
+    already be divided by it. `slopes` and `places` are [rows] or [rows, targets]; the place of a
+    target on another rank is -1. `bends` are the factors and the entropies, and `log_totals` the
+    logarithms of the sums of exp(logit), each [rows].
     """
     logprobs = logits.sub_(log_totals[:, None])
     total = _rows(slopes).sum(-1, keepdim=True)
@@ -95,12 +97,12 @@ def gradient(
 
 
 def _rows(values: Tensor) -> Tensor:
-    """Returns [rows, targets] for values of one target or of several targets for each row."""
+    """Returns `values`, which are [rows] or [rows, targets], as [rows, targets]."""
     return values if values.dim() > 1 else values[:, None]
 
 
 def cap_slopes(logits: Tensor, columns: LogitColumns) -> Tensor:
-    """Returns the derivative of capping at prepared `logits`: 1 - (capped logit / cap)^2."""
+    """Returns the derivative of the soft cap for prepared `logits`: 1 - (capped logit / cap)^2."""
     assert columns.cap is not None
     share = logits * (columns.temperature / columns.cap)
     return 1.0 - share.clamp(-1.0, 1.0).square()

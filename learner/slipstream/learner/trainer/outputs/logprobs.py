@@ -48,7 +48,7 @@ class Projection:
     logits_dtype: torch.dtype | None = None
     # Logits are capped below this number before the division; None if they are not.
     cap: float | None = None
-    # Whether logits and log-probabilities have the bits of the engine's.
+    # Whether logits and log-probabilities are bit for bit equal to the inference engine's.
     has_engine_bits: bool = False
 
     @property
@@ -60,12 +60,13 @@ class Projection:
 def vocab_parallel_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, projection: Projection
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of `targets` and entropies, float32 [tokens], natural logarithm.
+    """Returns the targets' log-probabilities and the entropies in nats; collective over the group.
 
-    With `targets` [tokens, targets], the log-probabilities have this shape. `hidden` [tokens,
-    hidden size] is the same on all ranks of the group; its gradient is this rank's term of the sum
-    over them. `weight` [padded vocabulary / size of group, hidden size] is this rank's part. Only
-    the positions `rows` are computed, the others are 0. Collective over the group.
+    `targets` and the log-probabilities are [tokens] or [tokens, targets], the entropies [tokens];
+    both results are at least float32. `hidden` [tokens, hidden size] must be the same on all ranks
+    of the group; its gradient is this rank's share, which the caller must sum over the group.
+    `weight` [padded vocabulary / size of group, hidden size] is this rank's shard. Results are
+    computed only at the indices `rows`, and are 0 elsewhere.
     """
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
@@ -77,7 +78,7 @@ def vocab_parallel_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Computes log-probabilities and entropies; changes only chunks of logits in place."""
+    """The autograd function of `vocab_parallel_logprobs`; it overwrites no input."""
 
     @staticmethod
     def forward(
@@ -163,7 +164,7 @@ class _Part:
         num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
         self._columns = LogitColumns(num_tokens, projection.temperature, projection.cap)
         self._dtype = projection.logits_dtype or weight.dtype
-        # The fused kernels know no cap, and one target.
+        # The fused kernels support neither a cap nor several targets per row.
         is_plain = projection.cap is None and is_one
         self._is_fused = is_plain and weight.is_cuda and weight.dtype in _FUSED_TYPES
 
@@ -199,7 +200,10 @@ class _Part:
         return found if self._is_fused else logits.prepared(found, self._columns)
 
     def engine_logprobs(self, found: Tensor, targets: Tensor) -> Tensor:
-        """Returns log-probabilities of `targets` by the engine's kernel, equal to its own."""
+        """Returns the log-probabilities of `targets`, computed by the engine's kernel from `found`.
+
+        They are bit for bit equal to the engine's log-probabilities; `found` are the logits.
+        """
         rows = targets if targets.dim() > 1 else targets[:, None]
         return (
             engine_kernels()
@@ -224,7 +228,10 @@ class _Part:
         slopes: Tensor,
         bends: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Returns the gradient with respect to the projected logits, in the weight's type."""
+        """Returns the gradient with respect to the raw logits, in the weight's type.
+
+        The arguments are as in `logits.gradient`; the logits `found` are overwritten.
+        """
         if self._is_fused:
             from slipstream.learner.trainer.outputs import fused_logits
 
@@ -249,7 +256,7 @@ class _Part:
 
 
 class _WeightGrad:
-    """The weight's gradient, summed over chunks; float32 if there are several, for accuracy."""
+    """The weight's gradient, summed over chunks; several chunks are summed in float32."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -276,10 +283,10 @@ class _WeightGrad:
 
 
 def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Returns log(sum of exp(logit)) and the expected logit over the vocabularies of all ranks.
+    """Returns log(sum of exp(logit)) and the expected logit over the whole vocabulary, each [rows].
 
-    Each rank's sums are relative to its own peak. With a `group` it is collective, and writes the
-    targets' logits into `rows.wanted`.
+    `rows` has this rank's sums, relative to its own peaks. With a `group` the call is collective
+    and also writes the targets' logits into `rows.wanted`, on all ranks.
     """
     peaks, totals, expected, wanted = rows
     if group is None:
@@ -298,8 +305,8 @@ def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]
 def defer_projection(model: Megatron) -> None:
     """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] instead of logits.
 
-    The output layer is still called, because hooks wait for its weight. It then only gathers the
-    states on all tensor parallel ranks; the backward pass sums their gradients.
+    The output layer is still called, because Megatron's hooks on it wait for its weight. It then
+    only gathers the states on all tensor parallel ranks; the backward pass sums their gradients.
     """
     if model.post_process:
         model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
@@ -333,10 +340,11 @@ def _bring_to_all_ranks(
 
 @torch.no_grad()
 def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
-    """Returns the ids of the top k tokens of each row, int64 [rows, top_k], unordered.
+    """Returns the ids of the top-k tokens of each row, int64 [rows, top_k], in any order.
 
-    Arguments are those of `vocab_parallel_logprobs`; a cap or a temperature does not change the
-    order of logits. Collective over the group; all its ranks get the same result.
+    `hidden` [rows, hidden size] and `weight` are as in `vocab_parallel_logprobs`. Cap and
+    temperature are ignored: they do not change the order of the logits. Collective over the group;
+    all ranks get the same result.
     """
     width, group = len(weight), projection.tp_group
     first = width * (group.rank() if group is not None else 0)

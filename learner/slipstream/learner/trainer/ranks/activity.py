@@ -1,4 +1,4 @@
-"""Signs of life: rank 0 reports to the controller that the trainer makes progress.
+"""The trainer's heartbeat: rank 0 reports to the controller that work continues.
 
 Consumes: notes of the training loop. Produces: calls to the controller. Waits for: the period.
 Unblocked by: the clock, or the end of the context.
@@ -14,7 +14,7 @@ class Activity:
     """Counts pieces of a rank's work: micro batches, bytes of files, tensors.
 
     The working thread calls `note` after each piece. If a collective or a device hangs, the count
-    stops, so a growing count proves more than that the process exists.
+    stops: a growing count proves that work continues, not only that the process exists.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Activity:
 
 
 class SignsOfLife:
-    """A context that calls `tell` from a thread after every `period_s` seconds with some work."""
+    """A context in which a thread calls `tell` every `period_s` seconds if `activity` has grown."""
 
     def __init__(self, activity: Activity, tell: Callable[[], None], *, period_s: float) -> None:
         self._activity, self._tell, self._period_s = activity, tell, period_s
@@ -45,7 +45,7 @@ class SignsOfLife:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Makes no further calls; a call that has begun may still run."""
+        """Ends the thread's calls without waiting: a call that has begun may still run."""
         self._closed.set()
 
     def _run(self) -> None:

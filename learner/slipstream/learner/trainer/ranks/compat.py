@@ -1,6 +1,6 @@
 """Patches for faults of megatron-core 0.16.1 and megatron-bridge 0.3.1, on every device.
 
-The patches fit only these versions: the trainer rejects every other version by name.
+The patches fit only these versions, so the trainer rejects all others.
 """
 
 import functools
@@ -34,7 +34,7 @@ _TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_en
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed and there is a GPU on which it works."""
+    """Whether TransformerEngine is installed and a GPU is available."""
     is_installed = importlib.util.find_spec("transformer_engine") is not None
     return is_installed and torch.cuda.is_available()
 
@@ -53,7 +53,10 @@ def check_versions() -> None:
 @functools.cache
 @without_collections()
 def install() -> Megatron:
-    """Applies the patches, once, and returns Bridge's AutoBridge class."""
+    """Applies the patches at the first call, and returns Bridge's AutoBridge class.
+
+    Raises ConfigError like `check_versions`.
+    """
     check_versions()
     # megatron.core decides at import whether TransformerEngine is installed: import it before the
     # stub exists.
@@ -99,8 +102,8 @@ def _cure_names() -> None:
 
 
 def _cure_retries() -> None:
-    # Bridge reads config.json under a lock in the home folder, and after a failure three times
-    # more, in seven seconds: it thinks of downloads. Here the folder lies on a disk.
+    # Bridge reads config.json under a lock in the home folder, and tries three more times in seven
+    # seconds after a failure, as for a download. Here the model's folder is on a disk.
     for name in ("conversion.auto_bridge", "hf_pretrained.causal_lm"):
         module: Megatron = importlib.import_module(f"megatron.bridge.models.{name}")
         module.safe_load_config_with_retry = _read_config
@@ -172,7 +175,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates each parameter that has a gradient by one step; `closure` is not supported."""
+        """Updates each parameter that has a gradient by one step; `closure` is ignored."""
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -214,7 +217,10 @@ class _Stub(types.ModuleType):
 
 
 def _import_bridge() -> Megatron:
-    """Imports Bridge without TransformerEngine, mamba and triton, which only other models need."""
+    """Imports Bridge without TransformerEngine, mamba and triton, and returns AutoBridge.
+
+    The models of `_MODEL_FAMILIES` need none of these packages.
+    """
     megatron: Megatron = importlib.import_module("megatron")
     root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
     _add_shell("megatron.bridge", root)

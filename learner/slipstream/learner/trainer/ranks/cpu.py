@@ -1,4 +1,4 @@
-# ruff: noqa: ANN401 - signatures of torch's that are only passed on
+# ruff: noqa: ANN401 - arguments of torch's functions are only passed on
 """Replacements for code that assumes a CUDA device, so that megatron-core runs on CPU and gloo.
 
 With CUDA nothing is replaced. The replacements hold for the whole process, so use them only in a
@@ -26,7 +26,7 @@ _installed = False
 
 
 class _Stream:
-    """A substitute for a CUDA stream: CPU work is done when its call returns, so all are equal."""
+    """A substitute for a CUDA stream: CPU calls return when done, so all streams are equal."""
 
     device = _CPU
 
@@ -203,9 +203,9 @@ def _replace_scatter() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Replaces collectives over parts of uneven size, which gloo rejects.
+    """Makes `all_gather` and `reduce_scatter` accept parts of different sizes, which gloo rejects.
 
-    Ranks that share experts' matrices get different numbers of tokens.
+    Parts differ where ranks share the matrices of experts: each rank has its own number of tokens.
     """
     real_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
 

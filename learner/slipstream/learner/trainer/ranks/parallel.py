@@ -52,8 +52,10 @@ class Launch:
 class Ranks:
     """All ranks of the trainer, and this process's position in the parallel groups.
 
-    Unless a docstring says otherwise, every method except the properties is collective: all ranks
-    must call it in the same order. It raises if a rank has died or is silent for `timeout_s`.
+    Unless a docstring says otherwise, the constructor and every method, except the properties, are
+    collective: all ranks must call them in the same order. A collective call raises RuntimeError if
+    a rank has died or is silent for `timeout_s`. The constructor raises ConfigError if the number
+    of launched ranks is not `learner.world_size`, and the errors of `rendezvous`.
     """
 
     def __init__(
@@ -157,17 +159,17 @@ class Ranks:
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline stage."""
+        """The index of this rank's pipeline stage."""
         return int(self._groups.get_pipeline_model_parallel_rank())
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes log-probabilities and losses."""
+        """Whether this rank is in the last pipeline stage, which computes the losses."""
         return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
 
     @property
     def counts(self) -> bool:
-        """Whether sums over all ranks include this rank's statistics; each token counts once."""
+        """Whether sums over all ranks include this rank's statistics, so that tokens count once."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
@@ -219,7 +221,10 @@ class Ranks:
         return values
 
     def describe(self, *, has_experts: bool) -> str:
-        """Returns a line of text that describes the parallel groups; not collective."""
+        """Returns a text that describes the parallel groups; not collective.
+
+        `has_experts`: whether it describes the groups of the experts too.
+        """
         layout = RankLayout.of(self._parallel, self.world_size)
         found, groups = layout.groups(), self._groups
         for name, ours in {
@@ -354,8 +359,8 @@ class Grid:
     def use(self) -> Iterator[None]:
         """Puts this layout in force inside the context; does nothing if it already is.
 
-        Raises RuntimeError while a third layout is in force: uses of two layouts other than `home`
-        may follow each other, but not nest.
+        Raises RuntimeError if a layout other than this one and `home` is in force: contexts of two
+        layouts other than `home` must not nest.
         """
         grids = self._grids
         before = grids.current
@@ -376,7 +381,7 @@ class Grid:
 
 
 def known_globals() -> set[str]:
-    """Returns the names of Megatron's globals, both swapped ones and those that layouts share."""
+    """Returns the names of all globals in which Megatron's `parallel_state` keeps its groups."""
     from megatron.core import parallel_state
 
     return {

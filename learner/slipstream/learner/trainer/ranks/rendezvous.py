@@ -1,6 +1,6 @@
-"""The rendezvous of a trainer's ranks: a torch store on one address, for ranks of one start.
+"""The rendezvous of a trainer's ranks: a torch store on one address, for the ranks of one launch.
 
-By itself, torch would open the store on all addresses, count every client as a rank, and wait
+torch's own rendezvous opens the store on all addresses, counts every client as a rank, and waits
 forever for a server that does not answer.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 Answer = TypeVar("Answer")
 
-# Seconds beyond the limit in which rank 0 may answer: torch asks again after a pause.
+# Seconds after a time limit in which rank 0 may still answer: torch pauses between its attempts.
 CONNECT_GRACE_S = 5.0
 # Seconds within which a connection shows that something listens at the address.
 PROBE_LIMIT_S = 5.0
@@ -38,11 +38,12 @@ def rendezvous(
     connect_grace_s: float = CONNECT_GRACE_S,
     recognition_limit_s: float = RECOGNITION_LIMIT_S,
 ) -> Store:
-    """Returns the store that the ranks of this start share, once all have joined.
+    """Waits for all ranks of this launch to join, and returns the store that they share.
 
-    Rank 0 listens only on MASTER_ADDR. Raises ConfigError if rank 0 cannot listen there, if other
-    machines cannot reach the address, or if the server there is not rank 0 of this run. Raises
-    TimeoutError with the ranks that did not join.
+    Rank 0 listens only on MASTER_ADDR. Raises ConfigError if MASTER_ADDR or MASTER_PORT is not set,
+    if rank 0 cannot listen there, if other machines cannot reach the address, or if the server
+    there is not rank 0 of this run. Raises TimeoutError if rank 0 does not answer, or with the
+    ranks that did not join.
 
     `timeout`: limit for the ranks to join. `recognition_limit_s`: limit for a listening rank 0 to
     announce itself in the store. `connect_grace_s`: time added to these limits for rank 0's answer.
@@ -127,10 +128,10 @@ def _answer(ask: Callable[[], Answer], limit_s: float) -> Answer:
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
 ) -> Store:
-    """Returns the store at `host` and `port`.
+    """Returns the store at `host` and `port`; with a `descriptor`, serves it on that socket.
 
-    Raises _NoAnswer if the server there does not answer. Raises it too if nothing listens there,
-    which torch reports only after up to twice its timeout.
+    Raises _NoAnswer if no server listens there, or if it does not answer within `timeout` and
+    `grace_s`.
     """
 
     def connect() -> Store:
@@ -151,7 +152,7 @@ def _connected(
 
 
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
-    """Returns the error for a silent rank 0; its text depends on what its address answers now.
+    """Returns the error for a silent rank 0, which says if a program listens at `host` and `port`.
 
     It is not a ConfigError, because rank 0 may answer at the next start. If another program has the
     port, rank 0 itself ends with ConfigError.
@@ -172,11 +173,12 @@ def _unanswered(host: str, port: int, within: str) -> TimeoutError:
 def _all_here(
     store: Store, launch: tuple[int, int], place: str, limits: tuple[timedelta, timedelta, float]
 ) -> Store:
-    """Waits for all ranks to join; returns the store under a key prefix of this start.
+    """Waits for all ranks to join; returns `store` with a key prefix for this launch.
 
     `launch` has rank and world size; `limits` has `timeout`, `recognition_limit_s` and
-    `connect_grace_s` of `rendezvous`. Raises _NoAnswer if rank 0 stops answering, TimeoutError if
-    ranks are missing, and ConfigError if rank 0 belongs to another run.
+    `connect_grace_s` of `rendezvous`. `place` names the address in errors. Raises _NoAnswer if rank
+    0 stops answering, TimeoutError if ranks are missing, and ConfigError if rank 0 belongs to
+    another run.
     """
     (rank, world_size), (timeout, recognition, grace_s) = launch, limits
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -212,5 +214,5 @@ def _have_come(store: Store, ranks: Iterable[int], limit: timedelta, grace_s: fl
 
 
 def missing_variable(error: KeyError) -> ConfigError:
-    """Returns the error for an environment variable of torchrun that is not set."""
+    """Returns the error for a missing environment variable of torchrun, from its KeyError."""
     return ConfigError(f"the environment must set {error.args[0]}, as torchrun does")
