@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of single experts, and the merged matrices of an export.
+"""Low-rank adapters (LoRA) of single experts, and their conversion for an export.
 
 Bridge gives all experts of a rank one common adapter, so the model would depend on the number of
 ranks. Here every expert has its own. The module imports Megatron, so import it only after
@@ -22,12 +22,13 @@ from torch import Tensor
 
 
 class ExpertAdapter(torch.nn.Module):
-    """The adapters of the matrices in one `GroupedLinear`: each adds scale * B A.
+    """The adapters of the matrices in one `GroupedLinear`: each adds scale * B A to its matrix.
 
     A, the first factor, and B, the second, are split over the expert tensor parallel ranks: B
     always by rows, A like the expert's matrix. If the matrix is split by rows, the outputs of A are
-    gathered. If it is split by columns, they are summed. Each rank then returns the outputs of its
-    rows of B and 0 for the others, as the outputs of the matrix are summed over the ranks later.
+    gathered. If the matrix is split by columns, the outputs of A are summed; each rank then returns
+    the outputs of its rows of B and 0 for the other rows, because the outputs of the matrix are
+    summed over the ranks later.
     """
 
     def __init__(self, base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
@@ -47,7 +48,11 @@ class ExpertAdapter(torch.nn.Module):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """Returns the adapter's part of this rank's outputs of a matrix, [tokens, out]."""
+        """Returns the product that is added to this rank's outputs of a matrix, [tokens, out].
+
+        `inputs` is [tokens, in], `expert` the index among this rank's experts. Collective over the
+        expert tensor parallel ranks.
+        """
         group = self._group
         inner = self.first(self.dropout(inputs), expert)
         if self._by_rows:
@@ -64,9 +69,9 @@ class ExpertAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, name: str, layer_number: int, *, seed: int) -> None:
-        """Draws A uniformly within 1 / sqrt(inputs), and sets B to 0.
+        """Draws A uniformly from -1 / sqrt(inputs) to 1 / sqrt(inputs), and sets B to 0.
 
-        The values of an expert are the same in every layout.
+        `name` is the module's name in its layer. An expert's values are the same in every layout.
         """
         first_expert = self.first.groups.ep.rank() * self.first.num_experts
         ranks, dim = self._group.size(), self.first.partition_dim
@@ -82,7 +87,7 @@ class ExpertAdapter(torch.nn.Module):
     def factors(self, place: int) -> tuple[Tensor, Tensor]:
         """Returns A and B of the expert at index `place`, split like its matrix; collective.
 
-        Their product, times the scale, is added to this rank's part of the matrix by a merge.
+        A merge adds scale * B A to this rank's part of the matrix.
         """
         first = self.first.get_parameter(f"weight{place}").detach()
         second = self.second.get_parameter(f"weight{place}").detach()
@@ -122,7 +127,7 @@ def has_adapters(module: Megatron) -> bool:
 
 
 def merged_tasks(tasks: list[Megatron]) -> list[Megatron]:
-    """Returns Bridge's conversion tasks that export experts' matrices with adapters merged."""
+    """Returns Bridge's conversion `tasks`, changed to export experts with their adapters merged."""
     return [_Changed(t, _merging(t)) if has_adapters(t.megatron_module) else t for t in tasks]
 
 
@@ -148,7 +153,7 @@ def adapters_of(chunks: list[Megatron]) -> Iterator[ExpertAdapter]:
 
 
 def adapted_names(chunks: list[Megatron]) -> list[str]:
-    """The names of the parameters of experts' adapters on this rank."""
+    """Returns the names of the parameters of experts' adapters on this rank."""
     return [
         name
         for chunk in chunks
@@ -177,7 +182,7 @@ def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
 
     Bridge's mapping of the matrix joins the parts of all ranks along the dimension in which the
     matrix is split. So a factor that every rank has whole is cut first. A matrix split by rows
-    fuses the gate and up projections: lora_A is repeated, once for each.
+    fuses the gate and up projections, so lora_A is repeated for both.
     """
     adapter: ExpertAdapter = task.megatron_module.adapter
 

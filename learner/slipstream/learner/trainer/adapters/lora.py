@@ -20,9 +20,9 @@ TOWER = "visual"
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:
-    """Returns the change that adds adapters to the decoder's matrices of `config.lora`.
+    """Returns the change that adds adapters to the decoder's matrices that `config.lora` names.
 
-    All other parameters are frozen, those of a vision tower too. New adapters have no effect (B is
+    All other parameters are frozen, including a vision tower's. New adapters have no effect (B is
     0), and their values are the same in every layout.
     """
 
@@ -49,7 +49,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
         matrices = list(config.lora.modules)
         if "linear_qkv" in matrices:
-            # A layer has either that one or some of these.
+            # A layer has either linear_qkv or some of these matrices.
             matrices += [*LATENT, "in_proj"]
         if "linear_proj" in matrices:
             matrices.append("out_proj")
@@ -87,8 +87,8 @@ def gathering_itself(module: Megatron) -> Megatron:
 def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
     """Applies dropout in adapters, at the rate `config.lora.dropout`, inside the context.
 
-    The dropped inputs depend only on `run.seed` and `place`, so a repeated step drops the same
-    inputs. Forward passes outside the context drop nothing.
+    The dropped inputs depend only on `run.seed` and the numbers `place`, such as the step, so a
+    repeated step drops the same inputs. Forward passes outside the context drop nothing.
     """
     if not config.lora.dropout:
         yield
@@ -129,7 +129,6 @@ def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
 
 
 def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
-    """Returns the dropout layers of the adapters."""
     return [
         module
         for chunk in chunks
@@ -140,7 +139,7 @@ def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
 
 @torch.no_grad()
 def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
-    """Draws A uniformly within 1 / sqrt(inputs), like PEFT, and sets B to 0.
+    """Draws A uniformly from -1 / sqrt(inputs) to 1 / sqrt(inputs), like PEFT, and sets B to 0.
 
     Megatron's own values would depend on the earlier layers of this pipeline stage.
     """
@@ -155,7 +154,7 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
                 continue
             module._register_load_state_dict_pre_hook(_as_wrapped)
             if name.endswith("in_proj"):
-                # By the name Bridge would split the rows for checkpoints like those of Mamba.
+                # With the name in_proj Bridge would split the rows for checkpoints as for Mamba.
                 module.adapter.base_linear_name = "delta_net"
             weight = module.adapter.linear_in.weight
             is_split_by_input = module.adapter.input_is_parallel

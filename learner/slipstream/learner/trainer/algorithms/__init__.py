@@ -1,1 +1,1 @@
-"""The objective of a step: advantages, losses, corrections, divergences; mostly pure functions."""
+"""The objective of a step: training sequences with their advantages, and the loss."""

@@ -1,7 +1,7 @@
 """The loss of a packed micro batch, from objective, importance weight, divergence and entropy.
 
-Statistics are kept as sums, so that they can be added over tokens and ranks; metrics follow from
-them.
+Statistics are kept as sums, so that they can be added over tokens and ranks; metrics are computed
+from these sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGEST = "_max"
 def is_function(name: str) -> bool:
     """Whether the column `name` counts the non-finite values of a user's own function.
 
-    Such a name contains a space; names of reports do not.
+    The name of such a column contains a space; names of reports do not.
     """
     return " " in name
 
@@ -84,7 +84,7 @@ def columns_of(
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Statistics of one micro batch on one rank; all are 0 if it has no trained token."""
+    """Statistics of one micro batch on one rank; all sums are 0 if it has no trained token."""
 
     # float64, indexed by `LossSum`.
     sums: Tensor
@@ -106,7 +106,10 @@ def token_statistics(
     columns: Sequence[Column],
     names: Sequence[str],
 ) -> TokenStatistics:
-    """Returns statistics of `losses` and `weights`; `names` are the names of a step's columns."""
+    """Returns the statistics of a micro batch; `names` are the names of all columns of a step.
+
+    `losses` and `weights` are [tokens]: each token's loss and importance weight.
+    """
     mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
     is_sampled = mask & ~tokens.is_given
     reference = tokens.reference_logprobs
@@ -149,13 +152,17 @@ def token_statistics(
 
 
 class StepStatistics:
-    """Sums over mini-batches and ranks, equal on every rank; `add` mini-batches, then `metrics`.
+    """Sums over a step's mini-batches and ranks, equal on every rank.
 
-    A step with several passes over its batch adds every mini-batch `epochs` times.
+    Call `add` for each mini-batch, then `metrics`. A step with several passes over its batch adds
+    every mini-batch `epochs` times.
     """
 
     def __init__(self, epochs: int = 1, reports: Sequence[str] = ()) -> None:
-        """Takes the names of all reports, which are the same on all ranks."""
+        """Takes the number of passes over the batch, and the names of all columns of the step.
+
+        Both must be the same on all ranks.
+        """
         self._epochs, self._names = epochs, reports
         self._sums = torch.zeros(len(LossSum), dtype=torch.float64)
         self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
@@ -163,7 +170,10 @@ class StepStatistics:
         self._maxima = torch.full((1 + len(reports),), -math.inf)
 
     def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
-        """Adds a mini-batch and returns the sum of its losses; collective."""
+        """Adds a mini-batch and returns the sum of its losses over all ranks; collective.
+
+        `found` has the statistics of this rank's micro batches.
+        """
         shapes = (self._sums.shape, self._gaps.shape, self._reports.shape)
         sizes = [shape.numel() for shape in shapes]
         mine = torch.zeros(sum(sizes), dtype=torch.float64)
@@ -189,7 +199,7 @@ class StepStatistics:
 
     @property
     def fault(self) -> str:
-        """The fault in a user's own function, such as a value that is not finite, or ""."""
+        """The first fault of a function, such as a value that is not finite, or "" if none."""
         sums, largest = self._reports[0].tolist(), self._maxima[1:].tolist()
         for name, number, most in zip(self._names, sums, largest, strict=True):
             if is_function(name) and number:
@@ -205,7 +215,7 @@ class StepStatistics:
 
     @property
     def largest_gap(self) -> float:
-        """The largest difference of log-probabilities from the engine's, over tokens of lag 0."""
+        """Largest gap between the trainer's and the engine's log-probabilities at lag 0."""
         return max(0.0, float(self._maxima[0]))
 
     def join(self, others: StepStatistics) -> None:
@@ -270,7 +280,7 @@ class StepStatistics:
 class TokenLoss:
     """The loss of one micro batch, and its statistics."""
 
-    # Sum over the trained tokens; the caller divides by their number in the whole mini-batch.
+    # Sum over the trained tokens; the caller divides by the trained tokens of the mini-batch.
     loss: Tensor
     num_tokens: Tensor
     statistics: TokenStatistics
@@ -293,14 +303,15 @@ def policy_loss(
 
     The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
     * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
-    It also applies to the divergence, which is a mean over tokens of the policy.
+    The weight also applies to the divergence, because a divergence is a mean over tokens that the
+    trained policy samples.
 
-    `policy_logprobs` are those of `micro_batch.all_targets`. `old_logprobs` are those of its
-    targets by the proximal policy, the policy before the first mini-batch; None if no mini-batch
-    has changed the policy yet. `entropy` carries a gradient if its coefficient is not 0.
-    `algorithms[n]` is the algorithm of a token whose `algorithm_ids` is n; `reports` are the names
-    of the functions' reports. Collective over `group`, the context parallel ranks, unless it is
-    None. Raises RunFailed for a faulty function.
+    `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
+    log-probabilities of the targets by the proximal policy (the policy before the first
+    mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
+    if its coefficient is not 0. `algorithms[n]` is the algorithm of a token whose `algorithm_ids`
+    is n; `reports` are the names of the step's columns. Collective over `group`, the context
+    parallel ranks, unless it is None. Raises RunFailed for a faulty function.
     """
     mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
     top: Tensor | None = None

@@ -24,7 +24,7 @@ class SequenceImage:
     """An image whose first token is at position `offset` of its sequence."""
 
     offset: int
-    # The encoded image, and what makes pixels of it.
+    # The encoded image, and the processor that makes pixels of it.
     data: bytes
     processor: ImageProcessor
 
@@ -92,7 +92,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
-        """Returns the inputs for packed sequences: the images and the number of tokens of each."""
+        """Returns the inputs for packed sequences with these `images` and `lengths` in tokens."""
         num_rows, start = 0, 0
         rows = np.full(sum(lengths), -1, dtype=np.int64)
         positions, pixels, grids = [], [], []
@@ -129,9 +129,9 @@ class ImageInputs:
 def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
     """Returns the positions of one sequence's tokens, int64 [tokens, 3].
 
-    The axes are time, height and width. `spans` has offset, height and width in tokens of each
-    image. A text token advances all axes by one. The tokens of an image share one time and differ
-    by row and column; text after it continues behind the largest position so far. Source:
+    The axes are time, height and width. `spans` has the offset, height and width of each image, in
+    tokens. A text token advances all axes by one. The tokens of an image share one time and differ
+    by row and column; text after an image continues after the largest position so far. Source:
     arXiv:2409.12191, section 2.1.
     """
     found = np.empty((length, _AXES), dtype=np.int64)

@@ -30,9 +30,9 @@ class Paths:
     own tokens are the last of its keys.
     """
 
-    # int64 [keys]: the place in the micro batch of each key, segment by segment.
+    # int64 [keys]: the index in the micro batch of each key, segment by segment.
     key_places: Tensor
-    # int32: the start of each segment's keys, and the end.
+    # int32: the start of each segment's keys, and the end of the last.
     cu_seqlens: Tensor
     max_seqlen: int
     # The copies of token t among the keys are `copies[copy_bounds[t] : copy_bounds[t + 1]]`.
@@ -75,21 +75,25 @@ class MicroBatch(TokenFields[Tensor]):
     loss_weights: Tensor
     # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
     sequence_ids: Tensor
-    # int32: the start of each sequence, and the end; filler is a last sequence without loss.
+    # int32: the start of each sequence, and the end of the last; filler is a last sequence without
+    # loss.
     cu_seqlens: Tensor
     max_seqlen: int
     # Indices of the sequences, in order, without filler.
     indices: tuple[int, ...]
-    # int64: for each token the index of its algorithm; None if all have the run's, which is 0.
+    # int64: for each token the index of its algorithm; None if all tokens have algorithm 0.
     algorithm_ids: Tensor | None = None
-    # Index of tree attention; None if each sequence attends to its own tokens.
+    # Keys of tree attention; None if each sequence attends to its own tokens.
     paths: Paths | None = None
     # None if no sequence has images.
     images: ImageInputs | None = None
 
     @property
     def all_targets(self) -> Tensor:
-        """The tokens whose log-probabilities the loss reads: `targets`, or [tokens, 1 + top k]."""
+        """The tokens whose log-probabilities the loss reads, `targets` first, then `top_ids`.
+
+        The shape is [tokens], or [tokens, 1 + top k] if there are `top_ids`.
+        """
         if self.top_ids is None:
             return self.targets
         return torch.cat([self.targets[:, None], self.top_ids], dim=1)
@@ -104,7 +108,7 @@ class MicroBatch(TokenFields[Tensor]):
         return dataclasses.replace(self, **tensors)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Returns a copy on `device`, without waiting for the device."""
+        """Returns a copy on `device`, or itself for a CPU, without waiting for the device."""
         if device.type == "cpu":
             return self
         moved = self.map_tokens(lambda tensor: to_device(tensor, device))
@@ -117,7 +121,10 @@ class MicroBatch(TokenFields[Tensor]):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on `device`; pinned memory avoids a wait for the device's earlier work."""
+    """Returns a copy on `device`, or `tensor` itself for a CPU.
+
+    Pinned memory avoids a wait for the device's earlier work.
+    """
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -126,9 +133,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
     """Returns the indices of the tokens that context parallel rank `rank` of `size` holds, int64.
 
-    They index the whole micro batch, in the order in which the rank holds the tokens. `bounds` has
-    the start of each sequence, and the end. With more than one rank every length must be a multiple
-    of 2 * size, and each rank holds 1 / size of a sequence.
+    The indices refer to the whole micro batch, in the order in which the rank holds the tokens.
+    `bounds` has the start of each sequence, and the end of the last. With more than one rank every
+    length must be a multiple of 2 * size, and each rank holds 1 / size of a sequence.
     """
     if size == 1:
         return torch.arange(bounds[-1])
@@ -145,7 +152,7 @@ def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
     """Returns for each token of a micro batch its index in the concatenated shares of all ranks.
 
-    `bounds` has the start of each sequence, and the end.
+    `bounds` has the start of each sequence, and the end of the last.
     """
     return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
 

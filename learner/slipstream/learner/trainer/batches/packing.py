@@ -30,9 +30,9 @@ def build_micro_batch(
     """Packs the sequences at `indices`, and filler up to a multiple of `multiple` tokens.
 
     Each sequence is padded at its end to a multiple of `sequence_multiple`, which must divide
-    `multiple`; padding has no loss, and does not affect the tokens before it. Without any sequence
-    the micro batch is all filler: it is never empty. `sequences` are all sequences of the step;
-    filler has padding for each field that they have.
+    `multiple`; padding has no loss, and does not affect the tokens before it. If there are no
+    `indices`, the micro batch is all filler, so it is never empty. `sequences` are all sequences of
+    the step; filler has the same fields as the first of them.
     """
     segments = [Segment(index, 0, len(sequences[index])) for index in indices]
     parts = [_padded(sequences[index], sequence_multiple) for index in indices]
@@ -98,9 +98,9 @@ def _packed(
 def _filler(
     multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
-    """Returns the filler that pads `num_tokens` to a multiple above 0; [] if none is needed.
+    """Returns filler that pads `num_tokens` to a positive multiple of `multiple`, or [] if none.
 
-    Filler has no loss, and padding in each field that `sequences` have.
+    Filler has no loss, and the same fields as the first of `sequences`.
     """
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     if not missing:
@@ -131,7 +131,7 @@ def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
     """Returns the keys of all segments of `bundles`, and of the filler after them.
 
     `bounds` is `cu_seqlens` of the micro batch: the start of each segment and of the filler, and
-    the end.
+    the end of the last.
     """
     places: list[npt.NDArray[np.int64]] = []
     for bundle in bundles:

@@ -19,7 +19,7 @@ from slipstream.core.errors import ConfigError
 # Micro batches of each data-parallel rank: each a list of sequence indices, possibly empty.
 Plan = list[list[list[int]]]
 _Bins = list[list[int]]
-# Cost of one token without attention. Costs are whole numbers, so that no rounding decides.
+# Cost of one token without attention. Costs are whole numbers, so that rounding decides nothing.
 _UNITS = 64
 
 
@@ -34,11 +34,11 @@ def plan_micro_batches(
 ) -> Plan:
     """Assigns sequences to micro batches of at most `max_tokens`, the same number for each rank.
 
-    There are as few micro batches as the search finds. The ranks get about equal work, and the n-th
-    micro batches of all ranks too, as far as the token limit allows. A sequence of l tokens costs
-    l + l² / `attention_length`; `squares` has other numbers in place of l². The number of micro
-    batches of a rank is a multiple of `multiple`; some may be empty to reach it. The same lengths
-    give the same plan. Raises ConfigError when a sequence is longer than `max_tokens`.
+    There are as few micro batches as the search finds. The ranks get about equal work, and so do
+    the n-th micro batches of all ranks, as far as the token limit allows. A sequence of l tokens
+    costs l + l² / `attention_length`; `squares` replaces l² for each sequence. The number of micro
+    batches of a rank is a multiple of `multiple`; some may be empty to reach this multiple. The
+    same arguments give the same plan. Raises ConfigError if a sequence is longer than `max_tokens`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     too_long = int(sizes.max(initial=0))
@@ -76,14 +76,17 @@ class _Work:
         return _Work(sizes, costs, self.max_tokens)
 
     def levelled(self, number: int) -> _Bins | None:
-        """Returns `number` micro batches balanced by cost, else by tokens; None if neither fits."""
+        """Returns `number` micro batches, balanced by cost or, if that does not fit, by tokens.
+
+        Returns None if neither fits.
+        """
         return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
             self.sizes, self.sizes, self.max_tokens, number
         )
 
 
 def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
-    """Returns a plan with the fewest micro batches that fit; the last resort is first fit."""
+    """Returns a plan with the fewest micro batches that fit; `_first_fit` is the last resort."""
 
     def per_rank(number: int) -> int:
         return round_up(max(1, number), dp_size * multiple) // dp_size
@@ -120,7 +123,7 @@ def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
 
 
 def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over micro batches, then these over ranks: this fills micro batches best.
+    """Splits sequences over micro batches, and these over ranks: this fills micro batches best.
 
     Returns None if the sequences do not fit.
     """

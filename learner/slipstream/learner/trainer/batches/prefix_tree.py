@@ -24,10 +24,10 @@ _MANY = 2**63
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions `start` to `end` of sequence `index`; others with the same prefix may share them.
+    """Positions `start` to `end` of sequence `index`, which other sequences may share.
 
-    `parent` is the index, in the bundle, of the previous segment on the path; None at the beginning
-    of a sequence. Only the sequence `index` trains any of these positions.
+    `parent` is the index, in the bundle, of the previous segment on the path, or None at the
+    beginning of a sequence. Only the sequence `index` trains any of these positions.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Segment:
 
 
 # Segments of one bundle; a parent comes before its children, so that the segments of each sequence
-# are in its order.
+# are in order.
 Bundle = list[Segment]
 
 
@@ -54,7 +54,10 @@ class SavedWork(NamedTuple):
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
 ) -> SavedWork:
-    """Returns the work that the bundles `made` save against computing `members` separately."""
+    """Returns the work that the bundles `made` save compared with separate `members`.
+
+    `members` are indices of `sequences`.
+    """
     lengths = [len(sequences[index]) for index in members]
     return SavedWork(
         sum(lengths) - sum(map(num_tokens, made)),
@@ -73,10 +76,10 @@ def num_squares(bundle: Bundle) -> int:
 
 
 class PrefixTree:
-    """Sequences sorted so that those with a common prefix are neighbours.
+    """Sequences sorted so that sequences with a common prefix are neighbours.
 
-    A prefix shorter than `min_shared` tokens is not shared. The same sequences give the same
-    bundles.
+    `members` are the indices of the sequences to use. A prefix shorter than `min_shared` tokens is
+    not shared. The same sequences always give the same bundles.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class PrefixTree:
     def bundles(self, max_tokens: int) -> list[Bundle]:
         """Returns bundles that cover all sequences.
 
-        Each has at most `max_tokens` tokens, or only one sequence.
+        A bundle has at most `max_tokens` tokens, unless it has only one sequence.
         """
         found: list[Bundle] = []
         for run in self._runs:
@@ -108,7 +111,7 @@ class PrefixTree:
         return found
 
     def _add_fitting(self, found: list[Bundle], run: _Run, max_tokens: int) -> None:
-        """Adds the sequences of `run` as one bundle, or as several if one would be too long."""
+        """Adds the sequences of `run` to `found` as one bundle, or as several if it is too long."""
         bundle: Bundle = []
         self._add(bundle, run, 0, None)
         if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
@@ -119,7 +122,7 @@ class PrefixTree:
             self._add_fitting(found, _Run(run.indices[half], run.common[half]), max_tokens)
 
     def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
-        """Adds the segments of `run` from position `start` on; all earlier tokens are equal.
+        """Adds segments for the positions of `run` from `start` on; all earlier tokens are equal.
 
         `parent` is the index of the segment that ends at `start`, or None.
         """
@@ -134,7 +137,8 @@ class PrefixTree:
             start, parent = end, len(bundle) - 1
         parts = run.cut(start + self._min_shared + 1)
         if len(parts) == 1:
-            # Several train the next positions: one of them shares with those that train none.
+            # Several sequences train the next positions: only one of them shares with the sequences
+            # that train none.
             near = start + self._min_shared
             rivals = [index for first, index in self._trained(run, start)[1:] if first < near]
             parts = [run.without(rivals), *(_Run([index], [0]) for index in rivals)]
@@ -144,7 +148,7 @@ class PrefixTree:
     def _trained(self, run: _Run, start: int) -> list[tuple[int, int]]:
         """Returns (first trained position from `start` on, index) of each sequence, sorted.
 
-        For a sequence that trains no position from there on, the position is its length.
+        For a sequence that trains no position from `start` on, the position is its length.
         """
         found = []
         for index in run.indices:
@@ -166,7 +170,7 @@ class _Run:
     common: list[int]
 
     def cut(self, least: int) -> list[_Run]:
-        """Cuts the run between neighbours that share under `least` tokens; returns the parts."""
+        """Cuts the run between neighbours that share fewer than `least` tokens; returns parts."""
         if not self.indices:
             return []
         cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]

@@ -15,10 +15,10 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
     """Packed-sequence parameters with the experts that the routers replay.
 
     Megatron passes this object to every layer, also when it recomputes the layer, so that each
-    router has the experts for the micro batch at hand.
+    router gets the experts of the current micro batch.
     """
 
-    # The ids of `MicroBatch.expert_ids`; None if the routers choose.
+    # Same as `MicroBatch.expert_ids`; None if the routers choose.
     expert_ids: Tensor | None = None
 
 

@@ -1,7 +1,7 @@
 """The table of token fields: every array with an entry for each token, from trajectories to a GPU.
 
-A training sequence holds the fields as numpy arrays, a micro batch as tensors. All code between
-these two uses the table: reading trajectories, padding, filler, joining, cutting for shared
+A training sequence holds the fields as numpy arrays, a micro batch holds them as tensors. All code
+in between uses the table: reading trajectories, padding, filler, joining, cutting for shared
 prefixes and for context parallel ranks, and copies to a device. A new field is one line of
 `TokenFields`.
 """
@@ -18,8 +18,8 @@ from slipstream.learner.trainer.batches.batch import token_lags
 
 Array = TypeVar("Array")
 NumpyArray = npt.NDArray[Any]
-# (trajectories, step that trains them) -> the values of all of them, joined in order; None if the
-# trajectories lack the field.
+# (trajectories, step that trains them) -> the values of all trajectories, joined in order; None if
+# the trajectories lack the field.
 Read = Callable[[Sequence[Trajectory], int], NumpyArray | None]
 
 
@@ -48,7 +48,7 @@ class Column:
     def joined(self, arrays: Sequence[NumpyArray | None], lengths: Sequence[int]) -> NumpyArray:
         """Joins the arrays of sequences with these `lengths`; pads where an array is None.
 
-        At least one array must not be None.
+        At least one sequence must have an array; all must have one unless `has_unknown` is set.
         """
         like = next(array for array in arrays if array is not None)
         assert self.has_unknown or all(array is not None for array in arrays), (
@@ -96,7 +96,7 @@ def _behavior_logprobs(trajectories: Sequence[Trajectory], _: int) -> NumpyArray
 class TokenEstimates(Generic[Array]):
     """Values of sampled tokens that are computed from the rewards, a reference model and a critic.
 
-    Values of models that a run lacks are None. Arrays are [sampled tokens] of one trajectory.
+    Values are None if the run lacks the model. Arrays are [sampled tokens] of one trajectory.
     """
 
     advantages: Array = field(metadata=_column(np.float32))
@@ -131,7 +131,7 @@ class TokenFields(TokenEstimates[Array]):
     )
 
     def map_fields(self, change: Callable[[Array, Column], Array]) -> Self:
-        """Returns a copy with `change` applied to every field that is not None."""
+        """Returns a copy with `change(array, column)` in place of every array that is not None."""
         known = ((name, column, getattr(self, name)) for name, column in TOKEN_FIELDS.items())
         changed = {
             name: change(array, column) for name, column, array in known if array is not None

@@ -1,7 +1,7 @@
 """Sequences to train: the tokens of a trajectory with all their fields. Pure functions.
 
 Position i of a sequence predicts token i + 1 of the same sequence. Loss mask, advantages, behavior
-log-probabilities and lags of a token are stored at the position that predicts it.
+log-probabilities and lags of a token are stored at the position that predicts the token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Item = TypeVar("Item", bound=np.generic)
 class TrainingSequence(TokenFields[NumpyArray]):
     """A sequence to train, with its token fields; the last position predicts nothing."""
 
-    # Weight of its tokens in the loss.
+    # Weight of the sequence's tokens in the loss.
     loss_weight: float = 1.0
-    # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains it.
+    # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains the sequence.
     algorithm: int = 0
     images: tuple[SequenceImage, ...] = ()
 
@@ -44,13 +44,14 @@ class TrainingSequence(TokenFields[NumpyArray]):
         processor: ImageProcessor | None = None,
         with_experts: bool = False,
     ) -> list[TrainingSequence]:
-        """Makes sequences that train all sampled tokens, except one that begins its sequence.
+        """Makes sequences that train all sampled tokens but the first token of a sequence.
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
-        for each trajectory; without it all advantages are 0. The sequences are views of arrays for
-        the whole batch: many small arrays would cost more time than the training of short
-        sequences. `processor` computes the pixels of images, if the model takes any. `with_experts`
-        adds the recorded experts.
+        for each trajectory; if it is None, all advantages are 0. `step` is the version that trains
+        them, from which lags count. `processor` computes the pixels of images, if the model takes
+        any. `with_experts` adds the recorded experts. The sequences are views of arrays for the
+        whole batch: many small arrays would cost more time than the training of short sequences.
+        Raises UntrainableBatch for a faulty image.
         """
         if not trajectories:
             return []

@@ -1,9 +1,9 @@
 """Checkpoints of the trainer: written during training, published by rename, loaded in any layout.
 
 A save copies all tensors to main memory; a thread of each rank writes them to disk while training
-continues. Between orders all ranks check together whether every thread is done; then rank 0
-publishes the folder. After a crash before that, the older checkpoints are unchanged. No rank waits
-for a disk in a collective: see `disk_work`.
+continues. Between orders of the controller all ranks check together whether every thread is done;
+then rank 0 publishes the folder. A crash before that leaves the older checkpoints unchanged. No
+rank waits for a disk in a collective: see `disk_work`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Saved:
 
     manifest: Manifest
     path: Path
-    # Time from the copy of the tensors to the publication.
+    # Seconds from the copy of the tensors to the publication.
     wall_s: float
 
 
@@ -83,10 +83,10 @@ class _Write:
 
 
 class Checkpointer:
-    """Saves and loads `models`; every method is collective.
+    """Saves and loads `models`; methods that read or write checkpoints are collective.
 
-    Call `load_newest` first. `save` begins a save; `poll`, between orders, publishes it once it is
-    written, and `finish` waits until then.
+    Call `load_newest` first. `save` begins a save; `poll`, called between orders of the controller,
+    publishes the save once it is written; `finish` waits for that.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Checkpointer:
         *,
         part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """Prepares checkpoints in the run's folder; `HostCopies` gets `part_elements`."""
+        """Prepares checkpoints in the run's folder; `part_elements` is as in `HostCopies`."""
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
@@ -109,7 +109,7 @@ class Checkpointer:
         self._last_step: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether version `step` is due for a save."""
+        """Whether the settings demand a save of version `step`, which is not yet saved."""
         every = self._settings.every_steps
         return every > 0 and step % every == 0 and step != self._last_step
 
@@ -136,7 +136,10 @@ class Checkpointer:
         return loaded
 
     def load(self, step: int) -> Manifest:
-        """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest."""
+        """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest.
+
+        Raises CheckpointError if a file is damaged or the checkpoint has other models.
+        """
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
         path = checkpoint_path(self._folder, step)
@@ -163,7 +166,8 @@ class Checkpointer:
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
         """Finishes the previous save and begins a new one; waits for both if saves are synchronous.
 
-        Returns the checkpoint that this call has published, or None.
+        Returns the checkpoint that this call has published, on rank 0, else None. Raises
+        CheckpointError if a save failed.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
@@ -200,7 +204,11 @@ class Checkpointer:
         return published if self._settings.asynchronous else self.finish()
 
     def poll(self) -> Saved | None:
-        """Publishes the current save if every rank has written its part; else returns None."""
+        """Publishes the current save if every rank has written its part.
+
+        Returns the published checkpoint on rank 0, None on other ranks or if nothing was published.
+        Raises CheckpointError if the save failed, or a rank's disk moved no byte for too long.
+        """
         if self._write is None:
             return None
         return self.finish() if self._disk.is_done(self._write.entries) else None
@@ -208,7 +216,8 @@ class Checkpointer:
     def finish(self) -> Saved | None:
         """Waits for the current save, publishes it, and removes checkpoints that are too old.
 
-        Returns None if no save was in progress.
+        Returns the published checkpoint on rank 0, None on other ranks or if no save was in
+        progress. Raises CheckpointError if the save failed.
         """
         write, self._write = self._write, None
         if write is None:
@@ -223,7 +232,7 @@ class Checkpointer:
     def _newest_step(self) -> bytes | None:
         """Removes interrupted saves; returns the newest checkpoint's version as text (b"" if none).
 
-        This holds for rank 0; the other ranks do nothing and return None.
+        Only rank 0 does so; the other ranks do nothing and return None.
         """
         if not self._ranks.is_main:
             return None
@@ -306,7 +315,6 @@ def _random_name(rank: int) -> str:
 
 
 def _random_state() -> dict[str, Tensor]:
-    """Returns the states of this rank's random generators."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracked = get_cuda_rng_tracker().get_states()

@@ -1,10 +1,10 @@
 """Work on a disk, for which no rank waits in a collective.
 
 A file may take longer than any limit of a collective, and a disk may hang forever. So a thread of
-each rank does the work, and meanwhile the ranks repeatedly exchange their states. They continue
-when all are done, and all fail if one of them has moved no byte for `learner.timeout_s`. The file
-classes here count the bytes of each read and write, since a slow disk moves some and a dead disk
-none.
+each rank does the work, and meanwhile the ranks repeatedly exchange their states. The ranks
+continue when all are done, and all fail if an unfinished rank has moved no byte for
+`learner.timeout_s`. The file classes here count the bytes of each read and write, since a slow disk
+moves some and a dead disk none.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
-# Seconds between two exchanges; a fourth of the limit of a collective, if that is less.
+# Seconds between two exchanges of states, at most a fourth of the limit of a collective.
 MEET_S = 1.0
-# A rank's state: whether it is done, whether it failed, its bytes, seconds since it moved one.
+# A rank's state: whether it is done, whether it failed, bytes moved, seconds since the last move.
 _STATE = struct.Struct("<??Qd")
 # Seconds after which a network file system has surely shown a new file to other machines.
 SEEN_LIMIT_S = 10.0
@@ -41,7 +41,7 @@ POLL_S = 0.1
 PIECE_BYTES = 8 << 20
 # Most bytes of a file that wait in main memory for the disk.
 SYNC_BYTES = 32 << 20
-# Fewer bytes are digested sooner than a thread is asked to; torch writes thousands of such pieces.
+# A smaller piece is digested faster here than in another thread; torch writes thousands of these.
 _THREAD_BYTES = 64 << 10
 _SAFETENSORS_TYPES = {
     torch.float32: "F32",
@@ -52,7 +52,7 @@ _SAFETENSORS_TYPES = {
 
 
 class DiskWork:
-    """Work of all ranks on the disk of `folder`.
+    """Runs work of all ranks on the disk of `folder`.
 
     `start` begins work on one rank; `wait`, `is_done` and `together` are collective.
     """
@@ -206,8 +206,8 @@ class CountedFile(io.FileIO):
 class SyncedFile(CountedFile):
     """A file that is synced while it is written; a second thread computes its digest meanwhile.
 
-    Without these syncs all bytes would go to the disk at the end. Other syncs would then wait for
-    them, for example those of the controller's journal on the same disk.
+    Without these syncs all bytes would go to the disk at the end. Other syncs, for example of the
+    controller's journal on the same disk, would then wait for them.
     """
 
     def __init__(

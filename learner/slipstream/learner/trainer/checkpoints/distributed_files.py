@@ -4,9 +4,9 @@ Files of one layout of ranks can be read in any other. A save copies tensors to 
 thread of each rank writes them. Megatron's own writers fork, which threads of gRPC and OpenMP do
 not survive, or start a second interpreter for each rank. Import this module after `cpu.install`.
 
-A resume may change between the distributed optimizer and the plain one. Both write whole tensors
-under a parameter's own name. They differ in the name of the float32 copy of the weights, in whether
-float32 weights have such a copy, and in the structure around the tensors.
+A resume may change between the distributed optimizer and the plain optimizer. Both write whole
+tensors under a parameter's own name. The two differ in the name of the float32 copy of the weights,
+in whether float32 weights have such a copy, and in the structure around the tensors.
 """
 
 import functools
@@ -59,8 +59,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-# Options of Megatron: other sharding types fail to save, or to load in fp32, in this version. By
-# the last one the first data-parallel rank saves the optimizer's state, other ranks none of it.
+# Options of Megatron: other sharding types fail to save, or to load in fp32, in this version. The
+# last option makes only the first data-parallel rank save the optimizer's state.
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -138,7 +138,7 @@ def begin_save(
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
-    """Loads weights and, for models that have one, the optimizer state, in any layout; collective.
+    """Loads weights, and optimizer state of models with an optimizer, in any layout; collective.
 
     The state is converted if only one of save and load uses the distributed optimizer. Raises
     CheckpointError if the files do not hold these models.
@@ -173,8 +173,9 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
                 unwrapped(chunk).load_state_dict(part[key], strict=model.content == "all")
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
-                # Without it a part that rank 0 lacks would correct old moments like first ones.
-                # Checkpoints of before have it only with the parts that rank 0 has.
+                # Without the number of updates, a part of the optimizer that rank 0 lacks would
+                # apply Adam's bias correction as in the first update. Older checkpoints have the
+                # number only in the parts that rank 0 has.
                 groups = model.optimizer.param_groups
                 known = max((group.get("step") or 0 for group in groups), default=0)
                 for group in groups if (updates := part.get(_UPDATES) or known) else ():
@@ -310,9 +311,9 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
     """Replaces, inside the block, Megatron's method that gathers the distributed optimizer's state.
 
     Megatron's method gathers through main memory and leaves the whole state on every rank. The
-    replacement sends it in small parts to the first data-parallel rank, on its device, which copies
-    them into `host`. For a load `host` is None: nothing is gathered, and every rank gets zeros,
-    into which the state is loaded.
+    replacement sends the state in small parts to the device of the first data-parallel rank, which
+    copies the parts into `host`. For a load `host` is None: nothing is gathered, and every rank
+    gets zeros, into which the state is loaded.
     """
     parts = distributed_parts(optimizer)
     # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.
@@ -445,7 +446,10 @@ def was_distributed(saved: Tree) -> bool:
 
 
 def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
-    """Raises CheckpointError for state that only the kind of optimizer that saved it can load."""
+    """Raises CheckpointError for saved state that cannot be converted for this `optimizer`.
+
+    `name` is the prefix of the model's entries in `index`.
+    """
     settings = optimizer.config
     for setting in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(settings, setting):
@@ -464,11 +468,11 @@ def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
 
 
 def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -> Tree:
-    """Returns the state dict for `optimizer`, which `load` reads from the other kind's files.
+    """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
 
-    `wanted` is the optimizer's own sharded state, `saved` the structure around the saved tensors.
-    Settings of the parameter groups come from `wanted`, the number of steps and the loss scale from
-    `saved`.
+    The kinds are the distributed and the plain optimizer. `wanted` is the optimizer's own sharded
+    state, `saved` the structure around the saved tensors. Settings of the parameter groups come
+    from `wanted`, the number of steps and the loss scale from `saved`.
     """
     if not distributed_parts(optimizer):
         state = _read_by_key(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
@@ -524,7 +528,7 @@ def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
 
 
 def _filled(wanted: Tree, loaded: Tree) -> Tree:
-    """Returns `wanted` with its entries replaced by those of `loaded`."""
+    """Returns a copy of `wanted` in which the entries of `loaded` replace the original entries."""
     if loaded is None:
         return wanted
     if isinstance(wanted, dict):

@@ -1,8 +1,9 @@
 """Main memory into which a save copies a GPU's tensors.
 
 Getting new pages from the system takes ten times as long as copying bytes into them. So memory is
-taken once, filled with zeros by all threads, pinned for the GPU's copy engine, and kept for later
-saves. torch's own pinned memory takes six times as long and a third more bytes: see docs/adr/0012.
+allocated once, filled with zeros by all threads, pinned for the GPU's copy engine, and kept for
+later saves. torch's own pinned memory takes six times as long and a third more bytes: see
+docs/adr/0012.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from torch import Tensor
 
-# Least size of a further block after the reservation for a GPU, since each pinning takes time.
+# Least size of a block for a GPU, since each pinning takes time.
 LEAST_BYTES = 256 << 20
 _ALIGNMENT = 256
 
@@ -30,13 +31,13 @@ PART_ELEMENTS = 64 << 20
 class HostCopies:
     """Copies, in main memory, of all the tensors of one device that a save writes.
 
-    Call `reserve` once; it works in the background. Then, for each save, call `begin`, and `copy`,
-    or `empty` and `wait`. Keep it until the process ends: memory that is freed while pinned gives
-    wrong copies later.
+    Call `reserve` once; it works in the background. Then, for each save, call `begin`, followed by
+    `copy`, or by `empty` and `wait`. Keep this object until the process ends: memory that is freed
+    while pinned gives wrong copies later.
     """
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
-        """Takes how many elements of optimizer state all ranks together gather at a time."""
+        """Sets how many elements of optimizer state all ranks together gather at a time."""
         self.part_elements, self._device = part_elements, device
         self._blocks: list[_Block] = []
         self._reserving: threading.Thread | None = None
@@ -44,7 +45,10 @@ class HostCopies:
         self._problem: CheckpointError | None = None
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Allocates memory for tensors of these sizes in bytes, in a thread that `begin` awaits."""
+        """Starts a thread that allocates memory for tensors of these `sizes` in bytes.
+
+        `begin` waits for the thread, and raises its error.
+        """
 
         def take() -> None:
             started_s, num_bytes = time.monotonic(), sum(map(_aligned, sizes))
@@ -63,7 +67,7 @@ class HostCopies:
     def begin(self) -> None:
         """Begins a new save, which overwrites the copies of the previous save.
 
-        Raises CheckpointError, once, if the reservation failed.
+        Waits for the reservation. Raises CheckpointError, once, if the reservation failed.
         """
         if self._reserving is not None:
             self._reserving.join()
@@ -88,7 +92,7 @@ class HostCopies:
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """Returns memory for `count` elements, for non-blocking copies; call `wait` after these.
 
-        Raises CheckpointError like `copy`.
+        Raises CheckpointError if no more memory can be pinned.
         """
         return self._block_for(count * dtype.itemsize).take(count, dtype)
 
@@ -98,7 +102,7 @@ class HostCopies:
             torch.cuda.current_stream(self._device).synchronize()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this memory, where training does not change it."""
+        """Whether `tensor` is stored in this memory, where training does not change it."""
         return any(block.holds(tensor.data_ptr()) for block in self._blocks)
 
     def _block_for(self, num_bytes: int) -> _Block:
@@ -145,7 +149,7 @@ class _Block:
             )
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns the first `count` free elements, in a storage of their own."""
+        """Returns the first `count` free elements, as a separate storage."""
         start = self.num_bytes - self.room
         self.room -= _aligned(count * dtype.itemsize)
         if not count:

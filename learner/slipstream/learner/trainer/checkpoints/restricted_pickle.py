@@ -53,12 +53,12 @@ _DTYPES = {
     "uint8",
 }
 
-# Errors of the reader of pickles for damaged bytes.
+# Errors that unpickling of damaged bytes raises.
 _OF_DAMAGE = (
     *(OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError),
     *(LookupError, OverflowError, MemoryError, ImportError),
 )
-# Characters of a cause.
+# Most characters of a cause in an error message.
 MAX_CAUSE = 200
 
 
@@ -79,7 +79,7 @@ def _member(kind: object, name: str) -> object:
 
 
 def read_index(path: Path) -> Metadata:
-    """Returns the index in `path`; raises CheckpointError if it holds anything else."""
+    """Returns the index in `path`; raises CheckpointError if this file holds no readable index."""
     try:
         with path.open("rb") as file:
             index = _Unpickler(file).load()

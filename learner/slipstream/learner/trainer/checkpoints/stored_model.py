@@ -27,18 +27,18 @@ class StoredModel:
     optimizer: Megatron | None
     # Puts the model's layout in force, if it differs from the policy's.
     in_force: Callable[[], AbstractContextManager[None]] = nullcontext
-    # Whether it is all of the model, all but adapters, or the adapter that `in_force` activates.
+    # The stored part: all of the model, all but adapters, or the adapter that `in_force` activates.
     content: Literal["all", "base", "adapter"] = "all"
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that are stored."""
+        """Returns this rank's parameters that are stored."""
         found = [p for chunk in self.chunks for p in chunk.parameters()]
         if self.content == "all":
             return found
         return [p for p in found if p.requires_grad == (self.content == "adapter")]
 
     def chosen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the part of a model chunk's state that checkpoints hold."""
+        """Returns the entries of a model chunk's `state` that are stored."""
         if self.content == "all":
             return state
         is_adapter = self.content == "adapter"

@@ -1,4 +1,4 @@
-"""A save that a thread of each rank writes as one file, instead of Megatron's processes.
+"""A save in which a thread of each rank writes one file; Megatron would fork or start a process.
 
 Import this module after `cpu.install`.
 """
@@ -53,11 +53,11 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         moved: Callable[[int], None],
         open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
-        """Takes `copy` and `host` as in `begin_save`; each write calls `moved` with its size."""
+        """Takes `copy` and `host` as in `begin_save`; each write calls `moved` with its bytes."""
         super().__init__(folder)
         self._open_file = open_file
         self._copy, self._host, self._moved = copy, host, moved
-        # Entry of the file in the checkpoint's folder; None before it is on the disk or if none.
+        # Entry of the written file; None until it is on the disk, or if this rank has no file.
         self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
@@ -65,7 +65,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Keeps all data of the plan; copies tensors that are on a device."""
+        """Keeps all data of the plan; copies tensors on a device, and with `copy` also others."""
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         found: list[Any] = [planner.resolve_data(item) for item in plan.items]
         on_device = [data.detach() for data in found if _is_on_device(data)]
@@ -83,7 +83,10 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         return tensor if is_safe else tensor.clone()
 
     def write(self) -> None:
-        """Writes and syncs the file; on a failure removes it and keeps the error as its result."""
+        """Writes and syncs the file; on a failure removes the file and keeps the error.
+
+        `retrieve_write_results` returns the error, and `PendingSave.finish` raises it.
+        """
         try:
             self._results = self._write()
         except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
@@ -130,14 +133,14 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._index = type(metadata)(**kept), results
 
     def write_index(self) -> None:
-        """Writes the index and the format on rank 0; not collective."""
+        """Writes the index and the checkpoint's format, if this is rank 0; not collective."""
         if self._index is not None:
             super().finish(*self._index)
             save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
 
 
 def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes
-    """Returns a copy of a tensor that is a view, as torch would write the view's whole storage."""
+    """Returns `data`, copied if it is a view, as torch would write the view's whole storage."""
     if not isinstance(data, torch.Tensor):
         return data
     is_view = data.untyped_storage().size() != data.numel() * data.itemsize
@@ -149,10 +152,7 @@ def _is_on_device(data: Any) -> bool:  # noqa: ANN401 - a tensor, or bytes
 
 
 class PendingSave:
-    """A save whose tensors training can no longer change.
-
-    A thread of each rank calls `write`, then all ranks call `finish`.
-    """
+    """A planned save: a thread of each rank calls `write`, then all ranks call `finish`."""
 
     def __init__(
         self, request: AsyncRequest, writer: HostWriter, common: KeptCommonState, disk: DiskWork
@@ -161,16 +161,20 @@ class PendingSave:
         self._common, self._disk = common, disk
 
     def write(self) -> list[FileEntry]:
-        """Writes this rank's file and returns its entry; if it fails, `finish` raises on all ranks.
+        """Writes this rank's file; returns its entry, or [] if there is no file or writing fails.
 
-        Raises OSError if rank 0 cannot write the state that is not tensors.
+        After a failure `finish` raises on all ranks. Raises OSError if rank 0 cannot write the
+        state that is not tensors.
         """
         self._common.write()
         self._writer.write()
         return [self._writer.written] if self._writer.written is not None else []
 
     def finish(self) -> None:
-        """Writes the index, after `write` has returned on every rank; collective."""
+        """Writes the index, after `write` has returned on every rank; collective.
+
+        Raises CheckpointError if a write failed.
+        """
         # Megatron's second function would write the format while the other ranks wait.
         gather, _ = self._request.finalize_fns
         try:
@@ -231,7 +235,7 @@ class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ig
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns one line: the cause on the first rank that failed, or the error's first line."""
+    """Returns one line: the cause on the first rank that failed, if known, or the first line."""
     if not isinstance(error, CheckpointException):
         return str(error).partition("\n")[0]
     # torch reports the failures of all ranks to the first rank only.
