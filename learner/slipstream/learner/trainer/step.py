@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import threading
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
@@ -27,23 +25,25 @@ from slipstream.learner.trainer.algorithms.sequences import (
     training_sequences,
     weighted,
 )
-from slipstream.learner.trainer.batches.batch import (
-    MAX_TOLD,
-    Batch,
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.checks import (
+    check_advantages,
     check_data,
+    check_experts,
+    check_pixels,
     check_references,
-    untrainable,
+    check_staleness,
 )
-from slipstream.learner.trainer.batches.images import check_pixels
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.prefix_tree import SavedWork
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.layers.router_replay import check_experts, routing_metrics
-from slipstream.learner.trainer.model.model import ParallelModel, Policy
+from slipstream.learner.trainer.layers.router_replay import routing_metrics
+from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
-from slipstream.learner.trainer.model.shares import Forward, masked_outputs, rank_micro_batches
+from slipstream.learner.trainer.model.shares import rank_micro_batches
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
+from slipstream.learner.trainer.step_faults import check_weights, loss_fault
 from torch import Tensor
 
 # Stages that are reported for every step, even if they took no time.
@@ -125,12 +125,13 @@ class TrainingStep:
         try:
             return self._run(batch)
         except UntrainableBatch as fault:
-            self._check_weights(fault)
+            check_weights(self._policy, self._roles, fault)
             raise
 
     def _run(self, batch: Batch) -> TrainedStep:
         started = time.monotonic()
-        batch.check(self._config.algorithm.max_staleness)
+        rate = learning_rate(self._config, batch.step)
+        check_staleness(batch, self._config.algorithm.max_staleness)
         check_data(
             batch,
             max_tokens=self._max_tokens * self._policy.ranks.cp_size,
@@ -150,18 +151,21 @@ class TrainingStep:
         advantages: dict[str, float] = {}
         adapters = self._policy.adapters
         for name, part in batch.by_adapter(adapters.names):
+            mini_batches = part.mini_batches(
+                self._config.algorithm.mini_batches, or_fewer=adapters.are_several
+            )
             with adapters.active(name):
-                found, of_critic = self._train_part(part, reports, advantages)
+                found, of_critic = self._train_part(part, mini_batches, rate, reports, advantages)
             totals.join(found)
             metrics |= of_critic
             if adapters.are_several:
                 own = self._metrics(found, 0.0)
                 metrics |= {f"adapter/{name}/{key}": own[key] for key in BY_ADAPTER}
         metrics |= {name: statistics.fmean(values) for name, values in reports.items()}
-        metrics |= self._metrics(totals, learning_rate(self._config, batch.step))
+        metrics |= self._metrics(totals, rate)
         if self._replays:
             policy = self._policy
-            metrics |= routing_metrics(policy.chunks, policy.ranks, batch.trajectories)
+            metrics |= routing_metrics(policy.chunks, policy.ranks, batch.unrecorded_fraction)
         self._roles.follow(self._policy, batch.step + 1)
         saved = SavedWork() if self._policy.sharing is None else self._policy.sharing.saved
         metrics["shared_tokens"] = float(saved.tokens)
@@ -171,33 +175,35 @@ class TrainingStep:
         return TrainedStep(metrics, time.monotonic() - started, advantages, saved)
 
     def _train_part(
-        self, batch: Batch, reports: Reports, advantages: dict[str, float]
+        self,
+        batch: Batch,
+        mini_batches: Sequence[Sequence[int]],
+        rate: float,
+        reports: Reports,
+        advantages: dict[str, float],
     ) -> tuple[_Totals, dict[str, float]]:
         """Trains the active adapter, or all of the policy, and then the critic if there is one.
 
-        Returns the policy's totals and the critic's metrics. Adds to `reports` what the algorithm's
-        functions report, and to `advantages` the mean of each trajectory by its id. With several
-        adapters, a batch with fewer groups than `mini_batches` has one mini-batch for each group.
+        `rate` is the policy's learning rate. Returns the policy's totals and the critic's metrics.
+        Adds to `reports` what the algorithm's functions report, and to `advantages` the mean of
+        each trajectory by its id.
         """
-        number = self._config.algorithm.mini_batches
-        if self._policy.adapters.are_several:
-            number = min(number, len(set(batch.group_ids)))
-        mini_batches = batch.mini_batches(number)
         estimates = None
         if self._roles != NO_ROLES:
             with self.stages.measure("estimates"):
                 estimates = self._roles.estimates(batch)
         sequences = training_sequences(batch, self._config, estimates, reports)
+        check_advantages(batch, sequences)
         advantages |= mean_advantages(batch, sequences)
         environments = [batch.trajectories[owner].environment for owner in batch.owners]
         sequences = weighted(sequences, mini_batches, self._config, environments)
         with self._policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            totals = self._train_policy(batch, sequences, mini_batches)
+            totals = self._train_policy(batch, sequences, mini_batches, rate)
         if self._roles.critic is None:
             return totals, {}
         with self.stages.measure("critic"):
             return totals, self._roles.critic.train(
-                sequences, mini_batches * self._config.algorithm.epochs
+                sequences, [*mini_batches] * self._config.algorithm.epochs
             )
 
     def _train_policy(
@@ -205,6 +211,7 @@ class TrainingStep:
         batch: Batch,
         sequences: Sequence[TrainingSequence],
         mini_batches: Sequence[Sequence[int]],
+        rate: float,
     ) -> _Totals:
         policy, max_tokens = self._policy, self._max_tokens
         shares = [
@@ -220,7 +227,6 @@ class TrainingStep:
                     forward_logprobs(self._policy, share, temperature=self._temperature)
                     for share in shares
                 ]
-        rate = learning_rate(self._config, batch.step)
         totals = _Totals(StepStatistics(epochs, self._reports))
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
@@ -232,7 +238,10 @@ class TrainingStep:
             totals.forward_backward_s += time.monotonic() - started
             fault = totals.statistics.fault
             if fault or not math.isfinite(total):
-                raise self._loss_fault(batch, sequences, members, losses, total, fault)
+                chosen = {index: sequences[index] for index in members}
+                raise loss_fault(
+                    policy, self._config, batch, chosen, losses, total=total, fault=fault
+                )
             self._check_bits(batch.step, totals.statistics)
             totals.num_micro_batches += len(share) * self._policy.ranks.dp_size
             self._update(rate, totals, gradients)
@@ -307,63 +316,6 @@ class TrainingStep:
         self.num_updates += 1
         self._policy.ranks.activity.note()
         totals.optimizer_s += time.monotonic() - started
-
-    def _loss_fault(
-        self,
-        batch: Batch,
-        sequences: Sequence[TrainingSequence],
-        members: Sequence[int],
-        losses: Sequence[TokenLoss],
-        total: float,
-        fault: str,
-    ) -> RunFailed:
-        """Returns the error that names the cause of a mini-batch loss that is not finite.
-
-        All ranks must call it. `fault` is the fault of the user's own function, or "".
-        """
-        cause = f"the loss is {total}; the weights were not changed"
-        chosen = [sequences[index] for index in members]
-
-        def are_finite(forward: Forward) -> list[bool]:
-            found = masked_outputs(self._policy, chosen, forward, max_tokens=self._max_tokens)
-            return [bool(np.isfinite(values).all()) for values in found]
-
-        score = functools.partial(forward_logprobs, temperature=self._temperature)
-        trained = [bool(sequence.loss_mask.any()) for sequence in chosen]
-        # These log-probabilities depend only on the tokens and the weights.
-        scored = are_finite(functools.partial(score, self._policy))
-        if not any(itertools.compress(scored, trained)):
-            return RunFailed(
-                f"{cause}; the policy finds no finite log-probability in any sequence: its weights "
-                "are at fault, not the batch"
-            )
-        known = are_finite(lambda _: [one.token_losses for one in losses])
-        faulty = [index for index, is_known in zip(members, known, strict=True) if not is_known]
-        if fault and all(scored):
-            found = dict.fromkeys(batch.group_ids[batch.owners[index]] for index in faulty)
-            groups = f", group {', '.join([*found][:MAX_TOLD])}" if found else ""
-            return RunFailed(
-                f"step {batch.step + 1}{groups}: {fault}; the weights were not changed"
-            )
-        return untrainable(batch, faulty, cause)
-
-    def _check_weights(self, fault: UntrainableBatch) -> None:
-        """Raises RunFailed if the weights of a model are not finite; collective."""
-        models: dict[str, ParallelModel] = {"policy": self._policy}
-        if self._roles.critic is not None:
-            models["critic"] = self._roles.critic.model
-        if self._roles.reference is not None:
-            models["reference"] = self._roles.reference.model
-        found = {name: float(model.count_not_finite()) for name, model in models.items()}
-        for name in self._policy.adapters.names[1:]:
-            with self._policy.adapters.active(name):
-                found[f"policy's adapter {name}"] = float(self._policy.count_not_finite())
-        counts = torch.tensor([*found.values()])
-        for name, count in zip(found, self._policy.ranks.sum(counts).tolist(), strict=True):
-            if count:
-                raise RunFailed(
-                    f"weights of the {name} are not finite, and no batch can be trained: {fault}"
-                ) from fault
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
         found = totals.statistics.metrics() | {

@@ -78,7 +78,7 @@ class StepCost:
 
         `mfu` is left out if the peak FLOPs of the device are not known.
         """
-        sizes = batch.lengths()
+        sizes = batch.lengths
         flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
         computed = self._epochs * (sum(sizes) - result.saved.tokens)
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12

@@ -19,15 +19,13 @@ from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, To
 from slipstream.learner.algorithms.functions import token_advantages
 from slipstream.learner.algorithms.groups import shaped_rewards, side_of
 from slipstream.learner.algorithms.kl import kl_estimate
-from slipstream.learner.trainer.batches.batch import Batch, token_lags, untrainable
-from slipstream.learner.trainer.batches.token_fields import NumpyArray, TokenEstimates
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.token_fields import (
+    NumpyArray,
+    TokenEstimates,
+    token_lags,
+)
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.protocol.bounds import largest
-from slipstream.v1 import trajectory_pb2
-
-# The protocol's bound: larger rewards are refused before a batch, but older journals may hold some.
-LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
-
 
 # The values that functions report of the episodes, by name.
 Reports: TypeAlias = dict[str, list[float]]
@@ -54,8 +52,7 @@ def training_sequences(
     `estimates` has one entry for each trajectory; None if the run has no reference model or critic.
     A trajectory that `leave_out_truncated` removes has no trained token and is in no statistic. The
     advantages of a branch are its side's advantages times its share. `reports` collects the values
-    that the functions report of each episode. Raises UntrainableBatch if an advantage is not
-    finite.
+    that the functions report of each episode.
     """
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
@@ -77,27 +74,7 @@ def training_sequences(
             sequences[index] = dataclasses.replace(sequence, loss_mask=mask)
         elif places[owner]:
             sequences[index] = dataclasses.replace(sequence, algorithm=places[owner])
-    check_advantages(batch, sequences)
     return sequences
-
-
-def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
-    """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large.
-
-    One reward may spoil all advantages of a group: if some rewards are above `LARGEST_REWARD`, the
-    error names only their trajectories.
-    """
-    faulty = [
-        index
-        for index, sequence in enumerate(sequences)
-        if not np.isfinite(sequence.advantages).all()
-    ]
-    if faulty:
-        rewards = batch.rewards()[batch.owners]
-        large = [index for index in faulty if abs(rewards[index]) > LARGEST_REWARD]
-        least, most = rewards[faulty].min(), rewards[faulty].max()
-        cause = f"advantages are not finite, of rewards from {least:g} to {most:g}"
-        raise untrainable(batch, large or faulty, cause)
 
 
 def mean_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> dict[str, float]:

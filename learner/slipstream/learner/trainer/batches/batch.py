@@ -1,4 +1,4 @@
-"""The trajectories of one step, and checks of their data with equal results on every rank."""
+"""The trajectories of one training step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
-from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
-from slipstream.core.staleness import lag
+from slipstream.core.errors import RunFailed
 from slipstream.core.types import Trajectory
-from slipstream.learner.trainer.batches.planner import round_up
-
-MAX_TOLD = 3
-LagArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -39,36 +33,28 @@ class Batch:
         """The index of the trajectory that each sequence belongs to."""
         return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
 
+    @functools.cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""
         parts = [part.tokens for t in self.trajectories for part in t.sequences()]
         return [tokens.stop - tokens.start for tokens in parts]
 
-    def rewards(self) -> npt.NDArray[np.float64]:
-        """The reward of each trajectory."""
-        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+    @property
+    def unrecorded_fraction(self) -> float:
+        """The fraction of tokens whose experts the engine did not record.
 
-    def check(self, max_staleness: int) -> None:
-        """Raises StalenessError for a lag not in 0..`max_staleness`.
-
-        Raises UntrainableBatch for a trajectory without a reward.
+        The last token of each sequence is left out: it predicts nothing, so engines do not compute
+        it.
         """
+        recorded, total = 0, 0
         for trajectory in self.trajectories:
-            for span in trajectory.version_spans:
-                found = lag(self.step, span.version.step)
-                if span.length and not 0 <= found <= max_staleness:
-                    raise StalenessError(
-                        f"step {self.step + 1}: {trajectory.trajectory_id} has tokens of version "
-                        f"{span.version}, a lag of {found}, but it must be between 0 and "
-                        f"max_staleness {max_staleness}"
-                    )
-        for trajectory in self.trajectories:
-            if not trajectory.has_reward:
-                raise UntrainableBatch(
-                    f"batch {self.batch_id}: {trajectory.trajectory_id} is "
-                    f"{trajectory.status.name}, it has no reward",
-                    [trajectory.trajectory_id],
-                )
+            routed = trajectory.routed_experts
+            is_recorded = None if routed is None else routed.is_recorded
+            for part in trajectory.sequences():
+                total += max(0, part.tokens.stop - part.tokens.start - 1)
+                if is_recorded is not None:
+                    recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))
+        return 1.0 - recorded / total if total else 1.0
 
     def by_adapter(self, names: Sequence[str]) -> list[tuple[str, Batch]]:
         """Returns (name, batch) for each adapter that has trajectories, in the order of `names`.
@@ -84,12 +70,15 @@ class Batch:
         parts = [(n, tuple(t for t in self.trajectories if t.adapter == n)) for n in names]
         return [(name, replace(self, trajectories=part)) for name, part in parts if part]
 
-    def mini_batches(self, number: int) -> list[list[int]]:
+    def mini_batches(self, number: int, *, or_fewer: bool = False) -> list[list[int]]:
         """Returns each mini-batch's indices of sequences: equal shares of the groups, in order.
 
-        Raises RunFailed if there are fewer groups than mini-batches.
+        If there are fewer groups than `number`, each is a mini-batch with `or_fewer`; without it
+        RunFailed is raised.
         """
         groups = list(dict.fromkeys(self.group_ids))
+        if or_fewer:
+            number = min(number, len(groups))
         if len(groups) < number:
             raise RunFailed(
                 f"batch {self.batch_id}: {len(groups)} groups are too few for {number} mini-batches"
@@ -100,76 +89,3 @@ class Batch:
         for index, owner in enumerate(self.owners):
             parts[share[group_ids[owner]]].append(index)
         return parts
-
-
-def token_lags(trajectories: Sequence[Trajectory], step: int) -> LagArray:
-    """Returns the lag of each sampled token, one array over all trajectories in order."""
-    spans = [span for trajectory in trajectories for span in trajectory.version_spans]
-    return np.repeat(
-        np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
-        np.array([span.length for span in spans], dtype=np.int64),
-    )
-
-
-def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
-    """Returns the error with text `cause` for the trajectories of the sequences at `indices`.
-
-    The text ends with the ids of the first few of these trajectories.
-    """
-    owners = dict.fromkeys(batch.owners[index] for index in indices)
-    ids = [batch.trajectories[owner].trajectory_id for owner in owners]
-    more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
-    told = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
-    return UntrainableBatch(f"{cause}{told}", ids)
-
-
-def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if no token is sampled, or a sequence or a token id is too large.
-
-    A sequence padded to a `multiple` of tokens must fit a micro batch of `max_tokens`, and token
-    ids must be below `vocab_size`.
-    """
-    trajectories = batch.trajectories
-    if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
-        raise untrainable(batch, range(len(batch.owners)), "no trajectory has a sampled token")
-    sizes = [round_up(length, multiple) for length in batch.lengths()]
-    long = [index for index, size in enumerate(sizes) if size > max_tokens]
-    if long:
-        raise untrainable(
-            batch,
-            long,
-            f"a sequence of {max(sizes)} tokens does not fit learner.micro_batch_tokens, "
-            f"{max_tokens} for each sequence",
-        )
-    tokens = [int(trajectory.token_ids.max(initial=0)) for trajectory in trajectories]
-    strange = [index for index, owner in enumerate(batch.owners) if tokens[owner] >= vocab_size]
-    if strange:
-        raise untrainable(
-            batch, strange, f"token {max(tokens)} is outside the vocabulary of {vocab_size}"
-        )
-
-
-def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if a trajectory lacks log-probabilities of a served reference model.
-
-    They must cover `top_k` tokens at each position, with ids below `vocab_size`.
-    """
-
-    def fits(trajectory: Trajectory) -> bool:
-        found = trajectory.reference
-        return (
-            found is not None
-            and found.top_k == top_k
-            and int(found.top_ids.max(initial=0)) < vocab_size
-        )
-
-    faulty = [
-        index for index, owner in enumerate(batch.owners) if not fits(batch.trajectories[owner])
-    ]
-    if faulty:
-        raise untrainable(
-            batch,
-            faulty,
-            f"a trajectory lacks log-probabilities of reference.server with top_k {top_k} and a "
-            f"vocabulary of {vocab_size}",
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.models.vision.pixels import ImageProcessor, decoded
+from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.types import Trajectory
-from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
 # Axes of a position: time, height and width.
@@ -51,30 +49,6 @@ def images_of(
             raise UntrainableBatch(f"{name}: an image of {len(expected)} tokens has others", [name])
         found.append(SequenceImage(offset - tokens.start, data, processor))
     return tuple(found)
-
-
-def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
-    """Raises UntrainableBatch on every rank if the pixels of an image cannot be read; collective.
-
-    Each rank reads its share of the images that have tokens in a trajectory.
-    """
-    shown_by: dict[bytes, list[str]] = {}
-    for trajectory in trajectories:
-        for image in {place.image for place in trajectory.image_places}:
-            shown_by.setdefault(trajectory.images[image], []).append(trajectory.trajectory_id)
-    if not shown_by:
-        return
-    faults: dict[str, str] = {}
-    for data, names in list(shown_by.items())[ranks.rank :: ranks.world_size]:
-        try:
-            decoded(data)
-        except ValueError as error:
-            faults |= dict.fromkeys(names, str(error))
-    told = [json.loads(found) for found in ranks.gather_bytes(json.dumps(faults).encode())]
-    causes = {name: cause for found in told for name, cause in found.items()}
-    faulty = [t.trajectory_id for t in trajectories if t.trajectory_id in causes]
-    if faulty:
-        raise UntrainableBatch(f"{faulty[0]}: {causes[faulty[0]]}", faulty)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.staleness import lag
 from slipstream.core.types import Trajectory
-from slipstream.learner.trainer.batches.batch import token_lags
 
 Array = TypeVar("Array")
 NumpyArray = npt.NDArray[Any]
@@ -60,6 +60,15 @@ class Column:
                 for array, length in zip(arrays, lengths, strict=True)
             ]
         )
+
+
+def token_lags(trajectories: Sequence[Trajectory], step: int) -> npt.NDArray[np.int32]:
+    """Returns the lag of each sampled token, one array over all trajectories in order."""
+    spans = [span for trajectory in trajectories for span in trajectory.version_spans]
+    return np.repeat(
+        np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
+        np.array([span.length for span in spans], dtype=np.int64),
+    )
 
 
 def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN401 - of `Column`

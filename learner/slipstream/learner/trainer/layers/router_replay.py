@@ -11,10 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from slipstream.core.errors import RunFailed, UntrainableBatch
-from slipstream.core.types import Trajectory
+from slipstream.core.errors import RunFailed
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
@@ -160,12 +158,13 @@ def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
 
 
 def routing_metrics(
-    chunks: Sequence[Megatron], ranks: Ranks, trajectories: Sequence[Trajectory]
+    chunks: Sequence[Megatron], ranks: Ranks, unrecorded: float
 ) -> dict[str, float]:
     """Returns routing metrics of training since the last call, equal on every rank; collective.
 
-    Each token passes each layer's router on one rank. Raises RunFailed if there were experts to
-    replay and no router asked for them.
+    `unrecorded` is the fraction of tokens without recorded experts. Each token passes each layer's
+    router on one rank. Raises RunFailed if there were experts to replay and no router asked for
+    them.
     """
     totals = torch.zeros(2, dtype=torch.int64)
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -174,40 +173,6 @@ def routing_metrics(
         if counts is not None:
             totals += counts.cpu()
     differing, replayed = ranks.sum(totals).tolist()
-    unrecorded = unrecorded_fraction(trajectories)
     if unrecorded < 1 and not replayed:
         raise RunFailed("no router replayed the recorded experts")
     return {"routing_difference": differing / max(1, replayed), "routing_unrecorded": unrecorded}
-
-
-def unrecorded_fraction(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the fraction of tokens whose experts the engine did not record.
-
-    The last token of each sequence is left out: it predicts nothing, so engines do not compute it.
-    """
-    recorded, total = 0, 0
-    for trajectory in trajectories:
-        routed = trajectory.routed_experts
-        is_recorded = None if routed is None else routed.is_recorded
-        for part in trajectory.sequences():
-            total += max(0, part.tokens.stop - part.tokens.start - 1)
-            if is_recorded is not None:
-                recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))
-    return 1.0 - recorded / total if total else 1.0
-
-
-def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
-    """Raises UntrainableBatch if the recorded experts do not fit the model of `config`."""
-    expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
-    for trajectory in trajectories:
-        routed = trajectory.routed_experts
-        if routed is None:
-            continue
-        found = (*routed.expert_ids.shape[1:], routed.num_experts)
-        if found != expected:
-            raise UntrainableBatch(
-                f"{trajectory.trajectory_id} has experts of {found[0]} layers, {found[1]} of "
-                f"{found[2]} each, but the model has {expected[0]} layers, {expected[1]} of "
-                f"{expected[2]}",
-                [trajectory.trajectory_id],
-            )

@@ -109,28 +109,27 @@ def _packed(
 ) -> list[MicroBatch]:
     """Returns this replica's micro batches, not yet split over context parallel ranks."""
     ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
-    if model.sharing is not None:
-        chosen = _shared_plan(model, sequences, members, max_tokens=limit)
-        if chosen is not None:
-            return [
-                build_tree_micro_batch(sequences, chosen_bundles, multiple=model.token_multiple)
-                for chosen_bundles in chosen[ranks.dp_rank]
-            ]
-    plan = plan_micro_batches(
-        [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
-        max_tokens=limit,
-        dp_size=ranks.dp_size,
-        multiple=model.micro_batch_multiple,
-        attention_length=model.attention_length,
-    )
-    return [
-        build_micro_batch(
-            sequences,
-            [members[place] for place in places],
-            multiple=model.token_multiple,
-            sequence_multiple=model.sequence_multiple,
+    shared = _shared_plan(model, sequences, members, max_tokens=limit)
+    if shared is None:
+        plan = plan_micro_batches(
+            [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
+            max_tokens=limit,
+            dp_size=ranks.dp_size,
+            multiple=model.micro_batch_multiple,
+            attention_length=model.attention_length,
         )
-        for places in plan[ranks.dp_rank]
+        return [
+            build_micro_batch(
+                sequences,
+                [members[place] for place in places],
+                multiple=model.token_multiple,
+                sequence_multiple=model.sequence_multiple,
+            )
+            for places in plan[ranks.dp_rank]
+        ]
+    return [
+        build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
+        for bundles in shared[ranks.dp_rank]
     ]
 
 
@@ -146,7 +145,8 @@ def _shared_plan(
     Long bundles share most; short ones fill micro batches and replicas evenly. So several limits of
     a bundle's length are tried, and the plan with the least work is returned.
     """
-    assert model.sharing is not None
+    if model.sharing is None:
+        return None
     tree = PrefixTree(sequences, members, min_shared=model.sharing.min_tokens)
     if not tree.share:
         return None

@@ -123,7 +123,7 @@ def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share()
     trees = (*plain.trajectories[:2], of_group, *plain.trajectories[3:])
     mixed = dataclasses.replace(plain, trajectories=trees)
     assert mixed.owners == [0, 1, 2, 2, 2, 3, 4, 5]
-    assert mixed.lengths()[2:5] == [5, 3, 4]
+    assert mixed.lengths[2:5] == [5, 3, 4]
     assert mixed.mini_batches(2) == [[0, 1, 2, 3, 4], [5, 6, 7]]
     found = training_sequences(mixed, config(advantage="dr_grpo"))
     assert advantages(found) == pytest.approx([-1, 0, 1, 0.5, -2, -1, -1, 2])

@@ -9,7 +9,8 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
-from slipstream.learner.trainer.batches.images import check_pixels, image_positions, images_of
+from slipstream.learner.trainer.batches.checks import check_pixels
+from slipstream.learner.trainer.batches.images import image_positions, images_of
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence

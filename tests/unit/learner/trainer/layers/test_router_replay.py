@@ -6,18 +6,17 @@ import pytest
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Branch, RoutedExperts
+from slipstream.core.types import Branch, RoutedExperts, Trajectory
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.checks import check_experts
 from slipstream.learner.trainer.batches.micro_batch import share_of_rank
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.layers.router_replay import (
     LayerReplay,
-    check_experts,
     routing_metrics,
-    unrecorded_fraction,
 )
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config
@@ -122,8 +121,8 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
         route(layer, SCORES, given)
     ranks = SimpleNamespace(sum=lambda values: values * 3)
     # One of four choices differs in the first layer, none of two in the second.
-    assert routing_metrics(layers, ranks, [])["routing_difference"] == 1 / 6
-    assert routing_metrics(layers, ranks, [])["routing_difference"] == 0
+    assert routing_metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
+    assert routing_metrics(layers, ranks, 1.0)["routing_difference"] == 0
 
 
 class RecomputedExperts(Layer):
@@ -151,10 +150,9 @@ def test_routers_that_do_not_ask_are_noticed() -> None:
     layer = Layer()
     LayerReplay(layer)
     ranks = SimpleNamespace(sum=lambda values: values)
-    first, second = batch_with_experts().trajectories
-    assert routing_metrics([layer], ranks, [second])["routing_unrecorded"] == 1.0
+    assert routing_metrics([layer], ranks, 1.0)["routing_unrecorded"] == 1.0
     with pytest.raises(RunFailed, match="no router replayed the recorded experts"):
-        routing_metrics([layer], ranks, [first, second])
+        routing_metrics([layer], ranks, 0.5)
     fused = Layer()
     fused.config.moe_router_fusion = True
     with pytest.raises(AssertionError, match="a fused router does not call RouterReplay"):
@@ -221,12 +219,16 @@ def test_experts_are_left_out_when_routers_choose() -> None:
     assert all(sequence.expert_ids is None for sequence in plain)
 
 
+def unrecorded_fraction(*trajectories: Trajectory) -> float:
+    return Batch(0, "batch", trajectories).unrecorded_fraction
+
+
 def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> None:
     first, second = batch_with_experts().trajectories
     complete, absent = len(first.token_ids) - 1, len(second.token_ids) - 1
-    assert unrecorded_fraction([first]) == 0.0
-    assert unrecorded_fraction([first, second]) == pytest.approx(absent / (complete + absent))
-    assert unrecorded_fraction([]) == 1.0
+    assert unrecorded_fraction(first) == 0.0
+    assert unrecorded_fraction(first, second) == pytest.approx(absent / (complete + absent))
+    assert unrecorded_fraction() == 1.0
 
 
 def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() -> None:
@@ -241,11 +243,11 @@ def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() ->
         routed_experts=RoutedExperts(np.tile(routed.expert_ids, (2, 1, 1)), routed.num_experts),
         branches=(Branch(len(first.run_lengths)),) * 2,
     )
-    assert unrecorded_fraction([tree]) == 0.0
+    assert unrecorded_fraction(tree) == 0.0
     lost = tree.routed_experts.expert_ids.copy()
     lost[length] = 255
     tree = dataclasses.replace(tree, routed_experts=RoutedExperts(lost, routed.num_experts))
-    assert unrecorded_fraction([tree]) == pytest.approx(1 / (2 * length - 2))
+    assert unrecorded_fraction(tree) == pytest.approx(1 / (2 * length - 2))
     one, other = training_sequences(Batch(0, "batch", (tree,)), config("rollout"))
     assert one.expert_ids.tolist() == lost[:length].tolist()
     assert other.expert_ids.tolist() == lost[length:].tolist()

@@ -1,0 +1,80 @@
+"""Finds the cause of a training step whose loss or gradient is not finite."""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.algorithms.loss import TokenLoss
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.checks import MAX_TOLD, untrainable
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.model.model import ParallelModel, Policy
+from slipstream.learner.trainer.model.schedule import forward_logprobs
+from slipstream.learner.trainer.model.shares import Forward, masked_outputs
+from slipstream.learner.trainer.roles.roles import Roles
+
+
+def loss_fault(
+    policy: Policy,
+    config: Config,
+    batch: Batch,
+    chosen: Mapping[int, TrainingSequence],
+    losses: Sequence[TokenLoss],
+    *,
+    total: float,
+    fault: str,
+) -> RunFailed:
+    """Returns the error that names the cause of a mini-batch loss that is not finite; collective.
+
+    `chosen` has the sequences of the mini-batch by their index in the batch, `losses` those of this
+    rank's micro batches, and `total` their sum over all ranks. `fault` is the fault of the user's
+    own function, or "". Returns UntrainableBatch if only some sequences are at fault.
+    """
+    cause = f"the loss is {total}; the weights were not changed"
+    sequences = list(chosen.values())
+
+    def are_finite(forward: Forward) -> list[bool]:
+        found = masked_outputs(
+            policy, sequences, forward, max_tokens=config.learner.micro_batch_tokens
+        )
+        return [bool(np.isfinite(values).all()) for values in found]
+
+    trained = [bool(sequence.loss_mask.any()) for sequence in sequences]
+    # These log-probabilities depend only on the tokens and the weights.
+    temperature = config.sampling.temperature
+    scored = are_finite(functools.partial(forward_logprobs, policy, temperature=temperature))
+    if not any(itertools.compress(scored, trained)):
+        return RunFailed(
+            f"{cause}; the policy finds no finite log-probability in any sequence: its weights "
+            "are at fault, not the batch"
+        )
+    known = are_finite(lambda _: [one.token_losses for one in losses])
+    faulty = [index for index, is_known in zip(chosen, known, strict=True) if not is_known]
+    if fault and all(scored):
+        found = dict.fromkeys(batch.group_ids[batch.owners[index]] for index in faulty)
+        groups = f", group {', '.join([*found][:MAX_TOLD])}" if found else ""
+        return RunFailed(f"step {batch.step + 1}{groups}: {fault}; the weights were not changed")
+    return untrainable(batch, faulty, cause)
+
+
+def check_weights(policy: Policy, roles: Roles, fault: UntrainableBatch) -> None:
+    """Raises RunFailed from `fault` if the weights of a model are not finite; collective."""
+    models: dict[str, ParallelModel] = {"policy": policy}
+    if roles.critic is not None:
+        models["critic"] = roles.critic.model
+    if roles.reference is not None:
+        models["reference"] = roles.reference.model
+    found = {name: float(model.count_not_finite()) for name, model in models.items()}
+    for name in policy.adapters.names[1:]:
+        with policy.adapters.active(name):
+            found[f"policy's adapter {name}"] = float(policy.count_not_finite())
+    counts = torch.tensor([*found.values()])
+    for name, count in zip(found, policy.ranks.sum(counts).tolist(), strict=True):
+        if count:
+            raise RunFailed(
+                f"weights of the {name} are not finite, and no batch can be trained: {fault}"
+            ) from fault
