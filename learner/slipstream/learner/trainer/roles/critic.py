@@ -40,7 +40,7 @@ class Critic:
     """The critic model; every method is collective and itself puts the model's layout in force."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
-        """Loads the model; `settings` come from `critic_config`."""
+        """Loads the model; `settings` must come from `critic_config`."""
         assert settings.critic is not None
         self._settings = settings
         self._clip = settings.critic.value_clip
@@ -59,7 +59,7 @@ class Critic:
         return self._model
 
     def values(self, batch: Batch) -> list[LogprobArray]:
-        """Returns the expected return before each sampled token, shaped like `batch_outputs`."""
+        """Returns, for each trajectory, the expected return before each sampled token; float32."""
         with self._ranks.in_force():
             return batch_outputs(
                 self._model,
@@ -73,8 +73,8 @@ class Critic:
     ) -> dict[str, float]:
         """Takes one optimizer step per mini-batch towards the returns; returns metrics.
 
-        Raises UntrainableBatch for a loss or gradient that is not finite, before that mini-batch
-        changes a weight.
+        `mini_batches` has the indices into `sequences` of each mini-batch. Raises UntrainableBatch
+        for a loss or gradient that is not finite, before that mini-batch changes a weight.
         """
         total = torch.zeros(len(ValueSum), dtype=torch.float64)
         norms = []
@@ -131,7 +131,7 @@ class Critic:
             return run_schedule(self._model, share, finish, forward_only=True)
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
-        """Accumulates one mini-batch's gradients; returns the `ValueSum`s of all ranks."""
+        """Accumulates one mini-batch's gradients; returns its `ValueSum`s over all ranks."""
 
         def finish(
             place: int, micro_batch: MicroBatch, output: Tensor
@@ -151,13 +151,14 @@ class Critic:
 
 
 def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Returns half the squared error of `values` [tokens] over `loss_mask`, and all `ValueSum`s.
+    """Returns the loss of `values` [tokens], summed over `loss_mask`, and the `ValueSum`s.
 
-    A value farther than `clip` from its old value counts with the larger of two errors: its own and
-    that of the value at the bound. So a value gains nothing by leaving the bound. `clip` 0 means no
-    bound. The sums are detached, float64, indexed by `ValueSum`; CLIPPED counts tokens whose error
-    at the bound was larger. Source: PPO's reference implementation, Huang et al., "The 37
-    implementation details of PPO" (2022), 9.
+    The loss of a token is half the squared error of its value. If the value differs by more than
+    `clip` from the old value, it is also clipped to this distance, and the larger error is used, so
+    that a value gains nothing by a larger distance. `clip` 0 turns this off. The sums are detached
+    float64, indexed by `ValueSum`; CLIPPED counts tokens whose error was larger after clipping.
+    Source: PPO's reference implementation, Huang et al., "The 37 implementation details of PPO"
+    (2022), 9.
     """
     mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
     assert old is not None
@@ -181,7 +182,7 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
 def explained_variance(values: LogprobArray, returns: LogprobArray) -> float:
     """Returns 1 - var(returns - values) / var(returns): 1 is perfect, 0 as good as a constant.
 
-    The result is also 0 if the returns do not vary, or if there are none.
+    Returns 0 if the returns do not vary or are empty.
     """
     variance = float(returns.astype(np.float64).var()) if returns.size else 0.0
     if variance == 0.0:
@@ -193,8 +194,8 @@ class ValueHead(torch.nn.Module):
     """A linear layer to one value per token, the same on all ranks of a stage; computes in float32.
 
     Megatron calls it as an output layer: [tokens, batch, hidden size] gives [tokens, batch, 1].
-    With sequence parallelism a rank has a part of the tokens: it computes their values, and values
-    are gathered instead of states. Gradients are then summed over the tensor parallel ranks.
+    With sequence parallelism each rank computes the values of its own tokens. The values are then
+    gathered, and the gradients are summed over the tensor parallel ranks.
     """
 
     def __init__(self, config: Megatron, *, seed: int, device: torch.device) -> None:
@@ -226,7 +227,10 @@ class ValueHead(torch.nn.Module):
 
 
 def _with_value_heads(chunks: list[Megatron], *, seed: int) -> list[Megatron]:
-    """Gives Megatron GPT models with loaded weights a value head; call it on every stage."""
+    """Replaces the output layer of the model chunks by a value head, and returns the chunks.
+
+    Call it on every pipeline stage, once the weights are loaded.
+    """
     for chunk in chunks:
         if chunk.pre_process:
             # With tied embeddings the projection was a second copy: without it no gradients of a

@@ -1,6 +1,7 @@
 """The reference model and the critic: their estimates for a batch, and their updates after it.
 
-The reference is either a frozen model or the policy without its adapters, which takes no memory.
+The reference is either a frozen model, or the policy without its adapters, which needs no
+additional memory.
 """
 
 import functools
@@ -37,7 +38,7 @@ class Reference:
     """A frozen reference model; every method is collective and itself puts its layout in force."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
-        """Loads the model; `settings` come from `reference_config`."""
+        """Loads the model; `settings` must come from `reference_config`."""
         self._settings = settings
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
@@ -103,10 +104,11 @@ class Reference:
 def reference_logprobs(
     model: ParallelModel, batch: Batch, settings: Config
 ) -> list[ReferenceLogprobs]:
-    """Returns each trajectory's log-probabilities, of sampled tokens and of the most likely ones.
+    """Returns, for each trajectory, the log-probabilities of sampled tokens and of top-k tokens.
 
-    The most likely tokens are `reference.top_k` at each position. The layout of `model` must be in
-    force; collective, with the same messages between ranks as `batch_outputs`.
+    The top-k tokens are the `settings.reference.top_k` most likely tokens at each sampled token's
+    position, or none without `settings.reference`. The layout of `model` must be in force.
+    Collective.
     """
     top_k = settings.reference.top_k if settings.reference is not None else 0
     forward = functools.partial(
@@ -141,7 +143,7 @@ class PolicyWithoutAdapters:
 
     @property
     def model(self) -> ParallelModel:
-        """The policy's model."""
+        """The policy."""
         return self._policy
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
@@ -179,7 +181,10 @@ def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The models other than the policy that the algorithm needs; every method is collective."""
+    """The models that the algorithm needs besides the policy.
+
+    The methods `estimates` and `follow` are collective.
+    """
 
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
@@ -202,7 +207,7 @@ class Roles:
         return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
     def memories(self) -> list[HostMemory]:
-        """Returns the `HostMemory` of each of these models: reference and critic."""
+        """Returns the `HostMemory` of the critic, and of a reference that is a separate model."""
         roles = (self.reference, self.critic)
         return [
             role.model.memory
@@ -211,7 +216,7 @@ class Roles:
         ]
 
     def stored_models(self) -> list[StoredModel]:
-        """Returns reference and critic, if training changes them, as checkpoints store them."""
+        """Returns the models that checkpoints must store: the critic and a refreshed reference."""
         found = []
         if isinstance(self.reference, Reference) and self.refresh_every_steps:
             model = self.reference.model
@@ -224,7 +229,7 @@ class Roles:
         return found
 
     def follow(self, policy: Policy, version_step: int) -> None:
-        """Refreshes the reference if that is due after policy version `version_step` was made."""
+        """Copies the policy into the reference if a refresh is due at version `version_step`."""
         every = self.refresh_every_steps
         if isinstance(self.reference, Reference) and every and version_step % every == 0:
             self.reference.refresh(policy)

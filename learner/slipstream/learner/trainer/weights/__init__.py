@@ -1,1 +1,1 @@
-"""Publishes new weights from the trainer: export, buckets, senders, publish."""
+"""Exports new weights from the trainer ranks, in buckets, and sends them to rollout servers."""

@@ -36,10 +36,9 @@ _MOST_BLOCKS = 64
 class Copies:
     """A fixed list of (target, source) tensor copies; a copy may convert the element type.
 
-    On a GPU, torch runs a list of contiguous copies in a few kernels. If one of them is not
-    contiguous, it needs one kernel for each copy. Large blocks of one element type are not in the
-    list but copied one by one, since the kernels reach only two thirds of the speed of a plain
-    copy.
+    On a GPU, torch runs a list of copies in a few kernels if all are contiguous, else in one kernel
+    per copy. Large blocks that keep their element type are copied one by one instead, since the
+    kernels for lists reach only two thirds of the speed of a plain copy.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -65,7 +64,7 @@ class Copies:
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Splits a copy into contiguous pieces; yields none if there are none or too many.
+    """Yields the contiguous (target, source) pieces of a copy; none if it has none or too many.
 
     The heads of one query group are adjacent in a fused matrix, which gives a few pieces a layer.
     """
@@ -91,22 +90,22 @@ class Kind(Enum):
 
 
 class Filling(Protocol):
-    """A source of weights: call `prepare` once, then for each pass `begin`, and `fill` in order."""
+    """Fills buckets with weights: call `prepare` once, then `begin` and `fill` in each pass."""
 
     tensors: tuple[TensorSpec, ...]
     # Trainer ranks that send; `TensorSpec.sender` is an index into this tuple.
     senders: tuple[int, ...]
-    # True if any bucket can be filled at any time; False if all must be filled in turn.
+    # True if any bucket can be filled at any time; False if a pass must fill all of them in order.
     fills_any: bool
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         """Assigns bucket k to the memory `lanes[k % len(lanes)]`; lanes are uint8 tensors."""
 
     def begin(self) -> None:
-        """Starts a pass; the caller then calls `fill` for every bucket, from the first one."""
+        """Starts a pass; unless `fills_any`, the caller must then fill every bucket in order."""
 
     def fill(self, place: int) -> None:
-        """Fills bucket number `place` on its sender, on the current CUDA stream."""
+        """Fills bucket number `place` on its sender, on the current CUDA stream; collective."""
 
 
 class BridgeFilling:
@@ -122,7 +121,7 @@ class BridgeFilling:
         *,
         senders: tuple[int, ...] = (0,),
     ) -> None:
-        """Takes `senders`, of which the first is rank 0; the others only join the collectives."""
+        """Prepares the export; `senders` must begin with rank 0, and the others fill no buckets."""
         self._policy, self._dtype, self._kind = policy, getattr(torch, dtype), kind
         self.senders = senders
         self.tensors = tuple(
@@ -153,9 +152,9 @@ class BridgeFilling:
 
 @dataclass
 class _Gather:
-    """Parts that the ranks of a group pack and send to the lead, their first rank, which unpacks.
+    """Parts that the ranks of `group` pack and send to the lead, which is the group's first rank.
 
-    The lead copies its own parts into the bucket directly.
+    The lead unpacks them into the bucket, and copies its own parts there directly.
     """
 
     group: dist.ProcessGroup
@@ -200,7 +199,7 @@ class _Gather:
 
 
 def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tensor]:
-    """Returns the split dim, the shape of a rank's part, and a view of the whole in `lane`."""
+    """Returns the split dimension, the shape of a rank's part, and the whole tensor in `lane`."""
     whole, of_part = _place_of(span, lane), list(piece.shape)
     assert piece.dim is not None
     of_part[piece.dim] = piece.part.numel() // (whole.numel() // piece.shape[piece.dim])
@@ -222,10 +221,10 @@ class _Step:
 
 
 class PlannedFilling:
-    """Gathers the first copy of each parameter on one of its ranks, the lead, which sends it.
+    """Gathers the first copy of each parameter on one of the ranks that hold it, the lead.
 
-    Besides the lanes, each rank of a group needs memory for its part of a bucket, and the lead also
-    for the parts of the others.
+    The lead then sends it. Besides the lanes, each rank of a group needs memory for its part of a
+    bucket, and the lead also for the parts of the other ranks.
     """
 
     fills_any = True
@@ -233,9 +232,9 @@ class PlannedFilling:
     def __init__(
         self, policy: Policy, dtype: str, pieces: Sequence[Piece], *, senders: tuple[int, ...] = ()
     ) -> None:
-        """Plans who sends which tensor; collective.
+        """Plans which rank sends which tensor; collective.
 
-        Raises UnknownMapping if a rank that is not among `senders` would have to send.
+        Without `senders`, all leads send. Raises UnknownMapping if a lead is not among `senders`.
         """
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
@@ -325,9 +324,9 @@ def open_filling(
 ) -> Filling:
     """Returns a `PlannedFilling`, or a `BridgeFilling` if any mapping is unknown. Collective.
 
-    `kind` is the part of the policy to export. If `senders` is given, only these ranks send, and
-    all of them take part. An UnknownMapping is logged. The plan is not compared with Bridge's
-    export here: see `open_stream`.
+    `kind` is the part of the policy to export. If `senders` is given, the result has exactly these
+    senders. An UnknownMapping is logged, not raised. The plan is not compared with Bridge's export
+    here: see `open_stream`.
     """
     pieces: list[Piece] = []
     problem = ""

@@ -21,7 +21,7 @@ Joined = TypeVar("Joined")
 
 
 class BucketSender(ABC):
-    """Sends through one communicator at a time, which is kept until its members change or it fails.
+    """Sends buckets through a communicator, which is kept until its members change or it fails.
 
     Call `announce` on the leader, then `connect` on every sending rank. For each publish call
     `send` for every bucket, then `finish`. `abort` ends the communicator at any time.
@@ -45,7 +45,8 @@ class BucketSender(ABC):
     ) -> weights_pb2.Communicator:
         """Begins a new communicator on the leader; returns the address at which its members join.
 
-        Does not wait for members. Raises ConfigError if it cannot listen on `weights.host`.
+        Does not wait for members. Raises ConfigError if the leader cannot listen on `weights.host`,
+        and WeightSyncError if the transport does not support `num_senders`.
         """
         self.abort()
         return weights_pb2.Communicator(
@@ -62,7 +63,10 @@ class BucketSender(ABC):
         rank: int,
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Waits for all members; raises WeightSyncError after the deadline or if `abandoned`."""
+        """Joins a communicator as `rank`, and waits for all members.
+
+        Raises WeightSyncError after `weights.join_deadline_s`, or soon after `abandoned` is set.
+        """
         self._join(announced, rank, abandoned)
         self._id = announced.communicator_id
 
@@ -76,10 +80,10 @@ class BucketSender(ABC):
 
     @abstractmethod
     def finish(self) -> Wire:
-        """Waits until all buckets are sent; raises WeightSyncError after the deadline.
+        """Waits until all buckets are sent, and returns the seconds and bytes of this transfer.
 
-        The result has the seconds of transfer, or the seconds spent waiting if the transfer is not
-        timed.
+        A transport that does not time the transfer returns the seconds spent waiting for it. Raises
+        WeightSyncError if a bucket is not sent within `bucket_deadline_s`.
         """
 
     @abstractmethod
@@ -88,7 +92,7 @@ class BucketSender(ABC):
 
     @abstractmethod
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
-        """Opens the rendezvous of the members; returns the fields of its announcement."""
+        """Opens the members' rendezvous; returns the transport's fields of `Communicator`."""
 
     @abstractmethod
     def _join(
@@ -98,7 +102,10 @@ class BucketSender(ABC):
 
 
 def live(joined: Joined | None) -> Joined:
-    """Returns a sender's own state in its communicator; raises WeightSyncError if it has none."""
+    """Returns `joined`, a sender's connection to its communicator.
+
+    Raises WeightSyncError if it is None.
+    """
     if joined is None:
         raise WeightSyncError("there is no communicator to send through")
     return joined

@@ -32,7 +32,7 @@ class CudaMarks:
     def __init__(
         self, buckets: Sequence[Bucket], kept: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        """Allocates the marks; `kept` has the last published bytes of this rank's buckets."""
+        """Allocates the marks; `kept` has this rank's last published buckets, by bucket number."""
         blocks = max((num_blocks(buckets[place]) for place in kept), default=1)
         self._buckets, self._kept, self._device = buckets, kept, device
         self._masks = torch.empty(blocks * MASK_BYTES, dtype=torch.uint8, device=device)
@@ -112,19 +112,19 @@ class CudaMarks:
 logger = logging.getLogger(__name__)
 
 _ELEMENT = torch.int16
-# Largest payload, as a share of its bucket, that is encoded before it is ordered: it bounds the
-# memory of payloads.
+# Largest payload, as a share of its bucket, that is encoded before a publish needs it; this bounds
+# the memory of payloads.
 _EARLY_SHARE = 0.125
 
 
 class DeltaBase:
-    """A copy of a rank's own buckets as last published, and the search for changes since.
+    """Keeps a copy (the base) of a rank's own buckets as last published, and finds changes since.
 
-    The copy takes as much memory as the buckets. In a pass call `count` for each bucket, or
-    `encode` or `keep` for a bucket that is sent; then `counts` and `settle`. With `encodes_early` a
-    pass that counts also encodes small payloads, which `take_early` returns, so that a publish can
-    begin with them. `finish` ends the work on the bucket that was counted last; the bucket's bytes
-    must not change before.
+    The base takes as much memory as the buckets. In a pass, call for each own bucket `count` if it
+    is not sent, `encode` if its changes are sent, or `keep` if it is sent whole; then call `counts`
+    and `settle`. With `encodes_early`, `count` also encodes small payloads, which `take_early`
+    returns, so that a publish can begin with them. After `count`, the bucket's bytes must not
+    change until the next call of `count`, `counts` or `finish`.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class DeltaBase:
         on_host: bool,
         encodes_early: bool = False,
     ) -> None:
-        """Allocates memory for the buckets of which `own` is true, on the host or the device."""
+        """Allocates memory for the buckets whose `own` is true, on the host or the device."""
         self._encodes_early = encodes_early
-        # Payloads of the last pass that counted, kept while they travel too; whether no pass that
-        # sent came after it.
+        # Payloads that the last counting pass encoded, kept until the next one because they may
+        # still be sent; and whether the last pass was a counting pass.
         self._early: dict[int, Tensor] = {}
         self._is_counted = False
         self._buckets = buckets
@@ -153,10 +153,11 @@ class DeltaBase:
             if own[place]
         }
         largest = max((kept.numel() for kept in self._kept.values()), default=0)
-        # Device memory for one bucket of the base that lies in main memory.
+        # Device memory for one bucket of a base in main memory.
         self._room = torch.empty(largest if self._on_host else 0, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(buckets), dtype=torch.int64, device=device)
-        # Name of the base's content, b"" before the first pass that sends, and what changed since.
+        # Name of the base's content, b"" before the first pass that sends, and the number of each
+        # bucket's elements that have changed since.
         self._name, self._changed = b"", tuple[int, ...]()
         self._gaps = {
             place: torch.from_numpy(gap_bytes(buckets[place])).to(device) for place in self._kept
@@ -175,7 +176,10 @@ class DeltaBase:
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
-        """Returns the last pass's changes since the base; None if a delta would save nothing."""
+        """The changes from the base to the last pass's weights, as numbers of changed elements.
+
+        It is None without a base, or if a delta would save nothing.
+        """
         if not self._name or all(map(travels_whole, self._buckets, self._changed)):
             return None
         return weights_pb2.Delta(base=self._name, changed=self._changed)
@@ -194,7 +198,10 @@ class DeltaBase:
         self._name = content_name(sent) or self._name
 
     def count(self, place: int, data: Tensor) -> None:
-        """Counts the elements of bucket `place` that differ from the base."""
+        """Counts the elements of bucket `place`, whose bytes are `data`, that differ from the base.
+
+        Sets the padding between tensors in `data` to 0.
+        """
         self._early.pop(place, None)
         if not self._name:
             return
@@ -217,9 +224,9 @@ class DeltaBase:
             self._early[place] = payload
 
     def finish(self) -> None:
-        """Completes the last `count`, which on a GPU only marked changes, by counting them.
+        """Completes the last `count` if it ran on a GPU, where it only marks the changes.
 
-        Few changes are also encoded early.
+        Waits for the number of changes, and encodes them if the payload is small.
         """
         if self._marks is None or self._marked is None:
             return
@@ -241,7 +248,7 @@ class DeltaBase:
         return self._encodes_early and self._is_counted and is_small
 
     def take_early(self, place: int) -> Tensor:
-        """Returns the encoded payload of a bucket of this rank, and applies it to the base.
+        """Returns the early payload of bucket `place` of this rank, and applies it to the base.
 
         The payload stays valid until the next pass.
         """
@@ -268,7 +275,7 @@ class DeltaBase:
         self._counts[place] = 0
 
     def encode(self, place: int, data: Tensor) -> None:
-        """Stores bucket `place` as its new base, and overwrites `data` with the delta payload.
+        """Stores `data` as bucket `place`'s new base, then overwrites `data` with the payload.
 
         Raises RunFailed unless as many elements differ as the last pass counted.
         """

@@ -31,9 +31,9 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields name and tensor of every weight; collective: every rank must iterate to the end.
 
-    Without `merge` the matrices lack the adapters' products. A tensor may share its memory with the
-    model, so copy a tensor that is kept until after the next training step. If parameters are
-    offloaded, even copy one that is kept while the next tensor is yielded.
+    Without `merge` the matrices lack the adapters' products. Without `to_host` the tensors are on
+    the device. A tensor may share its memory with the model, so copy a tensor that is used after
+    the next training step or, if parameters are offloaded, after the next tensor is yielded.
     """
     from slipstream.learner.trainer.adapters.expert_adapters import merged_tasks
 
@@ -60,7 +60,10 @@ def hf_tensors(
 def adapter_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields A and B of every adapter under PEFT's names; the rules of `hf_tensors` hold."""
+    """Yields name and tensor of A and B of every adapter, under PEFT's names; collective.
+
+    Iterate to the end, and copy tensors, as for `hf_tensors`.
+    """
     from slipstream.learner.trainer.adapters.expert_adapters import factor_tasks
 
     has_vision = policy.vision is not None
@@ -87,7 +90,7 @@ def adapter_tensors(
 
 
 def _adapted_experts(policy: Policy) -> list[str]:
-    """Returns which expert matrices have adapters on any rank, as parts of names; collective."""
+    """Returns name parts of the expert matrices that have adapters on any rank; collective."""
     if policy.chunks[0].config.num_moe_experts is None:
         return []
     from slipstream.learner.trainer.adapters.expert_adapters import adapted_names
@@ -100,7 +103,7 @@ def _adapted_experts(policy: Policy) -> list[str]:
 
 
 def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
-    """Writes the weights with the configuration and tokenizer of `source`; collective.
+    """Writes the weights into `target`, with configuration and tokenizer of `source`; collective.
 
     `target` appears only once it is complete; an existing `target` is replaced. Raises
     CheckpointError as `DiskWork.wait` does.
@@ -127,10 +130,10 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
 
 
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
-    """Writes only the adapters, in the format of the library PEFT; collective.
+    """Writes only the adapters into `target`, in the format of the library PEFT; collective.
 
-    Named adapters get a folder each inside `target`, which appears only once it is complete; an
-    existing `target` is replaced.
+    Each named adapter has its own folder inside `target`. `target` appears only once it is
+    complete; an existing `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for adapter in policy.adapters.names:
@@ -160,8 +163,8 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
 def _targets(config: Config, tensors: Collection[str]) -> list[str] | str:
     """Returns PEFT's `target_modules`: the names of the matrices with adapters.
 
-    For a model with vision this is a regular expression for whole module names, because matrices of
-    the vision tower may have the same last names as the decoder's.
+    For a model with vision this is a regular expression for whole module names, because names of
+    matrices may end alike in the vision tower and the decoder.
     """
     names = [part for name in config.lora.modules for part in FUSED[name]]
     others = [*LATENT.values(), *DELTA.values()]
@@ -192,7 +195,7 @@ def _write_adapter(
 
 
 class HfFolderWriter:
-    """Writes a folder in safetensors files of bounded size, so that only one file is in memory.
+    """Writes a model folder with safetensors files of bounded size, only one of them in memory.
 
     Call `begin`, then `add` for each tensor, with a `flush` before a tensor that has no room, then
     `finish`. If a write fails, the whole folder is removed.
@@ -211,7 +214,7 @@ class HfFolderWriter:
         self._total_bytes = 0
 
     def begin(self, source: Path) -> None:
-        """Creates the folder and copies everything of `source` into it except the weights."""
+        """Creates or replaces the folder, and copies all of `source` into it except the weights."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
         with self._removed_on_failure():
@@ -232,7 +235,7 @@ class HfFolderWriter:
         self._waiting_bytes += tensor.nbytes
 
     def copy_untrained(self, source: Path) -> None:
-        """Copies the tensors of `source` that are not trained, unchanged."""
+        """Adds unchanged those tensors of `source` that are not trained, and flushes full files."""
         layers = read_model_sizes(source).layers
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for name, (path, _) in held_tensors(source).items():
@@ -289,7 +292,7 @@ class HfFolderWriter:
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
-        """Removes the folder if the disk fails, as its files would keep a full disk full."""
+        """Removes the folder if the block raises OSError: its files would keep a full disk full."""
         try:
             yield
         except OSError:

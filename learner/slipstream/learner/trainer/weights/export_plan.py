@@ -17,7 +17,7 @@ from torch import Tensor
 # Endings of the tensors with a row for each token.
 EMBEDDING, HEAD = ".embed_tokens.weight", "lm_head.weight"
 VOCABULARY = (EMBEDDING, HEAD, "backbone.embeddings.weight")
-# Ending of tensors that are float32 in every model: rounded, they would choose other experts.
+# Ending of tensors that are float32 in every model: rounding would change the choice of experts.
 _EXACT = ".e_score_correction_bias"
 
 
@@ -57,7 +57,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
     """Returns pieces of every parameter on this rank, experts last; collective.
 
     Raises UnknownMapping for a mapping that this module does not know, and for a matrix with an
-    adapter, because the merged matrix is nowhere in memory.
+    adapter, because no memory holds the merged matrix.
     """
     from slipstream.learner.trainer.adapters.expert_adapters import has_adapters
 
@@ -69,7 +69,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
 
 
 def plan_matrices(policy: Policy) -> list[Piece]:
-    """Returns pieces like `plan_merged`, but of matrices without their adapters' products."""
+    """Returns pieces like `plan_merged`, but accepts adapters and leaves out their products."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
     for task in _tasks_here(policy):
@@ -107,8 +107,8 @@ def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
     """Returns PEFT's name of a factor of the adapter on the matrix `name`.
 
     `factor` is lora_A or lora_B; `name` is a name in the model's files. PEFT uses the names of
-    transformers' modules, which differ from those in the files for the decoder of a model with
-    vision.
+    transformers' modules; for the decoder of a model with vision, they differ from the files'
+    names.
     """
     path = name.removesuffix("weight")
     if has_vision:
@@ -124,8 +124,9 @@ def _tasks_here(policy: Policy) -> list[Megatron]:
 def _adapter_pieces(task: Megatron, adapter: Megatron, *, has_vision: bool) -> Iterator[Piece]:
     """Yields pieces of A and B of the adapter on one matrix.
 
-    The rows of B are split and fused like those of the matrix. A is split by columns if the matrix
-    is, else by rows (the adapter's rank).
+    B's rows are split and fused like the matrix's rows. A is split by columns if the matrix is,
+    else by rows (the adapter's rank). Raises UnknownMapping for experts and for a matrix that is
+    whole on every rank.
     """
     if task.mapping.is_expert:
         raise UnknownMapping(f"{task.param_name} is of several experts")
@@ -169,7 +170,10 @@ def _task_pieces(task: Megatron, vocab_size: int) -> Iterator[Piece]:
 
 
 def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yields name, view and split dimension of each checkpoint tensor that a parameter holds."""
+    """Yields name, view and split dimension of each checkpoint tensor that `weight` holds.
+
+    The dimension is None if every rank holds the whole tensor.
+    """
     from megatron.bridge.models.conversion import param_mapping as known
 
     mapping, module = task.mapping, task.megatron_module
@@ -201,9 +205,10 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
 
 
 def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
-    """Returns views of the queries, keys and values in a fused matrix, by name.
+    """Returns views of queries, keys and values in a fused matrix, by the names "q", "k" and "v".
 
-    Each query group has its query heads first, then its key, then its value.
+    Each query group has its query heads first, then its key, then its value. Raises UnknownMapping
+    for another order.
     """
     if getattr(config, "attention_output_gate", False):
         raise UnknownMapping(f"{name} holds gates of the attention's output")

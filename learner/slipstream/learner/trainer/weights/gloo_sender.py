@@ -149,10 +149,11 @@ class GlooSender(BucketSender):
         what: str,
         abandoned: threading.Event | None = None,
     ) -> Result:
-        """Runs `work` in a thread and returns its result; aborts if it fails or is late.
+        """Runs `work` in a thread and returns its result.
 
-        It then raises WeightSyncError. gloo normally keeps the deadline itself; if it does not, the
-        thread is left running.
+        If `work` fails, is late or `abandoned` is set, aborts the communicator and raises
+        WeightSyncError. gloo normally keeps the deadline; if it does not, the thread is left
+        running.
         """
         try:
             return on_thread(work, deadline_s + _GRACE_S, abandoned, name="weight-sender")

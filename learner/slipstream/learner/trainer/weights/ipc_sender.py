@@ -1,4 +1,4 @@
-"""Passes weights on in two buffers that the trainer and the rollout servers of one host share.
+"""Sends weights through two buffers that the trainer and the rollout servers of one host share.
 
 On GPUs the buffers are shared by CUDA IPC; this also works on a GPU that both sides use, where NCCL
 cannot connect them. Without GPUs they are in shared memory. `protocol.weights.handover` defines
@@ -81,7 +81,7 @@ class IpcSender(BucketSender):
         self._number = self._first = 0
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """Implements `BucketSender.send`; `data` is free once the current stream has copied it."""
+        """Implements `BucketSender.send`; the current stream copies `data` into a shared buffer."""
         handover, deadline_s = live(self._handover), self.bucket_deadline_s
         with self._aborting():
             # The previous bucket was copied while the caller put this bucket together.
@@ -145,10 +145,9 @@ class IpcSender(BucketSender):
         live(self._handover).filled(number)
 
     def _make_buffers(self) -> None:
-        """Creates new shared buffers, on the GPU if there is one; drops the old ones first.
+        """Creates new shared buffers, on the GPU if there is one; drops the old buffers first.
 
-        In main memory each communicator has new ones, because their names end with the
-        communicator.
+        In main memory each communicator needs new buffers, because `_join` hides their names.
         """
         gpu = self._device.index if self._device.type == "cuda" else None
         # Old buffers are freed first, unless a receiver holds them: two sets may not fit in memory.

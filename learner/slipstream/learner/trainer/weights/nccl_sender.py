@@ -35,7 +35,7 @@ class CudaStream:
 
 
 class NcclSender(BucketSender):
-    """Sends from GPU to GPU; enqueues all buckets at once, each after the work that fills it."""
+    """Sends from GPU to GPU; enqueues each bucket behind the work that fills it, without a wait."""
 
     transport = "nccl"
 
@@ -51,7 +51,7 @@ class NcclSender(BucketSender):
         self._backend, self._stream = backend, stream
         self._make_unique_id = make_unique_id
         # NCCL listens for the members of each id that was made, on a thread and a socket that end
-        # when all members have joined. An id that no member was told of is kept for the next
+        # when all members have joined. An id with which this rank never joined is kept for the next
         # communicator.
         self._unused_id: bytes | None = None
         self._group: NcclGroup | None = None

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Seconds between two questions whether all members are still there.
+# Seconds between two checks that all members are still there.
 _ASK_PERIOD_S = 0.5
 
 
@@ -55,7 +55,10 @@ class BucketSenders:
         self._made: dict[str, BucketSender] = {}
 
     def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of a transport; raises ConfigError if it needs a missing GPU."""
+        """Returns the sender of a transport.
+
+        Raises ConfigError if the transport is unknown, or is nccl without a GPU.
+        """
         if transport not in self._made:
             self._made[transport] = self._make(transport)
         return self._made[transport]
@@ -96,13 +99,13 @@ class WeightPublisher:
 
     @property
     def communicator_id(self) -> str:
-        """The communicator through which this rank can send, or "" if there is none."""
+        """The id of the communicator through which this rank can send, or "" if there is none."""
         return "" if self._sender is None else self._sender.communicator_id or ""
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
-        """Carries out `order`; reports a problem with the servers instead of raising it.
+        """Carries out `order`, and reports a failed transfer to the controller instead of raising.
 
-        Only rank 0's `probe` is used.
+        The report includes rank 0's `probe`; other ranks' probes are ignored.
         """
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
         with self._published.weights.resident():
@@ -139,9 +142,10 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> str:
-        """Joins the communicator if it is new, sends all buckets, and puts the cost into `result`.
+        """Joins the communicator if it is new, and sends all buckets.
 
-        Returns the first problem of any rank, or "" if there is none.
+        Puts the digests, times and bytes into `result`. Returns the first problem of any rank, or
+        "" if there is none.
         """
         published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
         # The share of the changes that are sent: the pass that sends them overwrites it.
@@ -267,7 +271,7 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> tuple[str, WeightDigests | None]:
-        """Sends all buckets; returns the first problem of any rank or "", and the digests."""
+        """Sends all buckets; returns the first problem of any rank, or "", and the digests."""
         sends = _Sends(sender if self._published.weights.sender is not None else None)
         digests = self._published.run(
             sends, adapters_alone=order.adapters_alone, delta=_delta_of(order)
@@ -314,7 +318,7 @@ class _Sends:
         return (lambda: None) if release is None else lambda: self._tried(release, where)
 
     def finish(self) -> Wire:
-        """Waits until every bucket is sent."""
+        """Waits until every bucket is sent; the result is empty without a sender or on failure."""
         return (self._sender and self._tried(self._sender.finish)) or Wire()
 
     def _tried(self, act: Callable[[], Result], where: str = "") -> Result | None:
@@ -364,7 +368,7 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
 def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
     """Returns the probe: sequences with their log-probabilities under the current weights.
 
-    It is the same on every rank; collective. Each adapter has sequences of its own.
+    The probe is the same on every rank, and has separate sequences for each adapter. Collective.
     """
     # The engine wants room for one more token.
     room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1

@@ -1,4 +1,4 @@
-"""The published weights: one stream of all, or one of the base matrices and one for each adapter.
+"""The published weights: one stream, or one for the base matrices and one for each adapter.
 
 Matrices with adapters never change: a server needs them once, and later only the adapters.
 """
@@ -27,7 +27,10 @@ from torch import Tensor
 
 
 class Published:
-    """The published weights: streams with the same senders. `run` and `digests` are collective."""
+    """The published weights, as streams with the same senders.
+
+    The methods `run`, `digests` and `fill_ahead` are collective.
+    """
 
     def __init__(
         self,
@@ -37,11 +40,12 @@ class Published:
         held: NamedAdapters | None = None,
         adapter_scale: float = 0.0,
     ) -> None:
-        """Takes a stream of all weights, or one of the matrices and one for each adapter of `held`.
+        """Takes a stream of all weights, or of the base matrices if `adapters` has streams.
 
-        Servers multiply an adapter's product by `adapter_scale` before they add it.
+        `adapters` has a stream for each adapter of `held`, by name. Servers multiply an adapter's
+        product by `adapter_scale` before they add it.
         """
-        # All weights, or the matrices alone.
+        # All weights, or only the base matrices.
         self.weights = weights
         self._adapters, self._held = dict(adapters or {}), held
         self._adapter_scale = adapter_scale
@@ -54,7 +58,11 @@ class Published:
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
-        """Returns the bytes sent to each receiver; with `adapters_alone`, those of adapters."""
+        """Returns the number of bytes that a publish sends to each receiver.
+
+        `adapters_alone`: whether it leaves out the base matrices. `delta`: the changes that it
+        sends, None if it sends whole buckets.
+        """
         if delta is not None:
             wires = on_the_wire(self.weights.buckets, delta.changed)
             return sum(bucket.num_bytes for bucket in wires)
@@ -91,10 +99,9 @@ class Published:
     ) -> WeightDigests:
         """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        `adapters_alone`: whether the base matrices are left out. `delta` is the last `offer`: only
-        its changed elements are sent. `is_publish`: see `WeightStream.run`. If adapters are
-        published separately, `delta` and `is_publish` are ignored: buckets are filled whole, for a
-        publish.
+        `adapters_alone`: whether the base matrices are left out. `delta` and `is_publish`: see
+        `WeightStream.run`. They are ignored if adapters are published separately: buckets are then
+        filled whole, for a publish.
         """
         if not self._adapters:
             return self.weights.run(send, delta=delta, is_publish=is_publish)
@@ -119,10 +126,10 @@ class Published:
         )
 
     def digests(self) -> WeightDigests:
-        """Returns the digests of all tensors.
+        """Returns the digests of all tensors, without sending them.
 
-        If adapters are published separately, `buckets` has only the adapters' buckets, and the
-        matrices, which do not change, are read only at the first call.
+        If adapters are published separately, the result's `buckets` has only the adapters' buckets,
+        and the base matrices, which do not change, are read only at the first call.
         """
         if not self._adapters:
             return self.run()
@@ -132,13 +139,13 @@ class Published:
         return replace(found, by_name=self._unchanged | found.by_name)
 
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
-        """Returns (adapter, stream) for each stream of a pass; adapter is None for the matrices."""
+        """Returns (adapter, stream) for each stream of a pass; adapter is None for `weights`."""
         assert self._adapters or not adapters_alone
         matrices = [] if adapters_alone else [(None, self.weights)]
         return [*matrices, *self._adapters.items()]
 
     def _check(self, matrices: WeightDigests) -> None:
-        """Raises RunFailed if matrices changed, as servers that get only adapters keep old ones."""
+        """Raises RunFailed if a matrix changed: servers that get only adapters keep the old one."""
         before = self._unchanged or matrices.by_name
         changed = sorted(n for n, digest in matrices.by_name.items() if before[n] != digest)
         if changed:
@@ -149,8 +156,8 @@ class Published:
 def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off") -> Published:
     """Returns the streams for the setting `lora.publish`; collective.
 
-    `delta` says where published weights are kept. For separate adapters nothing is kept: adapters
-    are small, and matrices with adapters never change.
+    `delta` says where published weights are kept, to send only changes. It is ignored if adapters
+    are published separately: adapters are small, and matrices with adapters never change.
     """
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config, delta=delta))
@@ -167,7 +174,7 @@ def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off
 def weight_identity(policy: Policy, config: Config) -> bytes:
     """Returns the digest of all weights, on every rank; collective.
 
-    A caller that needs it often should keep a `Published`.
+    A caller that needs the digest often should keep a `Published`.
     """
     return open_published(policy, config).digests().identity
 

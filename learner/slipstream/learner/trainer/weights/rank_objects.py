@@ -39,7 +39,7 @@ class RankObjects:
         object_bytes: int,
         pin: bool,
     ) -> None:
-        """Allocates host copies, pinned if `pin`.
+        """Allocates the copies in main memory; the copy that a GPU writes is pinned if `pin`.
 
         An object has at most `object_bytes`, unless a single bucket is larger.
         """
@@ -54,10 +54,7 @@ class RankObjects:
         self._gaps = {place: gap_bytes(bucket) for place, bucket in own.items()}
 
     def take(self, place: int, bucket: Bucket, data: Tensor) -> Callable[[], None]:
-        """Copies a bucket of this rank on the current stream, before its lane is refilled.
-
-        It implements `Send`.
-        """
+        """Implements `Send`: copies a bucket of this rank to main memory on the current stream."""
         if bucket.root == self._sender:
             self._taken[place].copy_(data, non_blocking=True)
         return nothing
@@ -65,10 +62,11 @@ class RankObjects:
     def write(
         self, folder: str, digests: Sequence[bytes], *, whole: bool, until: Until
     ) -> weights_pb2.StoredLink:
-        """Writes the version that was taken last; `digests` are those of all its buckets.
+        """Writes the version that was taken last, whole or as changes since the last `write`.
 
-        Returns the rank's objects and the numbers of changed elements. Raises WeightSyncError if
-        the storage does not take them in time.
+        `digests` has the digest of each of its buckets. Returns the rank's objects and, unless
+        `whole`, the number of changed elements of each bucket. Raises WeightSyncError if the
+        storage fails or `until` ends.
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
         changed = [0] * len(self._buckets)
@@ -86,7 +84,7 @@ class RankObjects:
         return link
 
     def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
-        """Returns the number of changed elements, and the data to store: all or a delta payload."""
+        """Returns a bucket's number of changed elements, and its bytes or its delta payload."""
         bucket, written = self._buckets[place], self._written[place]
         data = self._taken[place].numpy()
         data[self._gaps[place]] = 0
@@ -108,4 +106,4 @@ class RankObjects:
 
 
 def nothing() -> None:
-    """Does nothing; the `Release` of a copy whose lane is refilled on the same stream."""
+    """Does nothing; this is the `Release` of a copy whose lane is refilled on the same stream."""

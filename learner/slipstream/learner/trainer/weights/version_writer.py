@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks whether another rank has written its objects.
+# Seconds between two checks whether another rank has written its objects.
 _LOOK_S = 0.2
 # Largest list of one rank's objects: each takes about 100 bytes.
 _MOST_BYTES = 64 << 20
 # Seconds that the end of the run waits for the storage.
 _CLOSE_LIMIT_S = 30.0
-# Longest text of an error that is reported.
+# Most characters of an error that is reported.
 _MAX_CAUSE = 500
 
 
@@ -57,9 +57,9 @@ class VersionWriter:
         client: ControllerClient,
         whole_every: int = 20,
     ) -> None:
-        """Opens `weights.storage_url`; raises ConfigError if fsspec cannot.
+        """Opens `weights.storage_url`; raises ConfigError if fsspec cannot open it.
 
-        At least one of every `whole_every` versions is stored whole; the others hold only changes.
+        At least one of every `whole_every` versions is stored whole, the others only as changes.
         """
         assert weights.storage_url is not None
         self._published, self._weights = published, weights
@@ -86,10 +86,14 @@ class VersionWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
-        """Copies the weights on all ranks and begins to write them."""
+        """Copies the weights on all ranks, and begins to write them on a thread.
+
+        `probe` is included in the report of the version. A write that this rank has not finished is
+        abandoned.
+        """
         self._run = order.folder.partition("/")[0]
         if self._thread is not None:
-            # Rank 0 is idle, or there were no order: what this rank still writes was given up.
+            # An order comes only when rank 0 is idle, so what this rank still writes is abandoned.
             self._abandoned.set()
             self._thread.join()
         self._abandoned = threading.Event()
@@ -128,9 +132,9 @@ class VersionWriter:
         return self._objects
 
     def close(self, *, keep: bool = False) -> None:
-        """Ends the writing; unless `keep`, rank 0 removes everything of this run from the storage.
+        """Abandons an unfinished write; unless `keep`, rank 0 removes the run from the storage.
 
-        With `keep` the run may go on, and servers may still fetch a version.
+        With `keep` the run may continue, and servers may still fetch its versions.
         """
         self._abandoned.set()
         if self._thread is not None:
@@ -184,7 +188,7 @@ class VersionWriter:
                 logger.exception("version %d", report.version.step)
                 cause = one_line(f"{type(error).__name__}: {error}", _MAX_CAUSE)
             if self._abandoned.is_set():
-                # The run is over, or rank 0 has reported why this version is none.
+                # The run is over, or rank 0 has reported why this version was not stored.
                 return
             if not self._ranks.is_main:
                 logger.warning("version %d: %s", report.version.step, cause)
@@ -219,10 +223,13 @@ class VersionWriter:
         self._ranks.flags.set(_stored(key))
 
     def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
-        """Returns another sender's link; raises WeightSyncError if that sender failed."""
+        """Waits for another sender's link and returns it.
+
+        Raises WeightSyncError if that sender failed, if the storage fails, or when `until` ends.
+        """
         key, rank = _part(folder, sender), self._published.weights.senders[sender]
         what = f"rank {rank} could not write version {folder}"
-        # A folder shows a file before its last byte.
+        # A file can be seen in a folder before it is complete.
         while not self._ranks.flags.is_set(_stored(key)):
             if self._ranks.flags.is_set(_failed(folder, sender)):
                 raise WeightSyncError(f"{what}: its log says why")
@@ -255,13 +262,14 @@ class VersionWriter:
         needed = {report.stored.key, *receipt.needed}
         self._named = {key: named for key, named in self._named.items() if key in needed}
         if not needed <= self._named.keys():
-            # A server still fetches what an earlier trainer wrote, of which only it has the keys.
+            # A server still fetches a version of an earlier trainer, and only that trainer knows
+            # its keys.
             return
         kept = set().union(*self._named.values())
         self._remove([key for key in found if key not in kept], until)
 
     def _keys(self, folder: str, until: Until) -> list[str]:
-        """Returns the keys of all objects in `folder`; if storage fails, warns and returns []."""
+        """Returns the keys of all objects in `folder`; logs and returns [] if the storage fails."""
         try:
             return self._storage.keys(folder, until)
         except WeightSyncError as error:
@@ -269,7 +277,7 @@ class VersionWriter:
             return []
 
     def _remove(self, keys: list[str], until: Until) -> None:
-        """Removes objects; warns if storage fails."""
+        """Removes objects; if the storage fails, only logs that."""
         try:
             self._storage.remove(keys, until)
         except WeightSyncError as error:
@@ -281,9 +289,9 @@ def _part(folder: str, sender: int | None) -> str:
 
 
 def _stored(key: str, data: bytes | None = None) -> str:
-    """Returns the name of the rank flag for "`key` is written".
+    """Returns the name of the rank flag which says that `key` is written.
 
-    With `data` the flag means "`key` is written with these bytes".
+    With `data`, the flag says that `key` is written with these bytes.
     """
     return f"stored/{key}" if data is None else f"stored/{key}/{object_digest(data).hex()}"
 

@@ -69,7 +69,7 @@ def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDig
 
 
 def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
-    """Returns a text on the first difference, or "" if both are the same weights."""
+    """Returns a description of the first difference, or "" if all digests are the same."""
     if missing := sorted(set(exported) ^ set(ours)):
         return f"{missing[0]} is in only one of the plan and Bridge's export"
     wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
@@ -123,7 +123,7 @@ class WeightDigests:
     buckets: tuple[bytes, ...]
     # Seconds spent filling buckets, on the rank that took longest.
     export_s: float
-    # Elements of each bucket that differ from the last pass that sent; () where none is kept.
+    # Number of elements of each bucket that differ from the last publish; () if it is not kept.
     changed: tuple[int, ...] = ()
 
     @property
@@ -142,7 +142,7 @@ class WeightStream:
     def __init__(
         self, policy: Policy, filling: Filling, *, bucket_bytes: int, delta: DeltaSetting = "off"
     ) -> None:
-        """Prepares the buckets; `delta` says where the last sent buckets are kept, or "off"."""
+        """Prepares the buckets; `delta` says where the published buckets are kept, if at all."""
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
@@ -196,15 +196,15 @@ class WeightStream:
 
     @property
     def offer(self) -> weights_pb2.Delta | None:
-        """The change from the weights last sent to those of the last pass, to publish as a delta.
+        """The changes between the last publish and the last pass, to publish as a delta.
 
-        It is None if the weights last sent are not kept, or if every bucket would be sent whole.
+        It is None if the published weights are not kept, or if every bucket would be sent whole.
         """
         return None if self._base is None else self._base.offer
 
     @property
     def changed_share(self) -> float:
-        """The fraction of elements that changed since the last send; 0 if no copy of it is kept."""
+        """The fraction of elements changed since the last publish; 0 if no copy of it is kept."""
         return 0.0 if self._base is None else self._base.changed_share
 
     @property
@@ -242,8 +242,9 @@ class WeightStream:
     ) -> WeightDigests:
         """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        `delta` is the last `offer`; `send` then gets a delta payload instead of each bucket for
-        which this saves bytes. If not `is_publish`, the sent weights do not become the base of
+        Without `send`, the pass only computes the digests and counts changes. If `delta` is given,
+        which must be the current `offer`, `send` gets a delta payload instead of each bucket for
+        which this saves bytes. Without `is_publish`, the sent weights do not become the base of
         later deltas.
         """
         assert delta is None or delta == self.offer
@@ -290,7 +291,7 @@ class WeightStream:
         return digests
 
     def _payload(self, place: int, buffer: Tensor, *, is_early: bool) -> Tensor:
-        """Returns the payload of this rank's bucket, in `buffer` unless it was encoded early."""
+        """Returns the delta payload of bucket `place`, in `buffer` unless it was encoded early."""
         assert self._base is not None
         if is_early:
             return self._base.take_early(place)
@@ -344,9 +345,10 @@ def open_stream(
     beside: WeightStream | None = None,
     delta: DeltaSetting = "off",
 ) -> WeightStream:
-    """Returns a stream that follows a plan, or Bridge's export if the plan gives other weights.
+    """Returns a stream of the weights of `kind`; collective.
 
-    Collective. With another stream as `beside`, it has the same senders and bucket size.
+    The stream is filled by a plan, or by Bridge's export if there is no plan or it gives other
+    weights. It has the same senders and bucket size as the stream `beside`, if given.
     """
     dtype = config.model.dtype
     senders = () if beside is None else beside.senders
@@ -372,7 +374,7 @@ def open_stream(
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
-    """Returns the size in bytes at which a bucket is complete.
+    """Returns the bucket size in bytes: `weights.bucket_mib`, or more for the largest tensor.
 
     Each lane has room for the largest tensor anyway. Buckets of equal size keep the link busy: the
     time to send a small bucket is too short to fill or unpack a large one.
