@@ -1,4 +1,4 @@
-"""One trainer rank: `python -m slipstream.learner.trainer --config FILE` as torchrun starts it."""
+"""Runs one trainer rank: torchrun starts `python -m slipstream.learner.trainer --config FILE`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Most seconds between two signs of life of a trainer that works.
+# Most seconds between two heartbeats of a trainer that works.
 WORK_PERIOD_S = 5.0
 # While a model is loaded these errors come from settings, files and code, which a restart does not
 # change.
@@ -59,8 +59,9 @@ _LASTING = (
 def main() -> int:
     """Trains until the controller's order to stop; returns the exit code of the rank.
 
-    0 follows the order to stop; 1 is a failure that a restart may remedy, 2 an impossible setting,
-    3 a failure that a restart would repeat, 4 a failure while loading that may not recur.
+    The code is 0 after the order to stop, 1 after a failure that a restart may remedy, 2 for an
+    impossible setting, 3 after a failure that a restart would repeat, and 4 after a failure while
+    loading that may not recur.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
@@ -120,10 +121,10 @@ def _run_rank(config: Config) -> int:
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
-    """Returns the exit code of a rank that fails with `error`, which says if a restart may help.
+    """Returns the exit code, described at `main`, of a rank that fails with `error`.
 
-    While a rank loads, faults of settings, files or code count as lasting. Memory, devices and
-    missing ranks may be available the next time.
+    While a rank loads, a restart does not help against faults of settings, files or code. Memory,
+    devices and missing ranks may be available the next time.
     """
     if isinstance(error, SlipstreamError):
         return FINAL_ERROR

@@ -1,7 +1,7 @@
 """Checks that Megatron accepts a run's settings.
 
-Command: `python -m slipstream.learner.trainer.check < FILE`. It makes Megatron's settings objects
-like a rank does, but without ranks, weights or a GPU. Only the model's config.json is read.
+The command `python -m slipstream.learner.trainer.check < FILE` creates Megatron's settings objects
+as a rank does, but without ranks, weights or a GPU. It reads only config.json of the model.
 """
 
 import sys
@@ -16,7 +16,7 @@ from slipstream.protocol.weights.storage import check_storage
 
 
 def main() -> int:
-    """Checks the settings; returns 0, or 2 with the fault as the last line of stderr."""
+    """Checks the settings; returns 0, or 2 after printing the fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         check_settings(config)
@@ -27,7 +27,10 @@ def main() -> int:
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for a setting that users cannot set, or a value that Megatron rejects."""
+    """Raises ConfigError for settings that Megatron rejects, or that users must not set.
+
+    The settings of reference and critic, and the URL of the storage, are checked too.
+    """
     check_storage(config.weights.storage_url)
     _check(config)
     for name, settings in role_settings(config).items():

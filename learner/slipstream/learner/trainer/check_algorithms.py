@@ -1,8 +1,8 @@
 """Tests a run's algorithms: `python -m slipstream.learner.trainer.check_algorithms < FILE`.
 
-Each function is tested alone first. Then all of them train a tiny random model on a CPU, in layouts
-that must give equal results: one rank trains, and a second one joins it for some layouts. A success
-is noted by a file in a cache, and holds while sources, settings and versions stay the same.
+Each function is tested separately first. Then all of them train a tiny random model on a CPU, in
+layouts that must give equal results; some layouts have two ranks, each in its own process. A file
+in a cache records a success, which is valid while sources, settings and versions stay the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 PROGRAM = "slipstream.learner.trainer.check_algorithms"
 VOCAB, LENGTH, PROMPT, LONGEST_REPLY = 32, 40, 12, 8
 GROUPS, STEPS = 4, 2
-# Sums in another order differ by rounding, of which a loss that clips makes more.
+# Sums in another order differ by rounding, and a loss that clips enlarges the difference.
 TOLERANCE = 1e-3
 TIMEOUT_S = 600.0
 LOOPBACK = "127.0.0.1"
@@ -57,8 +57,8 @@ OF_LAYOUTS = ("num_micro_batches", "shared_tokens")
 
 
 PERMUTED = "order of episodes"
-# Settings of the learner in place of one rank's with all sequences in one micro batch, none of them
-# shared; two ranks have a table `parallel`.
+# Changes to the learner's settings, which otherwise have one rank, all sequences in one micro
+# batch, and no shared prefixes. A layout with a table `parallel` has two ranks.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "small micro batches": {"micro_batch_tokens": LENGTH},
@@ -71,7 +71,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    """Returns 0 if all tests pass, else 2, with a line of stderr for each fault."""
+    """Runs the tests; returns 0 if all pass, else 2 after printing the faults to stderr.
+
+    With `--cached`, only the first fault is printed.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cached", action="store_true", help="what was proved needs no new proof")
     parser.add_argument("--second", nargs="+", help="folder and ports: the second rank")
@@ -108,7 +111,7 @@ def main() -> int:
 
 
 def _known(config: Config) -> Path:
-    """Returns the path of the cache file that exists if `prove` has passed with the same inputs."""
+    """Returns the path of the cache file that exists if `prove` has passed for the same inputs."""
     proved = {
         "sources": config.sources,
         "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
@@ -121,7 +124,7 @@ def _known(config: Config) -> Path:
 
 
 def prove(config: Config, facts: list[str]) -> list[str]:
-    """Returns one line per fault, and appends measurements and other findings to `facts`."""
+    """Runs all tests; returns a line for each fault, and appends measurements to `facts`."""
     faults: list[str] = []
     proved: set[Function] = set()
     for algorithm in config.algorithms.distinct:
@@ -160,7 +163,10 @@ def _prove_alone(
 
 
 def train_alike(config: Config) -> list[str]:
-    """Trains in all `LAYOUTS`; returns a line for each that fails or differs from one rank."""
+    """Trains in all `LAYOUTS`; returns a line for each whose result differs from one rank's.
+
+    If training fails in a layout, returns only a line about that.
+    """
     os.environ[RENDEZVOUS_VARIABLE] = secrets.token_hex(16)
     listeners = [listen(LOOPBACK) for _ in LAYOUTS]
     ports = [str(one.getsockname()[1]) for one in listeners]
@@ -201,7 +207,7 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Trains this rank in each layout that includes it; returns the results of `_train`, by layout.
+    """Trains this rank in each layout that has it; returns the results of `_train` by layout.
 
     Raises RunFailed if training fails.
     """
@@ -222,7 +228,7 @@ def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, di
 
 
 def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]:
-    """Trains the steps on this rank; returns metrics and the changes of the weights, by name."""
+    """Trains `STEPS` steps on this rank; returns metrics and changes of the weights, by name."""
     import torch
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -286,7 +292,7 @@ def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config
 
 
 def _batch(config: Config, step: int, *, is_permuted: bool) -> Batch:
-    """Returns a batch of random episodes, which depend on `config` and `step` alone.
+    """Returns a batch of random episodes, which depend only on `config` and `step`.
 
     `is_permuted`: whether the groups of each mini-batch and the episodes of each group are
     reordered.

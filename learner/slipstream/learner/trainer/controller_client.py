@@ -1,4 +1,4 @@
-"""The trainer's calls to the controller, which block with a deadline, and the orders it returns."""
+"""The trainer's blocking calls to the controller, and the orders that the controller returns."""
 
 import contextlib
 import functools
@@ -52,17 +52,18 @@ TERMINATED = "the trainer was told to terminate"
 class ControllerClient:
     """Makes the calls of one trainer rank; close it after use.
 
-    Every method raises RunFailed if the controller is unreachable for `retry_s`, misses the call's
-    deadline or rejects the call.
+    Unless its docstring says otherwise, a method that calls the controller raises RunFailed if the
+    controller is unreachable for `retry_s`, misses the call's deadline or rejects the call. It
+    raises RuntimeError if a restarted controller has another version than the trainer.
     """
 
     def __init__(self, config: Config, *, retry_s: float = RETRY_S) -> None:
         credentials = Credentials.load(config.security)
         # The hello of the registration, with the newest version; None before it.
         self._hello: pb.TrainerHello | None = None
-        # Why the trainer could not register again with a controller that was started again.
+        # Why the trainer could not register again with a restarted controller.
         self._fault: Exception | None = None
-        # Held while it does: other calls must not show the old epoch meanwhile.
+        # Held while the trainer registers again: other calls must not send the old epoch meanwhile.
         self._entering = threading.RLock()
         self._address = config.controller.address
         self._channel = open_blocking_channel(self._address, credentials)
@@ -80,8 +81,8 @@ class ControllerClient:
     def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
         """Registers the trainer, and keeps its place in the run until `close`.
 
-        Waits while another trainer has the place, for half of `learner.timeout_s`. After a restart
-        of the controller, a thread registers again with the newest version.
+        While another trainer has the place, waits for at most half of `learner.timeout_s`. After a
+        restart of the controller, a thread registers again with the newest version.
         """
         welcome = self._enter(hello)
         self._hello = hello
@@ -90,7 +91,7 @@ class ControllerClient:
         return welcome
 
     def _enter(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
-        """Registers when the place is free; later calls carry the epoch of this registration."""
+        """Registers once the place is free; later calls carry the epoch of this registration."""
         until_s = time.monotonic() + self._long_timeout_s
         backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
         call = functools.partial(self._stub.Register, metadata=self._token)
@@ -135,7 +136,7 @@ class ControllerClient:
             self._closed.wait(RETRY_PAUSE_S)
 
     def _enter_again(self) -> None:
-        """Registers with a restarted controller, perhaps in the middle of a step."""
+        """Registers with a restarted controller; an error is kept for the next call to raise."""
         assert self._hello is not None
         version = version_from_pb(self._hello.version)
         with self._entering:
@@ -158,12 +159,12 @@ class ControllerClient:
         delta: weights_pb2.Delta | None = None,
         can_store: bool = False,
     ) -> list[pb.Directive]:
-        """Asks the controller for the next order, and returns the messages of its answer.
+        """Waits for the controller's next order, and returns the messages of the answer.
 
-        After `stop`, even during the call, it returns a stop order. `version` is the version of the
-        trainer's weights, and `bucket_digests` are those of its buckets. `communicator_id` is the
-        senders' open communicator ("" without one). `delta` describes the changes since the last
-        publish (None if not tracked). `can_store` says that a version can be stored now.
+        After `stop`, even during the call, it returns a stop order. `version` and `bucket_digests`
+        describe the trainer's weights. `communicator_id` is the senders' open communicator ("" if
+        there is none). `delta` describes the changes since the last publish (None if not tracked).
+        `can_store` says that a version can be stored now.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
@@ -200,7 +201,7 @@ class ControllerClient:
             self._next_call.cancel()
 
     def report_step(self, report: pb.StepReport) -> PolicyVersion:
-        """Reports a step; returns the run's version of the new weights."""
+        """Reports a step; returns the version that the controller gives to the new weights."""
         receipt: pb.StepReceipt = self._call("ReportStep", report)
         if self._hello is not None:
             self._hello.version.CopyFrom(receipt.version)
@@ -208,7 +209,10 @@ class ControllerClient:
         return version_from_pb(receipt.version)
 
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
-        """Announces a publish; returns when the receivers are about to join."""
+        """Announces a publish; returns once the receivers are about to join.
+
+        The answer has no receivers if the controller has abandoned the publish.
+        """
         timeout = join_deadline_s + CALL_TIMEOUT_S
         started: pb.PublishStarted = self._call("StartPublish", start, timeout)
         return started
@@ -217,7 +221,7 @@ class ControllerClient:
         """Whether `count` receivers still take part in a publish; may be called on any thread.
 
         Also returns True if the controller does not answer: other calls, with longer limits, detect
-        that. A restarted controller has abandoned the publish.
+        that. Returns False after a restart of the controller, which abandons the publish.
         """
         question = pb.PublishStart(publish_id=publish_id, is_question=True)
         try:
@@ -244,7 +248,7 @@ class ControllerClient:
         return receipt
 
     def report_work(self, activity: Activity) -> None:
-        """Reports that the trainer makes progress; works on any thread and ignores failed calls."""
+        """Reports that the trainer makes progress; ignores a failed call; works on any thread."""
         report = pb.WorkReport(loaded_bytes=activity.loaded_bytes)
         with contextlib.suppress(grpc.RpcError):
             self._stub.ReportWork(report, timeout=QUESTION_TIMEOUT_S, metadata=self._metadata)
@@ -257,7 +261,7 @@ class ControllerClient:
             logger.warning("the failure could not be reported: %s", _describe(error))
 
     def set_batch_aside(self, failure: pb.TrainerFailure) -> bool:
-        """Reports that the batch `failure.data` cannot be trained; returns if it was set aside."""
+        """Reports an untrainable batch, `failure.data`; returns whether it was set aside."""
         receipt: pb.TrainerFailureReceipt = self._call("ReportFailure", failure)
         return receipt.set_aside
 
@@ -331,7 +335,7 @@ def _describe(error: grpc.RpcError) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """The controller's order to end training after the present step."""
+    """The controller's order to end training after the current step."""
 
     reason: str
     # Whether the trainer leaves without exporting its model.
@@ -355,7 +359,7 @@ def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
 
 
 def unpack_directives(data: bytes) -> list[pb.Directive]:
-    """Returns the messages that `pack_directives` has packed."""
+    """Returns the messages that `pack_directives` has packed into `data`."""
     buffer = io.BytesIO(data)
     directives = []
     while (message := parse_length_prefixed(pb.Directive, buffer)) is not None:

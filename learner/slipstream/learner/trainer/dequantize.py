@@ -36,7 +36,10 @@ def main() -> int:
 
 
 def dequantize(source: Path, target: Path) -> None:
-    """Writes or replaces `target`; raises ConfigError if `source` has no MXFP4 experts."""
+    """Converts `source` into `target`, which is replaced if it exists.
+
+    Raises ConfigError if `source` has no MXFP4 experts.
+    """
     values = read_model_table(source)
     method = values.get("quantization_config", {}).get("quant_method")
     if method != "mxfp4":

@@ -1,8 +1,8 @@
 """Turns a checkpoint of a run into a Hugging Face folder.
 
 It runs on one rank, for checkpoints of any layout: `python -m
-slipstream.learner.trainer.export_checkpoint --config RUN/config.toml --step N --out FOLDER`. The
-digest proves that the weights are those of the run.
+slipstream.learner.trainer.export_checkpoint --config RUN/config.toml --step N --out FOLDER`. It
+compares the digest of the loaded weights with the one that the run recorded.
 """
 
 import argparse
@@ -82,7 +82,10 @@ def export(config: Config, path: Path, out: Path) -> None:
 
 
 def on_one_rank(config: Config, path: Path) -> Config:
-    """Returns a run's settings changed to one rank; errors about them name the checkpoint."""
+    """Returns a run's settings, changed so that one rank can load the checkpoint.
+
+    Raises ConfigError, which names the checkpoint's `path`, if the changed settings are invalid.
+    """
     table = config.model_dump(mode="json", exclude_none=True)
     learner = table["learner"]
     learner["world_size"] = 1

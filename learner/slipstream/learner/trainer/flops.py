@@ -88,13 +88,13 @@ def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:
 def training_flops(
     sizes: ArithmeticSizes, lengths: Iterable[int], *, saved: tuple[int, int] = (0, 0)
 ) -> float:
-    """Returns the floating-point operations of one forward and backward pass over these lengths.
+    """Returns the FLOPs of one forward and backward pass over sequences of these lengths.
 
-    Each parameter and token takes 6. The causal attention of a sequence of L tokens takes 6 L^2
-    times `attention_width`: scores and values take 2 L^2 each, the mask removes half of it, and the
-    backward pass costs twice the forward pass. Recomputation is not counted, as in the definition
-    of model FLOPs in PaLM (arXiv:2204.02311, appendix B). `saved` is subtracted: the tokens, and
-    the sum of L^2, that shared prefixes avoid.
+    Each matrix parameter takes 6 for each token. The causal attention of a sequence of L tokens
+    takes 6 L^2 times `attention_width`: scores and values take 2 L^2 each, the mask removes half of
+    this, and the backward pass costs twice the forward pass. Recomputation is not counted, as in
+    the definition of model FLOPs in PaLM (arXiv:2204.02311, appendix B). `saved` has the tokens and
+    the sum of L^2 that shared prefixes save; both are subtracted.
     """
     tokens, squares = -saved[0], -saved[1]
     for length in lengths:
@@ -104,7 +104,10 @@ def training_flops(
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns dense bfloat16 TFLOP/s of a device by torch's name for it, or None if not known."""
+    """Returns a device's dense bfloat16 TFLOP/s, or None if not known.
+
+    `device_name` is torch's name of the device.
+    """
     if OTHER_VERSIONS in device_name:
         return None
     names = sorted(PEAK_TFLOPS, key=len, reverse=True)

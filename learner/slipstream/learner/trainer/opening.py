@@ -96,9 +96,10 @@ def load_trained(
 ) -> TrainedModel:
     """Loads `config.model.path` with an optimizer, in the layout of `config.learner`; collective.
 
-    `ranks` must have this layout, and it must be in force. If `config.checkpoint.load` is set, the
-    weights come from there. Raises ConfigError if the attention kernel computes wrong gradients or
-    the model's values exceed the range of float16. Without `load_weights` neither is checked.
+    `ranks` must have this layout, and it must be in force. `change` may alter the model before the
+    optimizer is created. If `config.checkpoint.load` is set, the weights come from there. Without
+    `load_weights` they are random. Raises ConfigError if weights are loaded, and the attention
+    kernel computes wrong gradients or the model's values exceed the range of float16.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -139,7 +140,10 @@ def load_trained(
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
-    """Loads a model like `load_trained`, but without gradients, their buffers or an optimizer."""
+    """Loads a model like `load_trained`, but without gradients or an optimizer; collective.
+
+    Raises ConfigError if the model's values exceed the range of float16.
+    """
     model = _load(config, ranks, None, change=defer_projections, load_weights=True)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
@@ -163,7 +167,7 @@ def _load(
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     whole_config = bridge.hf_pretrained.config
     if whole_config.architectures[0] in NESTED and not config.sampling.max_images:
-        # Such a tower is neither trained nor published: there is none.
+        # Without images the vision tower is neither trained nor published, so it is left out.
         whole_config.vision_config = None
     hf_config = whole_config.get_text_config()
     if load_weights:
@@ -205,7 +209,7 @@ def _load(
 
 
 def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
-    """Returns hooks by which `chunks` compute shared prefixes once; None if off or unsupported."""
+    """Makes `chunks` compute shared prefixes once; returns None if that is off or unsupported."""
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
 
     min_tokens = config.learner.shared_prefix_tokens
@@ -230,7 +234,7 @@ def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision
 
 
 def _note_reads(source: Megatron, activity: Activity) -> None:
-    """Counts, in `activity`, each tensor that Bridge reads: a large model takes minutes to load."""
+    """Makes `source` count in `activity` each tensor that it loads, as loading may take minutes."""
     load = source.load_tensors
 
     def noted(names: list[str]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Imports the modules of a trainer rank: torch, Megatron and Bridge, with stand-ins on a CPU."""
+"""Imports the modules of a trainer rank, and patches Megatron and Bridge for this device."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _PACKAGE = "slipstream.learner.trainer"
 
 
 def preload(_: Sequence[str] = ()) -> None:
-    """Imports the modules that a rank needs; a fork server calls this once."""
+    """Imports the modules that a rank needs; a fork server calls this with an ignored argument."""
     with without_collections():
         for name in ("ranks.cpu", "ranks.compat"):
             importlib.import_module(f"{_PACKAGE}.{name}").install()

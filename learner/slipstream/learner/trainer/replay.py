@@ -1,8 +1,8 @@
 """Trains a run again from its journal.
 
-Torchrun starts the ranks: `python -m slipstream.learner.trainer.replay --config FILE`. The replay
-is a plain loop over the recorded batches, without a controller or rollout servers. On CPU every
-version has the digest in the journal.
+torchrun starts each rank as `python -m slipstream.learner.trainer.replay --config FILE`. The replay
+is a plain loop over the recorded batches, without a controller or rollout servers. On a CPU every
+version must get the digest that is in the journal.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 
 def check_functions(config: Config, journal: Path) -> None:
-    """Raises ConfigError if the user's functions differ from those of any start of the run."""
+    """Raises ConfigError if any start of the run recorded other functions of the user."""
     here = source_digests(config.algorithms)
     used = used_functions(config.model_copy(update={"sources": here}))
     for record in read_records(journal):
@@ -97,7 +97,10 @@ def main() -> int:
 
 
 def replay(config: Config, steps: list[RecordedStep]) -> int:
-    """Trains the steps again, and prints and compares each digest on rank 0; returns 0 or 1."""
+    """Trains the steps again; rank 0 prints each digest and compares it with the recorded one.
+
+    Returns 1 on rank 0 if a digest differs, else 0.
+    """
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch

@@ -1,4 +1,4 @@
-"""The trainer's loop: asks the controller for orders, follows them on all ranks, reports.
+"""The trainer's loop, which gets orders from the controller and follows them on all ranks.
 
 Only rank 0 calls the controller. It broadcasts the orders, so that all ranks take the same branch.
 """
@@ -52,7 +52,7 @@ from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from torch.profiler import ProfilerActivity, profile
 
-# Most trajectories of a batch whose advantages a report contains, to bound the message.
+# A report has the advantages of at most so many trajectories, to bound the message.
 _MOST_TOLD = 65536
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -104,7 +104,7 @@ class StepCost:
 
 
 def resident_bytes() -> int:
-    """Returns the bytes of main memory that this process uses."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
@@ -157,7 +157,7 @@ class ProfileWindow:
         self._profiler.start()
 
 
-# Largest number of groups in a report; if more are faulty, all of the batch are set aside.
+# Largest number of groups in a report; if more are faulty, the whole batch is set aside.
 MAX_NAMED_GROUPS = 4096
 
 
@@ -418,10 +418,11 @@ class Trainer:
 
 
 def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[None]:
-    """Returns a context that locks `gpus` for a step, if it uses memory that sleeping engines free.
+    """Returns a context that locks `gpus` for a step if `controller.turns` is "sleep".
 
-    A rollout server that starts on these GPUs measures their free memory, so a step and such a
-    start exclude each other. Only `controller.turns = "sleep"` needs the lock.
+    A step then uses memory that sleeping engines free. A rollout server that starts on these GPUs
+    measures their free memory, so it must not start during a step. The context waits for the locks
+    at most `rollout_server.start_timeout_s`, and then raises RunFailed.
     """
     if config.controller.turns != "sleep":
         return contextlib.nullcontext()
@@ -442,9 +443,9 @@ def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFail
 
 
 def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:
-    """Makes the first SIGTERM stop the trainer after the present order, and the second one kill it.
+    """Makes the first SIGTERM stop the trainer after the current order, and the second one kill it.
 
-    Rank 0 decides when to stop, and broadcasts this to the other ranks.
+    Only rank 0 (`is_main`) stops; it broadcasts the stop order to the other ranks.
     """
 
     def terminate(signum: int, frame: FrameType | None) -> None:

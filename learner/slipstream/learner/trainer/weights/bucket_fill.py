@@ -64,7 +64,7 @@ class Copies:
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the contiguous (target, source) pieces of a copy; none if it has none or too many.
+    """Yields a copy as a few contiguous (target, source) pieces, or nothing if that is impossible.
 
     The heads of one query group are adjacent in a fused matrix, which gives a few pieces a layer.
     """
