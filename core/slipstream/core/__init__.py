@@ -1,1 +1,1 @@
-"""Settings, model records, machine facts and pure rules, which all other packages share."""
+"""Code that all other packages share: settings, facts of models and machines, and pure rules."""

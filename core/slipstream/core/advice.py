@@ -1,4 +1,4 @@
-"""Says what a run waits for, and predicts from its profile what other settings would gain."""
+"""Determines what a run waits for, and predicts how much other settings would gain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.core.step_simulation import Episode, Profile, Setting, Simulated, Simulation
 
-# The metrics of a step that are the parts of the trainer's time, in words; the rest is on the way.
+# The metrics of a step that are parts of the trainer's time, in words; other parts have none.
 TRAINER_PARTS = {
     "training_s": "training",
     "groups_wait_s": "waiting for groups",
@@ -19,7 +19,7 @@ TRAINER_PARTS = {
 }
 # The metrics of a step that are the parts of the servers' time.
 SERVER_SHARES = ("servers_sampling_share", "servers_paused_share", "servers_idle_share")
-# The metrics of what the next lease waited for in a step, without `lease_wait_` and `_s`.
+# What the next lease waited for in a step, in words; NAME's metric is `lease_wait_NAME_s`.
 LEASE_WAITS = {
     "staleness": "a step, by max_staleness",
     "slots": "a free place on a server",
@@ -53,7 +53,7 @@ class Alternative:
     name: str
     setting: Setting
     steps_per_s: float
-    # Share of the present steps per second that would come in addition; negative: fewer steps.
+    # Relative change of the steps per second: 0.1 means 10 % more, a negative number means fewer.
     gain: float
 
 
@@ -64,7 +64,7 @@ class Advice:
     setting: Setting
     now: Simulated
     alternatives: tuple[Alternative, ...]
-    # The smallest fleet that is fast enough.
+    # The smallest number of servers that is fast enough.
     wanted_servers: int
 
     def predictions(self) -> dict[Setting, float]:
@@ -76,8 +76,8 @@ class Advice:
 def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
     """Yields the name in `CHANGES` and the setting of each possible change.
 
-    If the fleets share devices, the numbers of servers and ranks stay as they are: another server
-    would slow the others down.
+    If servers and trainer share devices, the numbers of servers and ranks are not changed: another
+    server would slow the others down.
     """
     now = profile.setting
     staleness, size = now.max_staleness, now.group_size
@@ -98,9 +98,9 @@ def alternatives(profile: Profile) -> Iterator[tuple[str, Setting]]:
 
 
 def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -> Advice:
-    """Predicts the present setting and its alternatives; takes some tenths of a second.
+    """Predicts the speeds of the present setting and of its alternatives.
 
-    Raises SimulationCancelled once `is_cancelled` returns true.
+    Blocks for some tenths of a second. Raises SimulationCancelled once `is_cancelled` returns true.
     """
 
     def simulated(setting: Setting) -> Simulated:
@@ -117,11 +117,12 @@ def advise(profile: Profile, is_cancelled: Callable[[], bool] = lambda: False) -
 def _wanted_servers(
     profile: Profile, now: Simulated, simulated: Callable[[Setting], Simulated]
 ) -> int:
-    """Returns the smallest number of servers that is predicted to be nearly as fast as many more.
+    """Returns the smallest number of servers that is predicted to be fast enough.
 
-    "Nearly" means that `MOST_GROWTH` times the present number would gain at most `ENOUGH`. Numbers
-    from 1 / `MOST_GROWTH` to `MOST_GROWTH` times the present one are tried: predictions beyond are
-    unreliable. If learner and servers compute in turn, the present number is returned.
+    A number is fast enough if `MOST_GROWTH` times the present number would gain at most the share
+    `ENOUGH` over it. Numbers from 1 / `MOST_GROWTH` to `MOST_GROWTH` times the present one are
+    tried, since predictions for others are unreliable. If learner and servers compute in turn, the
+    present number is returned.
     """
     present = profile.setting.servers
     if profile.in_turns:
@@ -147,14 +148,17 @@ def _wanted_servers(
 
 
 def profile_to_json(profile: Profile) -> dict[str, Any]:
-    """Returns a profile as plain values; `profile_from_json` reads them."""
+    """Returns a profile as values of JSON, which `profile_from_json` reads."""
     table = dataclasses.asdict(profile)
     table["groups"] = [[list(episode) for episode in group] for group in profile.groups]
     return table
 
 
 def profile_from_json(table: Mapping[str, Any]) -> Profile:
-    """Reverses `profile_to_json`; raises KeyError, TypeError or ValueError for any other table."""
+    """Returns the profile in a table of `profile_to_json`.
+
+    Raises KeyError, TypeError or ValueError if the table has another form.
+    """
     groups = tuple(tuple(Episode(*map(float, e)) for e in group) for group in table["groups"])
     if not groups:
         raise ValueError("a profile needs groups")
@@ -162,9 +166,9 @@ def profile_from_json(table: Mapping[str, Any]) -> Profile:
 
 
 def waits_for(metrics: Mapping[str, float]) -> str:
-    """Returns a sentence that says which fleet, servers or trainer, waited and why.
+    """Returns a sentence that says whether servers or trainer waited in a step, and why.
 
-    `metrics` are those of one step. Returns "" if the duration or the wait for groups is missing.
+    `metrics` are the step's metrics. Returns "" if its duration or its wait for groups is missing.
     """
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:

@@ -15,14 +15,14 @@ class Backoff:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no attempt has failed since the last success."""
+        """Whether the next pause is still the first one, as it is after `reset`."""
         return self.next_s == self._first_s
 
     def take_s(self) -> float:
-        """Returns the pause in seconds, and doubles the next one."""
+        """Returns the pause in seconds, and doubles the next pause, up to the limit."""
         pause_s, self.next_s = self.next_s, min(2 * self.next_s, self._max_s)
         return pause_s
 
     def reset(self) -> None:
-        """Begins with the first pause again."""
+        """Makes the next pause the first, shortest one."""
         self.next_s = self._first_s

@@ -7,10 +7,10 @@ SlipstreamError
 │   └── TrajectoryQueueFull         no room in the queue within the time limit
 ├── StalenessError                  a trained token would be older than `max_staleness` allows
 ├── CheckpointError                 a checkpoint is damaged, missing, or of another run
-├── WeightSyncError                 new weights did not arrive, or the verdict of their probe is bad
+├── WeightSyncError                 a server did not receive all new weights, or their probe failed
 ├── EnvironmentFailed               an environment gave no usable answer
 └── RunFailed                       the run cannot continue
-    └── UntrainableBatch            its newest batch cannot be trained, another one can be
+    └── UntrainableBatch            a batch cannot be trained, but another one may be
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A setting, argument or address that cannot work; its line has the value and the rule."""
+    """A setting, argument or address cannot work; the message states the value and the rule."""
 
 
 class ProtocolError(SlipstreamError):
-    """A message that no correct peer sends: wrong lengths, a bad checksum, another version."""
+    """A received message breaks the protocol, such as by a wrong length, checksum or version."""
 
 
 class QueueError(SlipstreamError):
@@ -52,7 +52,7 @@ class TrajectoryQueueFull(QueueError):
 
 
 class StalenessError(SlipstreamError):
-    """A token of a batch is older than `max_staleness` allows, which means a bug."""
+    """A token of a batch is older than `max_staleness` allows, which indicates a bug."""
 
 
 class CheckpointError(SlipstreamError):
@@ -60,11 +60,11 @@ class CheckpointError(SlipstreamError):
 
 
 class WeightSyncError(SlipstreamError):
-    """A publish did not reach a server complete, or the verdict of its probe is bad."""
+    """A rollout server did not receive all new weights, or their probe failed."""
 
 
 class EnvironmentFailed(SlipstreamError):
-    """An environment raised, hung, ended, or returned no valid reward; see `kind`."""
+    """An environment raised, hung, ended, or returned no valid reward; `kind` says which."""
 
     def __init__(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class EnvironmentFailed(SlipstreamError):
 
 
 class RunFailed(SlipstreamError):
-    """The run stopped before its last step; the message is the cause."""
+    """The run stopped before its last step; the message states the cause."""
 
 
 class UntrainableBatch(RunFailed):

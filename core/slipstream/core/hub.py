@@ -19,19 +19,20 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubFiles:
-    """A repository on the hub; `revision` None means its newest state."""
+    """A repository on the hub; a `revision` of None means the newest commit of the main branch."""
 
     name: str
     kind: Literal["model", "dataset"]
     revision: str | None = None
-    # How errors name it.
+    # Name of the repository in errors; "" means `name`.
     shown: str = ""
 
     def bring(self, patterns: Sequence[str], *, without: Sequence[str] = ()) -> Path:
-        """Downloads the files that match `patterns` and not `without`; returns their folder.
+        """Downloads the files that match `patterns` but not `without`; returns their folder's path.
 
         The folder is in the hub's cache and has the name of the commit. Files already in the cache
-        are not downloaded again. Raises ConfigError with one line if a download fails.
+        are not downloaded again. Raises ConfigError with one line if the hub's client is not
+        installed or a download fails.
         """
         if not installed(["huggingface_hub"]):
             raise ConfigError(f"{self} needs the hub's client: pip install huggingface_hub")
@@ -51,7 +52,7 @@ class HubFiles:
         return Path(folder)
 
     def holds(self, folder: Path) -> bool:
-        """Whether `folder` is one that `bring` returned for this repository."""
+        """Whether `folder` is in the hub's cache of this repository, where `bring` puts files."""
         cached = f"{self.kind}s--{self.name.replace('/', '--')}"
         return folder.parts[-3:-1] == (cached, "snapshots")
 
@@ -60,7 +61,7 @@ class HubFiles:
 
     @contextmanager
     def one_line(self) -> Iterator[None]:
-        """Re-raises the hub client's errors in the block as ConfigError with one line."""
+        """Re-raises errors of the hub's client in the block as ConfigError with one line."""
         from huggingface_hub import constants, errors
 
         place = "" if self.kind == "model" else f"{self.kind}s/"

@@ -1,4 +1,4 @@
-"""Rules for names that become parts of paths and lines, and suggestions for unknown ones."""
+"""Checks ids of rollout servers, and suggests known names in place of an unknown one."""
 
 import difflib
 import re
@@ -10,15 +10,12 @@ _SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def is_server_id(name: str) -> bool:
-    """Whether a rollout server may have this id."""
+    """Whether a rollout server may have the id `name`."""
     return _SERVER_ID.fullmatch(name) is not None
 
 
 def check_server_id(name: str) -> str:
-    """Returns `name`.
-
-    Raises ConfigError for a rollout server's id that could not be a file's name.
-    """
+    """Returns `name`, the id of a rollout server. Raises ConfigError if the id is not allowed."""
     if not is_server_id(name):
         raise ConfigError(
             "the id of a rollout server has up to 100 letters, digits, '.', '_' and '-', "
@@ -31,7 +28,7 @@ def near_names(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> list[
     """Returns up to three names of `known` that are most like `name`, the best first.
 
     The similarity of each is at least `cutoff`, where 1 means equal. Names that differ more than
-    twice as much as the best one are left out: a typing error then has one answer.
+    twice as much as the best one are left out, so that a typing error usually has one suggestion.
     """
 
     def distance(other: str) -> float:

@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API, for servers that may be slow, broken or hostile, and their keys."""
+"""Clients of OpenAI's API, for servers that may be slow, broken or hostile."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from slipstream.core.errors import ConfigError, SlipstreamError
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-# Characters of a server's words that an error shows.
+# Most characters of an answer or error that a message shows.
 MAX_SHOWN = 200
 
 
 def openai_client(
     base_url: str, *, api_key: str = "none", timeout_s: float, max_retries: int, most_bytes: int
 ) -> AsyncOpenAI:
-    """Returns a client of an API with JSON answers.
+    """Returns a client of the OpenAI API at `base_url`, for calls with JSON answers.
 
-    Raises ConfigError where the package is missing.
-
-    Each call, up to the last byte of its answer, takes at most `timeout_s`, and its answer has at
-    most `most_bytes`. The package retries up to `max_retries` times after 408, 409, 429, 5xx, a
-    broken connection or an exceeded limit. No redirect is followed: texts go to `base_url` alone.
+    A call fails if its whole answer takes longer than `timeout_s` or has more than `most_bytes`.
+    The client retries a call up to `max_retries` times after an exceeded limit, a broken connection
+    or status 408, 409, 429 or 5xx. It follows no redirect, so texts go only to `base_url`. Raises
+    ConfigError if the package openai is not installed.
     """
     try:
         import openai
@@ -81,7 +80,10 @@ def openai_client(
 
 @contextlib.contextmanager
 def faults_as(kind: type[Exception], name: str) -> Iterator[None]:
-    """Re-raises each fault of a call in the block as a `kind`, in a line that names the server."""
+    """Re-raises errors of a call in the block as a `kind`, with one line that begins with `name`.
+
+    A SlipstreamError is raised unchanged.
+    """
     import openai
 
     try:
@@ -89,13 +91,13 @@ def faults_as(kind: type[Exception], name: str) -> Iterator[None]:
     except SlipstreamError:
         raise
     except (openai.OpenAIError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        # The package takes an answer for what it should be: most of them come from other ones.
+        # The package does not check the form of answers: most errors come from malformed ones.
         said = in_one_line(f"{type(error).__name__}: {error} {error.__cause__ or ''}")
         raise kind(f"{name} failed: {said}") from error
 
 
 def in_one_line(text: str) -> str:
-    """Returns the beginning of a text, without line breaks."""
+    """Returns the first `MAX_SHOWN` characters of `text`, without line breaks."""
     return " ".join(text.split())[:MAX_SHOWN]
 
 

@@ -1,23 +1,23 @@
 """Reservations of leases in the trajectory queue, as pure functions.
 
 A trajectory waits in the queue from its end until the journal has its outcome. Trajectories of a
-batch wait for each other, so a full queue would never become empty.
+batch wait for each other, so a queue that is full before a batch is complete would never empty.
 
-**Rule.** A lease is granted only if with it
+**Rule.** A lease is granted only if, with this lease,
 
     bytes in the queue  +  episodes that may still be sent * largest trajectory  <=  size
 
-Episodes that may still be sent are the undelivered members of leased groups, and those of ended
-leases that their servers have not closed. The trajectory of a failed attempt waits in the queue
-beside the reservation of its retry, until its own journal record acknowledges it; that record
+Episodes that may still be sent are the undelivered members of leased groups, and members of ended
+leases that their servers have not closed. The trajectory of a failed attempt waits in the queue in
+addition to the reservation of its retry, until its own journal record acknowledges it; that record
 waits for nothing else.
 
-**No deadlock** occurs if the queue holds one batch of largest trajectories. While fewer groups are
-leased than a step trains, there is room for one more, and a step's number of groups, once complete,
-makes a batch.
+**No deadlock** occurs if the queue has room for one batch of largest trajectories. While fewer
+groups are leased than a step trains, there is room for one more group. As many complete groups as a
+step trains make a batch.
 """
 
-# Bytes of each of a trajectory's two texts besides those of its tokens.
+# Bytes that each of a trajectory's two texts may have in addition to the bytes of its tokens.
 _TEXT_BYTES = 256
 _TEXT_BYTES_PER_TOKEN = 5
 
@@ -28,18 +28,19 @@ def max_text_bytes(num_tokens: int) -> int:
 
 
 def free_bytes(queue_bytes: int, waiting_bytes: int, promised: int, largest_bytes: int) -> int:
-    """Returns the queue's bytes neither used nor reserved; negative while failed attempts wait.
+    """Returns the number of bytes of the queue that are neither used nor reserved.
 
-    `promised` episodes may still be sent, each of up to `largest_bytes`.
+    `waiting_bytes` are used, and `promised` episodes of up to `largest_bytes` may still be sent.
+    The result may be negative while trajectories of failed attempts wait.
     """
     return queue_bytes - waiting_bytes - promised * largest_bytes
 
 
 def may_promise(free: int, episodes: int, largest_bytes: int) -> bool:
-    """Whether `episodes` more may be leased, each of `largest_bytes`, with `free` bytes left."""
+    """Whether `episodes` more, of up to `largest_bytes` each, fit into the `free` bytes left."""
     return episodes * largest_bytes <= free
 
 
 def smallest_queue(groups_per_step: int, group_size: int, largest_bytes: int) -> int:
-    """Returns the bytes of the smallest queue without a deadlock: one batch."""
+    """Returns the size in bytes of the smallest queue without a deadlock, which holds one batch."""
     return groups_per_step * group_size * largest_bytes

@@ -1,19 +1,22 @@
 """Batch-invariant matrix products and RMS norms on CPUs: a row's bits do not depend on other rows.
 
-With `algorithm.agreement = "bits"` learner and engine compute with these on CPUs: libraries sum
-over a row in an order that depends on the number of rows.
+With `algorithm.agreement = "bits"`, learner and engine use these functions on CPUs. The usual
+libraries sum over a row in an order that depends on the number of rows.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of each product.
+# Number of rows in each block of a product.
 ROWS = 16
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `x` [..., in] times `weight` [out, in], plus the bias, in blocks of ROWS rows."""
+    """Returns `x` [..., in] times the transposed `weight` [out, in], plus `bias` [out].
+
+    The product is computed in blocks of `ROWS` rows.
+    """
     flat = x.reshape(-1, x.shape[-1])
     padded = F.pad(flat, (0, 0, 0, -len(flat) % ROWS))
     found = torch.cat([F.linear(rows, weight) for rows in torch.split(padded, ROWS)])[: len(flat)]
@@ -25,7 +28,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the RMS norm of `x` over its last dimension, times `weight`.
 
-    The division is in float32, its result is rounded to the type of `x`.
+    `x` is normalized in float32 and rounded to its own type before the product with `weight`.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""The names in a run's folder that several programs use, and the rules for what lies there."""
+"""Names of files in a run's folder that several programs use, and functions on logs."""
 
 import itertools
 import os
@@ -19,11 +19,11 @@ SAMPLES, GROUPS = "trajectories.jsonl", "groups.jsonl"
 # Causes of suspended environments; the newest advice and its profile; a trace of the newest sampled
 # step.
 SUSPENDED, ADVICE, TRACE = "suspended.json", "advice.json", "trace.json"
-# The folder of what rollout servers fetched from storage, in a folder for each.
+# The folder of weights that rollout servers fetched from storage, with a folder for each server.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.
 LOGS = "logs"
-# The folder beside those of the runs that tells Prometheus where their processes show metrics.
+# The folder next to the runs' folders that tells Prometheus where their processes show metrics.
 TARGETS = ".prometheus"
 # The folder of the locks by which processes fill a GPU in turn.
 LOCKS = "locks"
@@ -32,17 +32,17 @@ LEFT_BY_A_RUN = (f"{CHECKPOINTS}/step-*", f"{JOURNAL}/{BATCHES}/step-*.pb", METR
 
 
 def log_path(folder: Path, name: str) -> Path:
-    """The log of the process `name` of the run in `folder`."""
+    """Returns the path of the log of the process `name`, given the run's `folder`."""
     return folder / LOGS / f"{name}.log"
 
 
 def journal_logs(folder: Path) -> list[Path]:
-    """The logs of the journal in `folder`, oldest first: each start of a controller begins one."""
+    """Returns the logs in a journal's `folder`, oldest first; each controller start begins one."""
     return [folder / name for name in sorted(_log_names(folder), key=log_number)]
 
 
 def newest_log_number(folder: Path) -> int:
-    """The number of the newest log of the journal in `folder`, or 0 if there is none."""
+    """Returns the number of the newest log in a journal's `folder`, or 0 if there is none."""
     return max(map(log_number, _log_names(folder)), default=0)
 
 
@@ -55,15 +55,15 @@ def _log_names(folder: Path) -> list[str]:
 
 
 def log_number(name: str) -> int:
-    """The number of a log of a journal: 1 for `journal.log`, 2 for `journal-2.log`."""
+    """Returns the number in a journal log's name: 1 for `journal.log`, 2 for `journal-2.log`."""
     number = name.removesuffix(".log").partition("-")[2]
     return int(number) if number.isdecimal() else 1
 
 
 def check_journal_not_lost(folder: Path) -> None:
-    """Raises ConfigError when `folder`, whose journal has no record, has files of a run.
+    """Raises ConfigError if `folder` has files of a run, though its journal has no record.
 
-    A new run must not begin among them.
+    A new run must not begin among such files.
     """
     for pattern in LEFT_BY_A_RUN:
         left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)

@@ -1,4 +1,4 @@
-"""The rules that keep the staleness promise, as pure functions.
+"""The rules that keep the lag of trained tokens within `max_staleness`, as pure functions.
 
 Step s trains version s into version s + 1. A group leased to a server of version u may be trained
 by steps up to its deadline min(u + max_staleness, last step). Its oldest token was sampled by
@@ -8,10 +8,9 @@ version u or a newer version.
 
     number of leased, untrained groups with deadline <= d   <=   (d - s + 1) * groups_per_step
 
-With d = s - 1 it says that no group has expired; with larger d, that all groups can still be
-trained in time. `may_lease` (before a lease) and `choose_batch` (before a step) keep it, so neither
-can break the promise. As long as servers finish their leased groups, the next batch can always be
-formed.
+For d = s - 1 the invariant says that no group has expired; for larger d, that all groups can still
+be trained in time. `may_lease` (before a lease) and `choose_batch` (before a step) keep the
+invariant. As long as servers finish their leased groups, the next batch can always be formed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,14 +27,15 @@ class LeasedGroup:
 
 
 def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
-    """Returns the last step that may train a group started now on version `served_step`."""
+    """Returns the last step that may train a group leased to a server of version `served_step`."""
     return min(served_step + max_staleness, num_steps - 1)
 
 
 def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
     """Whether the module's invariant holds for `deadlines` while the batch of `step` is formed.
 
-    It is enough to check it for d at each deadline, where the left side grows: O(n log n).
+    The check takes O(n log n): only deadlines are checked as d, since the left side grows only
+    there.
     """
     return all(
         count <= (d - step + 1) * groups_per_step
@@ -51,7 +51,7 @@ def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_dea
 def may_lease_counted(
     counts: Mapping[int, int], step: int, groups_per_step: int, new_deadline: int
 ) -> bool:
-    """Decides like `may_lease`, from the number of groups of each deadline; deadlines are few."""
+    """Returns the result of `may_lease`; `counts` has the number of groups with each deadline."""
     if new_deadline < step:
         return False
     count = 0
@@ -65,13 +65,13 @@ def may_lease_counted(
 def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_steps: int) -> bool:
     """Whether a server of version `served_step` may run members of a group leased earlier.
 
-    Their tokens are no older than `served_step`, and the group is trained by its deadline.
+    The server may do so if tokens of its version still meet the bound at the step `deadline_step`.
     """
     return deadline_step <= deadline(served_step, max_staleness, num_steps)
 
 
 def is_stranded(may_be_finished: Iterable[bool]) -> bool:
-    """Whether none of the servers, one verdict each, may finish a group; false without servers."""
+    """Whether no server may finish a group, given `may_finish` of each; false without servers."""
     verdicts = list(may_be_finished)
     return bool(verdicts) and not any(verdicts)
 
@@ -81,10 +81,10 @@ def choose_batch(
 ) -> list[LeasedGroup] | None:
     """Returns the batch of `step`: complete groups with the earliest deadlines, in lease order.
 
-    `groups` are all leased, untrained groups in the order of their leases. Choosing the earliest
-    deadlines leaves the fewest groups with deadline <= d for every d. So if this choice does not
-    keep the invariant for the next step, no choice does: the result is None, and the controller
-    must wait for the groups that are due.
+    `groups` are all leased, untrained groups in lease order. Returns None if the controller must
+    wait: too few groups are complete, or the invariant would not hold for the next step. Then no
+    other choice would keep the invariant, since this choice leaves the fewest groups with deadline
+    <= d for every d.
     """
     complete = sorted(
         (group for group in groups if group.complete), key=lambda group: group.deadline_step
@@ -106,10 +106,10 @@ def choose_batch(
 def choose_counted(
     counts: Mapping[int, int], complete: Mapping[int, int], step: int, groups_per_step: int
 ) -> dict[int, int] | None:
-    """Decides like `choose_batch`, given only the numbers of groups for each deadline.
+    """Makes the choice of `choose_batch`, given only the number of groups with each deadline.
 
-    `counts` has all leased groups, `complete` the complete ones. Returns how many groups of each
-    deadline the batch takes, or None if there is no batch yet.
+    `counts` counts all leased, untrained groups, and `complete` those that are complete. Returns
+    how many groups of each deadline the batch takes, or None if the controller must wait.
     """
     wanted, chosen = groups_per_step, dict[int, int]()
     for d in sorted(complete):

@@ -1,8 +1,8 @@
-"""Simulates a run to predict the seconds of a step; pure, with a fixed seed.
+"""Simulates a run to predict the seconds of a step; equal inputs give equal results.
 
-No formula covers long-tailed replies and whole groups: a step waits for the slowest member of the
-groups that it may not leave for later. So the simulation leases groups by the functions of
-`staleness`, to engines whose step takes `step_s + token_s * n` seconds with n running replies.
+No formula covers long-tailed replies and whole groups, since a step waits for the slowest member of
+the groups that are due. So the simulation leases groups by the functions of `staleness` to engines
+whose step takes `step_s + token_s * n` seconds with n running replies.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import NamedTuple
 
 from slipstream.core import staleness
 
-# Members of a group that are simulated one by one; those of a larger group end together by eights.
+# Most members of a group that are simulated one by one; in a larger group several end together.
 MOST_MEMBERS = 8
-# A larger run is simulated by a part of it: so many groups of a step, and engines that stand for
-# several servers each.
+# Most groups of a step and most engines that are simulated. In a larger run each step has fewer
+# groups, and an engine stands for several servers.
 MOST_GROUPS, MOST_ENGINES = 64, 8
-# Least number of steps that are counted, and number of episodes that is enough for more of them.
+# Least number of counted steps; more steps are counted until they have ENOUGH_EPISODES episodes.
 LEAST_STEPS, ENOUGH_EPISODES = 24, 4096
 
 
 class Episode(NamedTuple):
-    """The work of one episode, as it was measured."""
+    """The measured work of one episode."""
 
     # Tokens that the engine samples.
     sampled: float
     # Tokens that the trainer computes, context included.
     trained: float
-    # Seconds beside the engine: in the environment, waiting for a place, on the way.
+    # Seconds outside the engine: in the environment, waiting for a place, in transfer.
     outside_s: float
 
 
@@ -56,7 +56,7 @@ class Profile:
 
     setting: Setting
     groups_per_step: int
-    # Episodes of a server at one time.
+    # Most concurrent episodes of a server.
     places: int
     # An engine's step takes `engine_step_s + engine_token_s * n` with n running replies.
     engine_step_s: float
@@ -64,14 +64,15 @@ class Profile:
     # A step of the trainer: a fixed part, and a part for each token that replicas share.
     training_fixed_s: float
     training_token_s: float
-    # Seconds from the end of training until the new weights serve, and from there to the next
-    # training when its batch is complete; generation is paused for `pause_s` of the first.
+    # `publish_s`: seconds from the end of training until servers sample with the new weights.
+    # `order_s`: seconds from there to the next training if its batch is complete.
+    # `pause_s`: the last seconds of `publish_s`, in which generation is paused.
     publish_s: float
     order_s: float
     pause_s: float
     groups: tuple[Group, ...]
-    # The last part of `order_s`, in which engines rest already, as they do from there until the new
-    # weights serve; None: they work while the learner trains.
+    # Last seconds of `order_s`, in which engines are already paused. They stay paused until the new
+    # weights serve. None means that engines sample while the learner trains.
     resting_order_s: float | None = None
 
     @property
@@ -80,7 +81,7 @@ class Profile:
         return self.resting_order_s is not None
 
     def training_s(self, tokens: float, replicas: int) -> float:
-        """Returns the seconds of a training step of `tokens` tokens."""
+        """Returns the seconds of a training step of `tokens` tokens on `replicas` replicas."""
         share = self.setting.replicas / replicas
         return self.training_fixed_s + self.training_token_s * tokens * share
 
@@ -102,10 +103,11 @@ class Simulated:
 
 
 def resized(groups: Sequence[Group], size: int) -> list[Group]:
-    """Returns groups of `size` members with the same spread within groups and between them.
+    """Returns one group of `size` members for each of `groups`, ordered by mean sampled tokens.
 
-    A group that grows takes members of the groups whose mean is nearest, so that its longest reply
-    is typical of its new size.
+    The spread within groups and between them is kept. A group that shrinks keeps evenly spaced
+    members. A group that grows adds members of the groups with the nearest means, so that its
+    longest reply is typical of its new size.
     """
     ordered = sorted(groups, key=lambda group: sum(e.sampled for e in group) / len(group))
     found = []
@@ -117,7 +119,7 @@ def resized(groups: Sequence[Group], size: int) -> list[Group]:
             pool += ordered[(place + offset) % len(ordered)]
             if len(pool) >= size:
                 break
-        # Every second of a group in order keeps the spread of a smaller one.
+        # Evenly spaced members of a sorted group keep its spread.
         stride = len(pool) / size
         pool = sorted(pool) if len(pool) > size else pool
         found.append(tuple(pool[int((k + 0.5) * stride)] for k in range(size)))
@@ -149,7 +151,7 @@ class SimulationCancelled(Exception):
 
 
 class Simulation:
-    """One run under one setting; `run` returns its means.
+    """A simulation of one run under one setting; `run` returns the means over its steps.
 
     The trainer waits for a batch, trains, publishes, and waits again.
     """
@@ -195,7 +197,7 @@ class Simulation:
             raise ValueError("a group must fit into the places of a server")
         warmup = 2 * (self._setting.max_staleness + 1)
         episodes = self._batch * min(self._setting.group_size, MOST_MEMBERS)
-        # A wait for a long reply comes with each round of the bound: some rounds are counted.
+        # Waits for long replies repeat every `max_staleness + 1` steps; several periods count.
         counted = max(LEAST_STEPS, 2 * warmup, ENOUGH_EPISODES // episodes)
         self._lease()
         while len(self._ends) <= warmup + counted:
@@ -235,7 +237,7 @@ class Simulation:
         self._add(self._now_s + profile.publish_s, "served")
 
     def _serve(self) -> None:
-        """Ends a publish: servers sample with the new version, the trainer waits for a batch."""
+        """Ends a publish: servers sample with the new version, and the trainer waits for groups."""
         self._pause(paused=False)
         self._version += 1
         self._note_places()
@@ -365,8 +367,8 @@ class Simulation:
 def _parts(group: Group) -> tuple[float, list[tuple[float, int, float]]]:
     """Returns a group's trained tokens, and (sampled tokens, members, `outside_s`) of each part.
 
-    Each member is a part. In a group of more than `MOST_MEMBERS` only the longest member is a part
-    of its own; the others are merged into parts with the mean of their members' numbers.
+    Each member is a part. In a group of more than `MOST_MEMBERS` members only the longest is a part
+    of its own; every other part stands for several members and has the means of their values.
     """
     tokens = sum(episode.trained for episode in group)
     ordered = sorted(group)

@@ -1,6 +1,7 @@
-"""The inputs of a chat template besides messages: named values (`enable_thinking`), tools.
+"""Checks the inputs of a chat template other than messages: named values, and tools.
 
-Tools are those that an environment names, in the form of OpenAI's function schemas.
+A named value is, for example, `enable_thinking`. Tools come from environments, in the form of
+OpenAI's function schemas.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, JsonValue
 from slipstream.core.errors import ConfigError
 
-# What servers render prompts with themselves, and what would take the template's place.
+# Values that servers set when they render a prompt, and values that would replace the template.
 _OWNED = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation"}
     | {"documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"}
@@ -34,7 +35,7 @@ def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def values_json(values: Mapping[str, JsonValue]) -> str:
-    """Returns `values` as JSON text, "" for none. Raises ConfigError if they are invalid."""
+    """Returns `values` as JSON text, or "" if empty. Raises ConfigError if they are invalid."""
     if not values:
         return ""
     try:
@@ -49,7 +50,7 @@ def values_json(values: Mapping[str, JsonValue]) -> str:
 
 
 def read_values(text: str) -> dict[str, JsonValue]:
-    """Returns the values in a text of `values_json`. Raises ValueError for any other text."""
+    """Returns the values in a JSON text of `values_json`. Raises ValueError for other texts."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -63,9 +64,9 @@ TemplateValues = Annotated[dict[str, JsonValue], AfterValidator(check_values)]
 
 
 def tools_json(tools: object) -> str:
-    """Returns `tools` as JSON text.
+    """Returns `tools`, a list of function schemas, as JSON text.
 
-    Raises ValueError, which names the first value that breaks a rule.
+    Raises ValueError with a message about the first value that breaks a rule.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise ValueError(f"tools must be a list of function schemas, got {_show(tools)}")
@@ -82,7 +83,7 @@ def tools_json(tools: object) -> str:
 
 
 def read_tools(text: str) -> list[dict[str, JsonValue]]:
-    """Returns the tools in a text of `tools_json`. Raises ValueError like `tools_json`."""
+    """Returns the tools in a JSON text of `tools_json`. Raises ValueError for other texts."""
     try:
         tools = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -93,7 +94,10 @@ def read_tools(text: str) -> list[dict[str, JsonValue]]:
 
 
 def _checked_name(tool: object, where: str) -> str:
-    """Checks a tool's schema and returns its name. Raises ValueError, which names `where`."""
+    """Checks a tool's schema and returns its name.
+
+    Raises ValueError that names the place `where`.
+    """
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise ValueError(f'{where} must be an object with type "function", got {_show(tool)}')
     function = tool.get("function")

@@ -17,27 +17,27 @@ GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ServerId = NewType("ServerId", str)
 
-# Longest id whose parts are kept for the next call; servers make no longer ones.
+# Longest id whose parts are cached; servers make no longer ids.
 MAX_KEPT = 200
 # The metric of an episode in which several turns gave a reward: their number.
 REWARDED_TURNS = "rewarded_turns"
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
-# How metrics of an agent's episode begin that count branches by their causes, and calls that asked
-# for something in vain. An episode without them counts as 0.
+# Prefixes of an agent episode's metrics: the number of branches by cause, and the number of calls
+# that asked for something that was ignored. A missing metric counts as 0.
 BRANCHES, IGNORED = "branches/", "ignored/"
 
 TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]
 
 # Fields of a trajectory that are a float32 array with a value for each sampled token, and whether
-# every trajectory has it; another one is None without values. The engine's `Generation`, the record
-# of an episode, the wire form and its checks walk this table.
+# every trajectory has the field; a field that some lack is None there. The engine's `Generation`,
+# the record of an episode, the wire form and its checks walk this table.
 SAMPLED_ARRAYS = {"behavior_logprobs": True}
 
-# Attempts beyond `Lease.max_attempts` that a server may make: ends in a worker that others shared
-# count as none. A task runs alone after two losses of a worker in a row, so this is more than
-# chance will do.
+# Attempts beyond `Lease.max_attempts` that a server may make, since an attempt does not count if it
+# ended with a worker that other tasks shared. A task runs alone after two losses of a worker in a
+# row, so chance does not exceed this number.
 MAX_EXCUSED_ATTEMPTS = 4
 
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -60,7 +60,7 @@ class TrajectoryName(NamedTuple):
 
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
-        """Returns the parts of an id, or None for a text that is no trajectory's id."""
+        """Returns the parts of an id, or None if the text is not a trajectory's id."""
         return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
 
 
@@ -87,7 +87,7 @@ class PolicyVersion(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """`length` consecutive sampled tokens that `version` sampled."""
+    """A span of `length` consecutive sampled tokens that all come from `version`."""
 
     length: int
     version: PolicyVersion
@@ -132,11 +132,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Branch:
-    """One conversation of an episode: an even number of runs, context and sampled tokens in turn.
+    """One conversation of an episode: `num_runs` runs, context and sampled tokens in turn.
 
-    The tokens that were sampled in it get the episode's advantage times `share`. `name` is the name
-    under which the agent asked for it, or empty. All branches of one name have the same `reward`;
-    None means the reward of the episode.
+    `num_runs` is even. The tokens sampled in the branch get the episode's advantage times `share`.
+    `name` is the name under which the agent asked for the branch, or empty. All branches of one
+    name have the same `reward`; None means the reward of the episode.
     """
 
     num_runs: int
@@ -251,7 +251,10 @@ class Trajectory:
         return tuple(found)
 
     def unpredicted(self) -> list[int]:
-        """Returns the index, among sampled tokens, of each that no earlier token predicts."""
+        """Returns the indices, among the sampled tokens, of tokens without any token before them.
+
+        Such a token is the first of its sequence, so no token predicts it.
+        """
         return [
             part.sampled.start
             for part in self.sequences()
@@ -280,7 +283,11 @@ class RoutedExperts:
     def of_parts(
         cls, parts: Sequence[npt.NDArray[np.unsignedinteger]], num_experts: int, *, num_tokens: int
     ) -> RoutedExperts:
-        """Joins the experts of consecutive tokens from the first on; others are "not recorded"."""
+        """Joins the experts of consecutive tokens, beginning with the first token of a trajectory.
+
+        Each part is [tokens, layers, experts per token]. Tokens behind the last part, up to
+        `num_tokens`, are "not recorded".
+        """
         dtype = expert_dtype(num_experts)
         recorded = np.concatenate(parts).astype(dtype)
         missing = num_tokens - len(recorded)
@@ -300,7 +307,10 @@ class RoutedExperts:
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-    """Returns the element type for the ids of `num_experts`. Raises ProtocolError for too many."""
+    """Returns the element type for ids of `num_experts` experts.
+
+    Raises ProtocolError if there are more than 65535 experts.
+    """
     if num_experts > _TWO_BYTES:
         raise ProtocolError(f"experts must be at most {_TWO_BYTES}, got {num_experts}")
     return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
@@ -309,7 +319,10 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
 def unpack_experts(
     data: bytes, *, num_tokens: int, num_layers: int, top_k: int, num_experts: int
 ) -> RoutedExperts:
-    """Reverses `pack`. Raises ProtocolError for a wrong size and for an unknown expert."""
+    """Returns the experts in the bytes of `RoutedExperts.pack`.
+
+    Raises ProtocolError for a wrong size and for an unknown expert.
+    """
     dtype = expert_dtype(num_experts)
     expected = num_tokens * num_layers * top_k * dtype.itemsize
     is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _TWO_BYTES
@@ -352,7 +365,7 @@ class ReferenceLogprobs:
 
 
 def check_reference(found: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -> str:
-    """Returns why `found` cannot be log-probabilities, or "" if it can.
+    """Returns the first fault that shows `found` to be invalid, or "" if there is none.
 
     `unpredicted` are indices of sampled tokens that nothing predicts; their most likely tokens are
     not compared.

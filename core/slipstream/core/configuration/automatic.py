@@ -57,8 +57,8 @@ def completed(
 
     The names of the chosen settings are under the key `automatic`. For models given by their
     Hugging Face name, `hub` says what is downloaded: nothing ("no"), all but weights ("small") or
-    everything ("whole"); `apart` is as in `bring_files`. Raises pydantic's ValidationError for a
-    section that is invalid by itself.
+    everything ("whole"); `apart` is as in `bring_files`. Raises pydantic's ValidationError for an
+    invalid section, and ConfigError like `bring_files`.
     """
     whole: dict[str, Any] = copy.deepcopy(dict(table))
     _name(whole)
@@ -100,7 +100,7 @@ def _filled(
 def chosen_settings(
     tables: Tables, sizes: ModelSizes, recorded: Mapping[str, JsonValue]
 ) -> dict[str, JsonValue]:
-    """Returns a value for each setting that `tables` does not state and a run chooses.
+    """Returns a value, by dotted name, for each setting that a run chooses and `tables` lacks.
 
     A setting in `recorded` keeps that value.
     """
@@ -262,7 +262,7 @@ def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
 
 
 def _has_replicas(tables: Tables) -> bool:
-    """Whether the optimizer is Adam and its state can be sharded, since dp * cp exceeds 1."""
+    """Whether the optimizer is Adam and dp * cp exceeds 1, so that its state can be sharded."""
     learner = tables.learner
     try:
         layout = RankLayout.of(learner.parallel, learner.world_size)
@@ -309,14 +309,14 @@ def _routing_bytes(sizes: ModelSizes) -> int:
 def bring_files(
     table: dict[str, Any], before: Mapping[str, Any], *, whole: bool, apart: bool
 ) -> None:
-    """Downloads models that `table` gives by hub name, and fixes the commits of its data sets.
+    """Downloads models that `table` gives by hub name, and pins the commits of its data sets.
 
     A model's name is replaced by its local folder; a data set's commit is added to its
     environment's `args`. `before` holds the settings in the run's folder, or nothing: a name
-    without a revision keeps the commit recorded there. Without `whole`, weights are not downloaded
-    and commits of data sets not fixed. `apart` says that the parts of the run are started
-    separately; then a model's name must include a commit. Raises ConfigError if that commit is
-    missing, and for a failed download.
+    without a revision keeps the commit recorded there. If `whole` is false, weights are not
+    downloaded, and commits of data sets are not pinned. `apart` says that the parts of the run are
+    started separately; then a model's name must include a commit. Raises ConfigError if this commit
+    is missing or a download fails.
     """
     for place in MODELS:
         section, earlier = table.get(place), before.get(place)
@@ -331,7 +331,7 @@ def bring_files(
 
 
 def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -> str:
-    """Returns `path`, or the folder into which it downloads the model with the hub name `path`."""
+    """Returns `path` or, if it is a hub name, the folder into which the model is downloaded."""
     named = _NAME.fullmatch(path)
     owner = path.partition("/")[0]
     # A folder in models/ that is missing was to be made or brought by hand.

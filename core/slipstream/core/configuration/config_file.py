@@ -87,13 +87,13 @@ def load_config(
 ) -> Config:
     """Returns the checked settings of the file `path`, if any, with `overrides` applied.
 
-    Settings that both leave out are chosen automatically where possible; `hub` and `apart` are
-    those of `completed`. If the file has no digests of the user's own functions, they are computed
-    from the sources on this host.
+    An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Settings that file
+    and overrides leave out are chosen automatically where possible; `completed` explains `hub` and
+    `apart`. If the file has no digests of the user's own functions, they are computed from the
+    sources on this host.
 
-    An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Raises ConfigError
-    with one line that names the value and the rule; for an unknown key it has the nearest known
-    keys.
+    Raises ConfigError with one line that names the value and the rule. For an unknown key, the line
+    also names the most similar known keys.
     """
     try:
         data = b"" if path is None else path.read_bytes()
@@ -127,7 +127,10 @@ def load_config(
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
-    """Returns the checked settings of a table; raises ConfigError like `load_config`."""
+    """Returns the checked settings of `table`, which comes from `source`.
+
+    Raises ConfigError with one line that names `source`, the value and the rule.
+    """
     try:
         return Config.model_validate(table)
     except ValidationError as error:
@@ -140,7 +143,7 @@ def dump_config(config: Config) -> str:
 
 
 def check_model(config: Config) -> None:
-    """Checks the model folder and settings that depend on it, without loading.
+    """Checks the model folder, and all settings that depend on it, without loading the model.
 
     Raises ConfigError for the first problem.
     """
@@ -160,9 +163,10 @@ def check_model(config: Config) -> None:
 
 
 def check_sizes(config: Config) -> list[str]:
-    """Checks all settings that depend on the model's config.json; raises ConfigError.
+    """Checks all settings that depend on the model's config.json.
 
-    Returns one clause for each fault of the files to load: models, tokenizer and checkpoint.
+    Raises ConfigError for the first broken rule. Returns one clause for each missing or damaged
+    file that the run loads: models, tokenizer and checkpoint.
     """
     sizes = read_model_sizes(config.model.path)
     _check_layout(config, sizes)

@@ -66,7 +66,7 @@ def role_settings(config: Config) -> dict[str, Config]:
 
 @contextlib.contextmanager
 def named(config: Config, name: str) -> Iterator[None]:
-    """Re-raises the block's ConfigError with setting names changed to those of role `name`."""
+    """Re-raises the block's ConfigError with the setting names of role `name`."""
     try:
         yield
     except ConfigError as error:
@@ -90,7 +90,7 @@ def missing_weights(config: Config) -> list[str]:
 
 
 def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
-    """Yields one line for each rule that the folders of reference and critic break."""
+    """Yields one line for each rule that the settings or folders of reference and critic break."""
     for name, settings in role_settings(config).items():
         role = config.roles.get(name)
         # Without a table the role has the policy's folder and layout, which are already checked.
@@ -214,7 +214,7 @@ def _processor(folder: Path) -> dict[str, object]:
 def _read_table(path: Path) -> dict[str, object]:
     """Returns the table in the JSON file `path`, or {} if there is no such file.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if the file cannot be read or holds no table.
     """
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}

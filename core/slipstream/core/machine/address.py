@@ -1,4 +1,4 @@
-"""The form of a network address."""
+"""Checks the form of network addresses, and opens listening sockets."""
 
 import ipaddress
 import re
@@ -12,7 +12,7 @@ _FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 def address_parts(address: str) -> tuple[str, int]:
     """Returns host and port of "host:port".
 
-    Raises ConfigError for another form or a port above 65535.
+    Raises ConfigError if `address` has another form or a port above 65535.
     """
     match = _FORM.fullmatch(address)
     if match is None or int(match["port"]) > 65535 or not is_host(match["host"]):
@@ -21,7 +21,7 @@ def address_parts(address: str) -> tuple[str, int]:
 
 
 def is_host(text: str) -> bool:
-    """Whether a text can be a host's name or address; an IPv6 address may have []."""
+    """Whether a text can be a host's name or address; an IPv6 address may be in brackets."""
     if (text[0], text[-1]) == ("[", "]"):
         text = text[1:-1]
     try:
@@ -44,9 +44,7 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int = 0) -> socket.socket:
     """Returns a socket that listens on the first address of `host` only.
 
-    Raises OSError if it cannot.
-
-    Port 0 means any free port.
+    Port 0 means any free port. Raises OSError if no socket can listen there.
     """
     (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address, family=family)

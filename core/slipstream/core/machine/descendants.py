@@ -1,7 +1,8 @@
 """The processes below one process on Linux: their list, their memory, and killing them.
 
-The kernel may give a pid to another process at any moment. So a process is identified by its pid
-and start time, and is signalled through a handle that is opened before both are compared.
+The kernel may give the pid of an ended process to a new one at any moment. So a process is
+identified by its pid and start time, and is signalled through a handle (pidfd) that is opened
+before the start time is compared.
 """
 
 import contextlib
@@ -85,7 +86,10 @@ def resident_bytes(process: Descendant) -> int:
 
 
 def shared_out_bytes(process: Descendant) -> int:
-    """Returns a process's memory (PSS): a page shared by n processes counts one n-th."""
+    """Returns a process's memory (PSS), in which a page shared by n processes counts one n-th.
+
+    Returns the RSS if the PSS cannot be read, or 0 if the process has ended.
+    """
     try:
         text = (_PROC / str(process.pid) / "smaps_rollup").read_text()
     except OSError:
@@ -96,7 +100,10 @@ def shared_out_bytes(process: Descendant) -> int:
 
 
 def kernel_oom_kills() -> int:
-    """Returns how many processes the kernel killed for lack of memory since the machine's start."""
+    """Returns how many processes the kernel has killed for lack of memory since the system start.
+
+    Returns 0 if the kernel does not report this number.
+    """
     with contextlib.suppress(OSError):
         for line in (_PROC / "vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

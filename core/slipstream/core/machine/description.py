@@ -1,4 +1,4 @@
-"""The description of this machine and of its packages, which a run and a benchmark keep."""
+"""Descriptions of this machine and its packages, which runs and benchmarks record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def describe_machine() -> dict[str, JsonValue]:
-    """Returns the processor, the number of usable cores, the system and the GPUs' names, by key."""
+    """Returns the processor, the number of usable cores, the system and the names of the GPUs."""
     system = os.uname()
     return {
         "processor": processor(),
@@ -54,7 +54,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Returns the name of the processor as the system reports it."""
+    """Returns the name of the processor, or the machine's architecture if Linux gives no name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

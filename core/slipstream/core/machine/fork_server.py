@@ -1,14 +1,15 @@
 """A fork server: imports a program's modules once, then forks a process for each order.
 
-`python -m slipstream.core.machine.fork_server ROOM` reads lines of JSON from stdin. The first is
-`[MODULE, ARGUMENTS...]`, the program. The server calls `MODULE.preload.preload(arguments)`, which
-only imports, and opens nothing. Each further line, `{"name", "log", "environ"}`, orders a process.
-The new process writes `{"pid"}` to stdout; when it has ended, the server writes `{"pid", "code"}`.
+`python -m slipstream.core.machine.fork_server ROOM` reads lines of JSON from stdin. The first line,
+`[MODULE, ARGUMENTS...]`, names the program. The server calls `MODULE.preload.preload(arguments)`,
+which only imports modules, and opens no file or port. Each further line, `{"name", "log",
+"environ"}`, orders a process. The new process writes `{"pid"}` to stdout; when the process has
+ended, the server writes `{"pid", "code"}`.
 
-A process is a child of the server, and is killed with it. It leads a session of its own, writes to
-`log`, and runs MODULE as `python -m MODULE` does. `ROOM` is a meaningless argument that reserves
-space: the process overwrites its inherited command line with its own (`show_as`). The server waits
-for orders and for the ends of its processes, until stdin ends.
+A process is a child of the server, and is killed when the server ends. It leads a session of its
+own, writes to `log`, and runs MODULE as `python -m MODULE` does. `ROOM` is a text without meaning
+that makes the server's command line long enough: each process overwrites its copy of that line with
+its own (`show_as`). The server serves orders and reports ended processes until stdin ends.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from typing import Any
 from slipstream.core.machine.descendants import kill_orphans
 from slipstream.core.machine.process import become_reaper, die_with_parent, flush_output
 
-# Seconds within which what a dead process has left is gone, its GPU memory too.
+# Seconds within which the orphans of a dead process end and give their GPU memory back.
 LEFT_LIMIT_S = 10.0
 _LOOK_S = 0.01
 
@@ -99,9 +100,9 @@ def _answer(answers: int, **fields: int) -> None:
 
 
 def _end_left(running: Iterable[int]) -> None:
-    """Kills orphans of ended processes, which would hold memory that the next process needs.
+    """Kills orphans of ended processes, since they would hold memory that the next process needs.
 
-    The processes with the pids `running` are spared.
+    Blocks for up to `LEFT_LIMIT_S` seconds. The processes with the pids `running` are spared.
     """
     until_s, own = time.monotonic() + LEFT_LIMIT_S, set(running)
     while kill_orphans(own) and time.monotonic() < until_s:

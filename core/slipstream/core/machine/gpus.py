@@ -75,10 +75,10 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """Returns the names of CUDA's devices 0, 1, ...
+    """Returns the names of CUDA's devices 0, 1, ... by CUDA_VISIBLE_DEVICES in `environ`.
 
-    They are the entries of CUDA_VISIBLE_DEVICES before the first one that names no GPU, as in CUDA.
-    If the variable is unset, they are the numbers of all GPUs.
+    As in CUDA, the list ends before the first entry that is repeated or names no GPU. If the
+    variable is unset, the names are the numbers of all GPUs.
     """
     if VISIBLE not in environ:
         return tuple(str(gpu.index) for gpu in gpus)
@@ -92,7 +92,7 @@ def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, .
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    """Returns the GPU with this number, UUID or first part of a UUID, or None if there is none."""
+    """Returns the GPU whose number, UUID or beginning of a UUID is `name`, or None without one."""
     for gpu in gpus:
         if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return gpu
@@ -109,10 +109,10 @@ def gpu_names(
     *,
     find: Callable[[], Sequence[Gpu]] = list_gpus,
 ) -> list[str]:
-    """Returns names of `count` GPUs from CUDA device `first` on, equal in all processes of a host.
+    """Returns the names of up to `count` GPUs, beginning with CUDA device `first`.
 
-    A name is the GPU's UUID, or a MIG device's entry of CUDA_VISIBLE_DEVICES. The list is empty
-    without a driver.
+    A name is the same in all processes of a host: the GPU's UUID, or a MIG device's entry of
+    CUDA_VISIBLE_DEVICES. Without a driver there are no names. `find` lists the host's GPUs.
     """
     gpus = find()
     ids = visible_ids(environ, gpus)[first : first + count]
@@ -122,16 +122,16 @@ def gpu_names(
 
 @contextlib.contextmanager
 def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float) -> Iterator[None]:
-    """Holds the locks of all `gpus` while the block runs; waits for all of them, holding none.
+    """Holds the locks of all `gpus` while the block runs; waits until all are free at once.
 
     vLLM measures its memory use at its start by the free memory of the whole GPU. Memory that
     another process takes meanwhile is missing from vLLM's KV cache, and memory that another process
-    frees stops vLLM ("Error in memory profiling", 0.32.0). So an engine starts alone on its GPUs;
-    trainer ranks load at the same time as each other, but never while an engine starts.
+    frees stops vLLM ("Error in memory profiling", 0.32.0). So only one engine starts on a GPU at a
+    time; trainer ranks load at the same time as each other, but never while an engine starts.
 
     If `alone`, the locks are exclusive; else they are shared with other processes that are not
-    `alone`. The lock files are in `folder`. Raises RunFailed if the locks are not free within
-    `limit_s`.
+    `alone`. The lock files are in `folder`, one for each name in `gpus`. Raises RunFailed if the
+    locks are not free within `limit_s` seconds.
     """
     if not gpus:
         yield
@@ -158,7 +158,7 @@ def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float)
 
 
 def _take(files: Sequence[int], kind: int) -> bool:
-    """Takes all locks or none; returns whether it took them.
+    """Takes all locks or none, without blocking; returns whether they were taken.
 
     If a process kept some locks while it waits for others, two processes could deadlock.
     """

@@ -5,8 +5,9 @@
 The keeper runs between its parent and PROGRAM. It is the reaper of all processes below PROGRAM, so
 a process that leaves its session, or loses its parent, stays below the keeper.
 
-Waits for: the end of PROGRAM, SIGTERM, the end of the parent, a limit. After the first of these the
-keeper kills every process below it, and ends like PROGRAM: same code, same signal.
+The keeper waits for the end of PROGRAM, SIGTERM, the end of its parent, or an exceeded limit. After
+the first of these it kills every process below it, and ends with PROGRAM's exit code or signal. If
+a limit or the kernel's memory management ended PROGRAM, it writes the cause to FD.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from slipstream.core.machine.descendants import (
 )
 from slipstream.core.machine.process import become_reaper, die_with_parent
 
-# Seconds after SIGTERM in which PROGRAM may end by itself.
+# Seconds after SIGTERM in which PROGRAM may end before the keeper kills it.
 GRACE_S = 2.0
 # Seconds within which killed processes are gone, unless the kernel itself is stuck.
 KILL_LIMIT_S = 10.0
@@ -56,7 +57,7 @@ class ProgramLimits:
     processes_setting: str = ""
 
     def exceeded(self, found: Sequence[Descendant]) -> str:
-        """Describes the limit that the processes `found` exceed, or "" if they exceed none."""
+        """Returns a description of the limit that the processes `found` exceed, or "" if none."""
         if self.processes and len(found) > self.processes:
             return (
                 f"it had {len(found)} processes, more than {self.processes_setting} = "
@@ -76,7 +77,7 @@ class ProgramLimits:
 
 
 class Keeper:
-    """Runs one program; `run` returns its wait status once all processes below it have ended."""
+    """Runs one program, and ends all processes below it."""
 
     def __init__(self, limits: ProgramLimits) -> None:
         self._limits = limits
@@ -84,11 +85,15 @@ class Keeper:
         self._status: int | None = None
         self._oom_kills = kernel_oom_kills()
         self._oom_at_s = -OOM_RECENT_S
-        # Why the keeper or the kernel ended the program; "" if the program ended by itself.
+        # Why a limit or the kernel ended the program; "" if neither did.
         self.cause = ""
 
     def run(self, command: Sequence[str]) -> int:
-        """Starts `command`; returns its wait status once no process below the keeper is left."""
+        """Runs `command`, then kills all processes below the keeper; returns the wait status.
+
+        The status is `command`'s, or SIGKILL's if `command` had not ended. Blocks until these
+        processes have ended, or have not reacted for `KILL_LIMIT_S` seconds.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         become_reaper()
         die_with_parent(signal.SIGTERM)

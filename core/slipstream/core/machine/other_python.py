@@ -1,10 +1,10 @@
-"""Starts an environment worker with another interpreter than the server's.
+"""Starts an environment worker with another Python interpreter than the rollout server's.
 
     /path/to/venv/bin/python other_python.py FOLDERS ARGUMENTS...
 
-FOLDERS are those of the server's own package `slipstream`, so server and worker are of one version.
-Everything else comes from the other interpreter, which needs the packages of `NEEDS`. Until these
-are checked, this file runs as a script that imports the standard library alone.
+FOLDERS are the folders of the server's package `slipstream`, so that server and worker have the
+same version. All other packages come from the other interpreter, which must have those in `NEEDS`.
+This file runs as a script, and imports only the standard library until `NEEDS` are checked.
 """
 
 import sys
@@ -20,7 +20,7 @@ import types  # noqa: E402
 
 WORKER = "slipstream.client.worker"
 MIN_PYTHON = (3, 11)
-# Module -> the requirement that has it: what the worker imports, as pyproject.toml bounds it.
+# Modules that the worker imports, each with the requirement in pyproject.toml that provides it.
 NEEDS = {
     "grpc": "grpcio>=1.76,<2",
     "google.protobuf": "protobuf>=6.33.5,<8",
@@ -46,7 +46,10 @@ def worker_program(python: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Runs the worker in this process; if it cannot, writes why to stderr and exits with 2."""
+    """Runs the worker in this process.
+
+    If a package is missing, writes that to stderr and exits with 2.
+    """
     folders, *arguments = sys.argv[1:]
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))

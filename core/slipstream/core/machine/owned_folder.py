@@ -1,7 +1,7 @@
 """Temporary folders, removed by the process that made them or, if it was killed, by a later one.
 
-A process holds a lock on each folder that it has made. A process that is killed cannot remove its
-folders, but the kernel frees its locks: so a folder that anybody can lock has lost its owner.
+A process holds a lock on each folder that it has made. If the process is killed, the kernel frees
+the locks. So a folder that another process can lock has lost its owner.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ class OwnedFolder:
     """
 
     def __init__(self, kind: Kind) -> None:
-        """Makes the folder. On a file system without locks it stays when this process is killed."""
+        """Makes the folder.
+
+        If the file system has no locks, the folder stays after this process is killed.
+        """
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-"))
             # Another process may find the folder before it is locked, and remove it.
@@ -44,13 +47,13 @@ class OwnedFolder:
                 os.close(self._lock)
 
     def close(self) -> None:
-        """Removes the folder with all that is in it."""
+        """Removes the folder and its contents."""
         _remove(self.path)
         os.close(self._lock)
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders whose owner has ended; leaves everything else as it is."""
+    """Removes this user's folders whose owner process has ended, and no other folders."""
     for path in _found():
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -91,7 +94,7 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # What is left lies in folders that may not be written, or that are too deep for Python.
+        # The rest is in folders that are not writable, or that are too deep for Python.
         for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
             subprocess.run([*command, "--", str(path)], stderr=subprocess.DEVNULL, check=False)
 
@@ -99,8 +102,8 @@ def _remove(path: Path) -> None:
 def read_left(path: Path, most_bytes: int, *, follow_link: bool = False) -> bytes:
     """Returns the content of the file that a program may have left at `path`; never blocks.
 
-    Raises OSError if it is missing, is no regular file, or has more than `most_bytes`. Raises it
-    for a symbolic link too, unless `follow_link`.
+    Raises OSError if the path is missing, is no regular file, or has more than `most_bytes` bytes.
+    A symbolic link also raises OSError, unless `follow_link` is true.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)

@@ -1,8 +1,8 @@
 """Requests of a process to Linux: to end with its parent, to reap orphans, to open many files.
 
 `python -m slipstream.core.machine.process PARENT PROGRAM ARGUMENTS...` replaces itself by PROGRAM,
-which Linux kills when its parent, the process with id PARENT, ends. `below_this` returns this
-command up to PARENT, the id of the calling process.
+which Linux kills when its parent, the process with id PARENT, ends. `below_this` returns the first
+words of this command, with the calling process as PARENT.
 """
 
 import ctypes
@@ -31,15 +31,18 @@ _OPEN_VARIABLES = (
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Asks Linux to send this process signal `number` when the thread that started it ends.
 
-    On other systems it does nothing. The request survives `exec`, not `fork`. Start such a process
-    from a thread that lives as long as its own process.
+    On other systems the function does nothing. The request survives `exec`, but not `fork`. A
+    parent must start such a process from a thread that lives as long as the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def below_this() -> list[str]:
-    """Returns the prefix of a command whose program is to end with this process."""
+    """Returns the first words of a command whose program is killed when this process ends.
+
+    The caller appends the program and its arguments.
+    """
     return [sys.executable, "-m", "slipstream.core.machine.process", str(os.getpid())]
 
 
@@ -58,7 +61,7 @@ def is_reaper() -> bool:
 
 
 def raise_open_files() -> None:
-    """Raises this process's limit of open files to `MAX_OPEN_FILES`, or as far as allowed.
+    """Raises this process's limit of open files to `MAX_OPEN_FILES`, or to the hard limit if lower.
 
     Child processes inherit the limit. Shells and Docker Engine 25 begin with 1,024.
     """
@@ -70,9 +73,10 @@ def raise_open_files() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keeps the garbage collector off within the block, for imports of vLLM or Megatron.
+    """Turns the garbage collector off within the block, for imports of vLLM or Megatron.
 
-    These imports make millions of objects that stay; scanning them takes a tenth of the time.
+    These imports make millions of objects that stay, and scanning them would take a tenth of the
+    import time. At the end of the block, all existing objects are exempt from later collections.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -85,10 +89,10 @@ def without_collections() -> Iterator[None]:
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables for a process that runs environment code, without secrets.
+    """Returns the variables that a process with an environment's code may see, without secrets.
 
-    PYTHONHASHSEED is fixed: all processes iterate over sets of strings in the same order, so a task
-    number means the same task in each.
+    The result also fixes PYTHONHASHSEED, so that all processes iterate over sets of strings in the
+    same order. A task number then means the same task in each process.
     """
     kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
     return kept | {"PYTHONHASHSEED": "0"}
@@ -97,7 +101,7 @@ def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def flush_output() -> None:
     """Flushes stdout and stderr, and drops the output for which a full disk has no room.
 
-    A lost end of a log thus changes neither a program's results nor its exit code.
+    So a full disk changes neither a program's results nor its exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,1 +1,1 @@
-"""Facts of the models that can be trained, read from their folders, and the rules on them."""
+"""Facts about the models that can be trained, read from their folders, and the rules on them."""

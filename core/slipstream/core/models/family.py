@@ -35,11 +35,11 @@ MAMBA: Linear = "Mamba layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The RoPE settings that a family may have: those that all programs compute alike."""
+    """The RoPE settings that a family may have, which all programs compute alike."""
 
-    # Its kinds; empty: all that are known.
+    # The allowed kinds; empty means all that are known.
     kinds: tuple[str, ...] = ()
-    # Keys that it needs, and may have, besides those of its kind.
+    # Keys that a RoPE table must have, and may have, in addition to the keys of its kind.
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     # Keys that a kind may have, in place of the usual ones.
@@ -70,7 +70,7 @@ class Experts:
 class VisionFacts:
     """Facts of a family with a vision tower and three position axes (M-RoPE)."""
 
-    # The token that stands for features of an image, unless config.json says another.
+    # The token that stands for features of an image, unless config.json names another.
     image_token: int
     # The layers behind which the tower adds features, unless config.json says others.
     deep_layers: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """Facts of the vision models whose decoder is this family's; their tensors have other names."""
+    """Facts about the vision models that contain this family's decoder under other tensor names."""
 
     # The class that their config.json names, and its field `model_type` in text_config.
     outer: str
@@ -95,13 +95,13 @@ class Nested:
 class EngineFacts:
     """Facts of a family in vLLM: its module, its reply format and its weight loader."""
 
-    # Module of ours below `rollout_server.vllm` that has its class; "" if vLLM's own is taken.
+    # Module below `rollout_server.vllm` that has the family's class; "" if vLLM's class is used.
     module: str = ""
     # Whether the module starts CUDA, so that the server must not import it.
     starts_cuda: bool = False
     # Whether replies have the form of gpt-oss.
     is_harmony: bool = False
-    # Whether its loader takes experts and sinks into parameters without their own loaders.
+    # Whether vLLM's loader copies experts and sinks into parameters without loaders of their own.
     copies_parameters: bool = False
 
 
@@ -181,9 +181,9 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
 
 
 def refusals(family: Family, name: str, chosen: Mapping[str, object]) -> Iterator[str]:
-    """Yields one line for each of the `chosen` settings that a family cannot have.
+    """Yields one line for each setting in `chosen`, by name, that `family` cannot have.
 
-    `name` is the class that a message names.
+    `name` is the model class that the line names.
     """
     for setting, value in chosen.items():
         off = FEATURES[setting].off

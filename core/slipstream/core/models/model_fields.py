@@ -1,4 +1,4 @@
-"""Fields of a model's config.json: which are used, and which may have one value only.
+"""Rules on the fields of config.json: which ones are used, and which may have one value only.
 
 Three programs read the file: transformers, Megatron-Bridge for the trainer and vLLM for the rollout
 servers. If one of them reads a field that another ignores, they compute different models.
@@ -276,7 +276,7 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 
 
 def has_tied_output(values: Mapping[str, Any]) -> bool:
-    """Whether the output projection shares the embedding's weights, by a config.json."""
+    """Whether the output projection shares the embedding's weights, according to config.json."""
     return bool(values.get("tie_word_embeddings", family_of(values).is_tied))
 
 

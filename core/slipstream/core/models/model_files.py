@@ -30,7 +30,10 @@ def missing_files(folder: Path, template: Path | None = None) -> list[str]:
 
 
 def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
-    """Returns [], or one clause on what the tokenizer lacks; arguments as in `missing_files`."""
+    """Returns one clause on what the tokenizer lacks, or [] if it lacks nothing.
+
+    The arguments are as in `missing_files`.
+    """
     rule = "model.path must hold the tokenizer too"
     if not (folder / "tokenizer_config.json").is_file():
         return [f"{rule}, but {folder} has no tokenizer_config.json"]
@@ -101,7 +104,7 @@ def _damage(path: Path) -> Iterator[str]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Returns dtype, shape and data_offsets of each tensor of a complete file."""
+    """Returns dtype, shape and data_offsets of each tensor by name, from a complete file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
@@ -162,7 +165,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def is_further(name: str, *, layers: int) -> bool:
-    """Whether a tensor belongs to a multi-token-prediction layer, after the `layers` layers."""
+    """Whether the tensor `name` belongs to a layer after the first `layers` layers.
+
+    Such layers predict further tokens (multi-token prediction), and are not loaded.
+    """
     place = _LAYER.match(name)
     return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
 

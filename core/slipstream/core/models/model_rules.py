@@ -1,4 +1,4 @@
-"""Rules for a model, its parallel layout and its images, checked by its sizes alone.
+"""Rules for a model, its parallel layout and its images, which need the model's sizes only.
 
 Each function yields one line for each broken rule, with the value and the rule.
 """

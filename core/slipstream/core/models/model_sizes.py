@@ -40,7 +40,7 @@ class ModelSizes:
     experts: int
     experts_per_token: int
     expert_ffn: int
-    # Intermediate size of the expert that every token goes to; 0: there is none.
+    # Intermediate size of the expert that every token goes to; 0 if there is none.
     shared_expert_ffn: int
     # Whether the weights of a token's experts add up to 1.
     normalizes_experts: bool
@@ -48,11 +48,11 @@ class ModelSizes:
     has_dense_layers: bool
     # Number of layers without experts, the first ones.
     dense_layers: int
-    # Groups of experts, and the number of them that a token may choose from; 0: none.
+    # Number of groups of experts, and how many of them a token may choose from; 0 without groups.
     expert_groups: int
     chosen_groups: int
     # Latent attention: size of a token's vector for keys and values with the positions' part, and
-    # of that for queries; 0: there is none.
+    # size of its vector for queries; 0 without latent attention.
     latent_size: int
     query_latent_size: int
     # What is split over ranks in layers that read tokens in turn: heads of keys and values of delta
@@ -216,7 +216,10 @@ def read_model_sizes(folder: Path) -> ModelSizes:
 
 
 def read_model_table(folder: Path) -> dict[str, Any]:
-    """Returns the config.json of a Hugging Face folder. Raises ConfigError if it cannot be read."""
+    """Returns the config.json of a Hugging Face folder, with the decoder's fields at the top level.
+
+    Raises ConfigError if the file cannot be read or its class of model is not supported.
+    """
     path = folder / "config.json"
     if folder.is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks by the headers that the tensors in a folder's files fit its config.json.
+"""Checks, by the headers of a folder's files, that the tensors fit config.json.
 
 Programs ignore superfluous tensors silently, and name few of those that are missing. So files are
 compared with the numbers of their config.json, and each block with its neighbours.

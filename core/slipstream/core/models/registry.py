@@ -57,7 +57,7 @@ def family_of(values: Mapping[str, Any]) -> Family:
     return _BY_MODEL_TYPE.get(str(values.get("model_type")), _UNKNOWN)
 
 
-# Folders of the tensors that are no decoder's, in both forms of names.
+# Beginnings of the names of tensors outside the decoder, in both naming schemes.
 TOWERS = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
@@ -69,7 +69,8 @@ _NEW_FORM = "model.language_model."
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the decoder's config from the config.json of a class in `NESTED`.
 
-    It keeps `vision_config`. Raises ConfigError for an unknown decoder and for unusable fields.
+    The result keeps `vision_config`. Raises ConfigError for an unknown decoder and for unusable
+    fields.
     """
     outer, decoder = architecture_of(values), values.get("text_config")
     kinds = NESTED[outer]
@@ -101,7 +102,7 @@ def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_nested(values: Mapping[str, Any]) -> bool:
-    """Whether a table is one that `nested_table` has made."""
+    """Whether `values` comes from `nested_table`, so that the decoder is part of a vision model."""
     return bool(values.get("vision_config")) and family_of(values).nested is not None
 
 

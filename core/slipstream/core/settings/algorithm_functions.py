@@ -61,7 +61,7 @@ class GaeArguments(Section):
 
 
 class BandArguments(Section):
-    """The arguments of the weight `none`: 0 for tokens outside a band, 1 for all others."""
+    """The arguments of the weight `none`, which is 0 for tokens outside a band and else 1."""
 
     # IcePop, by which tokens with a ratio outside the band leave the loss. By default all stay.
     token_band: Band | None = None
@@ -127,7 +127,7 @@ def is_own(name: str) -> bool:
 
 
 def check_name(kind: FunctionKind, name: str) -> str:
-    """Returns the name; raises ValueError unless it is built in or `module:function`."""
+    """Returns `name`. Raises ValueError unless it is built in or has the form `module:function`."""
     if name not in FUNCTIONS[kind] and REFERENCE_FORM.fullmatch(name) is None:
         raise ValueError(
             f"input should be {', '.join(FUNCTIONS[kind])} or module:function, got {name!r}"
@@ -156,7 +156,10 @@ def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Argume
 
 
 def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str) -> BaseModel:
-    """Returns the arguments of the function `what`; raises ValueError with one line."""
+    """Returns `given`, the arguments of the function `what`, as a `model`.
+
+    Raises ValueError with one line if an argument is invalid.
+    """
     try:
         return model.model_validate(given)
     except ValidationError as error:

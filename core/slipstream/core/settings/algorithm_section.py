@@ -131,7 +131,7 @@ class AlgorithmSection(Section):
     @classmethod
     def _check_arguments(cls, given: Arguments, info: ValidationInfo) -> Arguments:
         kind = cast(FunctionKind, str(info.field_name).removesuffix("_args"))
-        # A wrong name is the only error to tell.
+        # If the function's name is wrong, only that error is reported.
         return checked_arguments(kind, info.data[kind], given) if kind in info.data else given
 
     @model_validator(mode="after")
@@ -213,7 +213,7 @@ class AlgorithmSection(Section):
 
     @property
     def corrects(self) -> bool:
-        """Whether the loss can correct for engine probabilities that deviate even at lag 0."""
+        """Whether the algorithm can correct for engine probabilities that deviate even at lag 0."""
         return self._has_behavior_ratio or self.acts or is_own(self.loss)
 
     @property

@@ -64,7 +64,7 @@ __all__ = [
 
 
 class Config(Tables):
-    """All settings of a run."""
+    """All settings of a run, after the rules between them are checked."""
 
     def submission_refusal(self, reference: str) -> str:
         """Returns why clients may not submit the environment `reference`, or "" if they may."""
@@ -109,7 +109,7 @@ _UNTOLD = (
 
 
 def told_settings(config: Config) -> dict[str, JsonValue]:
-    """Returns all settings but secrets, by dotted names like `algorithm.max_staleness`."""
+    """Returns all settings except secrets, by dotted names like `algorithm.max_staleness`."""
     flat: dict[str, JsonValue] = {}
 
     def flatten(prefix: str, value: JsonValue) -> None:

@@ -1,6 +1,6 @@
-"""The table `rollout_server.engine`: which of vLLM's own arguments users may set.
+"""Rules on the table `rollout_server.engine`: which of vLLM's own arguments users may set.
 
-This module neither imports nor reads vLLM, so that these rules hold on every machine.
+This module does not import vLLM, so that its rules work on every machine.
 """
 
 from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ OWNED = {
 
 
 def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Iterator[str]:
-    """Yields one line for each rule that the table breaks, for any version of vLLM."""
+    """Yields one line for each rule that `table` breaks, whatever vLLM's version is."""
     for name in table:
         if name in OWNED:
             yield f"{SECTION}.{name} cannot be passed through: {OWNED[name]}"

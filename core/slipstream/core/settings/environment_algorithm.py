@@ -43,9 +43,9 @@ _Settings = create_model("_Settings", __base__=_LossWeight, **_own_fields())
 class EnvironmentAlgorithmSection(_Settings):
     """The algorithm for the episodes of one environment, over the run's table `algorithm`.
 
-    A table here replaces the run's whole table. Settings of a step as a whole are refused.
-    `advantage` is `gae` in all environments or in none; its statistics over a batch cover all
-    environments with the same function and arguments.
+    A table in this one replaces the run's whole table. Settings that concern a whole step are
+    refused. `advantage` is `gae` in all environments or in none. An advantage's statistics over a
+    batch cover all environments with the same function and arguments.
     """
 
     if TYPE_CHECKING:
@@ -77,7 +77,10 @@ class EnvironmentAlgorithmSection(_Settings):
         return algorithm.model_copy(update=own)
 
     def refusal(self, algorithm: AlgorithmSection) -> str:
-        """Returns the rule that this table over `algorithm` breaks, or "" if it breaks none."""
+        """Returns the rule that this table over `algorithm` breaks, or "" if it breaks none.
+
+        Raises ValueError like `over`.
+        """
         own = self.over(algorithm)
         if (own.advantage == "gae") != (algorithm.advantage == "gae"):
             return (
@@ -145,13 +148,13 @@ class EnvironmentAlgorithms:
         return any(each.own_functions for each in self.distinct)
 
     def place(self, environment: str) -> int:
-        """The index of the environment's algorithm in `distinct`."""
+        """Returns the index of the environment's algorithm in `distinct`."""
         return self.places.get(environment, 0)
 
     def get(self, environment: str) -> AlgorithmSection:
-        """The algorithm of an environment."""
+        """Returns the algorithm of an environment."""
         return self.distinct[self.place(environment)]
 
     def loss_weight(self, environment: str) -> float:
-        """The factor of all losses of an environment's tokens."""
+        """Returns the factor of all losses of an environment's tokens."""
         return self.loss_weights.get(environment, 1.0)

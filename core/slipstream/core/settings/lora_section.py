@@ -15,7 +15,7 @@ FUSED = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-# What `linear_qkv` stands for in latent attention: matrices of their own.
+# The separate matrices that `linear_qkv` stands for in latent attention.
 LATENT = {
     "linear_q_proj": ("q_proj",),
     "linear_q_down_proj": ("q_a_proj",),
@@ -23,7 +23,7 @@ LATENT = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
 }
-# What `linear_qkv` and `linear_proj` stand for in delta nets.
+# The matrices that `linear_qkv` and `linear_proj` stand for in delta nets.
 DELTA = {"in_proj": ("in_proj_qkvz", "in_proj_ba"), "out_proj": ("out_proj",)}
 Target = Literal[
     "linear_qkv",
@@ -133,11 +133,11 @@ class LoraSection(Section):
         has_delta_nets: bool = False,
         has_fused_experts: bool = False,
     ) -> Iterator[str]:
-        """Yields one line for each rule broken for a model with `num_experts`, 0 for a dense model.
+        """Yields one line for each rule that these settings break for a model.
 
-        `latent_tp` is the tensor parallel size of a model with latent attention, else 0.
-        `has_delta_nets` says that some layers are gated delta nets, `has_fused_experts` that files
-        hold one tensor for all experts of a layer.
+        `num_experts` is 0 for a dense model. `latent_tp` is the learner's tensor parallel size for
+        a model with latent attention, else 0. `has_delta_nets` says that some layers are gated
+        delta nets, `has_fused_experts` that files hold one tensor for all experts of a layer.
 
         vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another
         format.

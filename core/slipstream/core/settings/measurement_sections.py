@@ -1,4 +1,4 @@
-"""The sections on evaluation, tracking and profiling."""
+"""The sections on environments, evaluation, tracking, profiling and debugging."""
 
 from __future__ import annotations
 

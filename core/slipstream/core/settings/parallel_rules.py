@@ -115,7 +115,7 @@ _BALANCING = "moe_router_load_balancing_type"
 
 
 def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
-    """Yields one line for each setting with which training and sampling policy would differ."""
+    """Yields one line for each setting with which trained and sampling policy would differ."""
     for name, value in transformer.items():
         if name in FROM_MODEL:
             yield f"{SECTION}.{name} cannot be set, got {value!r}: config.json decides it"

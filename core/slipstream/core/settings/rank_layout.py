@@ -1,4 +1,4 @@
-"""The ranks of each parallel group, by arithmetic alone, in Megatron's order of ranks."""
+"""Computes the ranks of each parallel group, in Megatron's order, without Megatron."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ class RankLayout:
         return _grid_groups(expert) | _grid_groups(dense)
 
     def describe(self, *, has_experts: bool) -> str:
-        """Returns a line of sizes, and for each kind with several ranks a line of its groups."""
+        """Returns a line of sizes, and for each kind with several ranks a line of its groups.
+
+        Groups of experts are left out if `has_experts` is false.
+        """
         found = self.groups()
         noun = "rank" if self.world_size == 1 else "ranks"
         sizes = f"tp {self.tp}, pp {self.pp}, cp {self.cp}, dp {self.dp}"

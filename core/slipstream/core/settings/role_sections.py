@@ -18,10 +18,9 @@ _OWN = ("parallel", "ddp", "optimizer", "transformer", "weight_decay", "grad_cli
 
 
 class ReferenceServerSection(Section):
-    """A vLLM server that answers for the reference model, as OpenAI's API with `prompt_logprobs`.
+    """A vLLM server that runs the reference model, with OpenAI's API and `prompt_logprobs`.
 
-    Rollout servers ask it about every episode that may be trained. Its tokenizer must be the
-    policy's.
+    Rollout servers send it every episode that may be trained. Its tokenizer must be the policy's.
     """
 
     # Address of its API, such as http://127.0.0.1:9000/v1.
@@ -39,11 +38,11 @@ class ReferenceServerSection(Section):
 
 
 class ReferenceSection(Section):
-    """The model from which the policy's divergence is measured, on the policy's ranks.
+    """The model from which the policy's divergence is measured, by default on the policy's ranks.
 
     It exists when `algorithm.kl.coefficient` > 0. Without a table `parallel` it has the policy's
-    layout. With `lora.rank` > 0 and the defaults it is the policy with its adapters switched off
-    and takes no memory of its own, but not with `algorithm.router_replay`.
+    layout. With `lora.rank` > 0, default settings and no `algorithm.router_replay`, it is the
+    policy with its adapters switched off, and takes no memory of its own.
     """
 
     # Hugging Face folder, by default `model.path`.
@@ -77,8 +76,8 @@ class ReferenceSection(Section):
 class CriticSection(Section):
     """The model that estimates the expected return, for `algorithm.advantage = "gae"`.
 
-    Its body starts like the policy's, its head from `run.seed`. It has the policy's mini-batches
-    and, without a table `parallel`, its layout.
+    Its body starts with the weights in `path`, its head with random weights from `run.seed`. It has
+    the policy's mini-batches and, without a table `parallel`, the policy's layout.
     """
 
     # Hugging Face folder of its body, by default `model.path`.
@@ -127,12 +126,16 @@ RoleSection: TypeAlias = ReferenceSection | CriticSection
 
 
 def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
-    """Returns the learner's settings, some of them replaced by the role's own."""
+    """Returns the learner's settings, with the role's own settings in place of the learner's."""
     return learner.model_copy(update=_own(role))
 
 
 def renamed(problem: str, name: str, role: RoleSection) -> str:
-    """Returns `problem`, a message on `in_place_of`'s settings, with the user's names for them."""
+    """Returns `problem`, a message about settings of `in_place_of`, with the role's names for them.
+
+    For example, `learner.parallel` becomes `critic.parallel` if `name` is "critic" and `role` has
+    that table.
+    """
     for key in _own(role):
         problem = re.sub(rf"\blearner\.{key}\b", f"{name}.{key}", problem)
     return re.sub(r"\bmodel\.path\b", f"{name}.path", problem) if role.path else problem

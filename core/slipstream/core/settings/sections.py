@@ -108,9 +108,10 @@ class SamplingSection(Section):
         return self.max_total_tokens or self.max_episode_tokens
 
     def to_pb(self) -> fleet_pb2.SamplingSettings:
-        """Returns the wire form: each of its fields is the setting of the same name.
+        """Returns these settings as a message, whose fields have the settings' names.
 
-        It leaves out `adapter`, which each environment has, and `ignore_eos`, which `debug` has.
+        The fields `adapter` and `ignore_eos` stay unset: they come from an environment and from
+        `debug`.
         """
         values: dict[str, Any] = {
             name: getattr(self, name)
@@ -124,7 +125,7 @@ QueueEnd: TypeAlias = Literal["controller", "rollout_server"]
 
 
 class QueueUserSection(Section):
-    """The user as which one end of the queue logs in to Redis."""
+    """The Redis user of one end of the queue."""
 
     # Name of the user, with the rights that [security](security.md) lists.
     user: Annotated[str, Field(min_length=1)]
@@ -198,8 +199,8 @@ class CurriculumSection(Section):
 
     Tasks are drawn in proportion to 4 p (1 - p), where p is the mean success of the task's newest
     groups, from 0 at `failed_reward` to 1 at `solved_reward` of the environment's algorithm. A task
-    without a result counts as 1. Without this table each task comes once, in a seeded order, and
-    then again.
+    without a result has weight 1. Without this table each task comes once, in a seeded order,
+    before any task comes again.
     """
 
     # Newest groups of a task that count.
@@ -401,7 +402,7 @@ class LearnerSection(Section):
 
     @property
     def plans_recompute(self) -> bool:
-        """Whether the trainer plans by itself which activations are computed again."""
+        """Whether the trainer, and not the user, chooses the activations that are recomputed."""
         by_hand = ("recompute_granularity", "cpu_offloading")
         return self.recompute == "auto" and not any(map(self.transformer.get, by_hand))
 
@@ -477,7 +478,10 @@ class RolloutServerSection(Section):
         return self.quantization != "off" or cache.startswith("fp8")
 
     def is_eager(self, *, on_cpu: bool) -> bool:
-        """Whether the engine runs eagerly, without compiling; by default, on CPUs only."""
+        """Whether the engine runs eagerly, without compilation.
+
+        By default it does so on CPUs only.
+        """
         return on_cpu if self.enforce_eager is None else self.enforce_eager
 
     def has_graphs(self, *, on_cpu: bool) -> bool:
@@ -486,7 +490,7 @@ class RolloutServerSection(Section):
 
 
 class SecuritySection(Section):
-    """TLS and the token; addresses other than loopback need both."""
+    """TLS and the token. Addresses other than loopback need both."""
 
     # PEM file of the certificate that this end shows, the service's or a caller's. It needs
     # `tls_key`.

@@ -135,7 +135,10 @@ def profile_problems(config: Tables) -> Iterator[str]:
 
 
 def role_problems(config: Tables) -> Iterator[str]:
-    """Yields problems of each role's parallel layout, in which the learner's sizes are defaults."""
+    """Yields one line for each rule that the parallel layout of the reference or the critic breaks.
+
+    Sizes that a role's table leaves out are the learner's.
+    """
     learner, sampling = config.learner, config.sampling
     for name, role in config.roles.items():
         own = in_place_of(learner, role)
@@ -239,7 +242,10 @@ def size_problems(config: Tables) -> Iterator[str]:
 
 
 def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
-    """Yields one line for each limit that trajectories of `num_bytes` exceed: message, queue."""
+    """Yields one line for each limit that trajectories of `num_bytes` bytes exceed.
+
+    The limits are the largest message and the size of the queue.
+    """
     if num_bytes > _MAX_TRAJECTORY_BYTES:
         sampling = config.sampling
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
@@ -254,7 +260,7 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
 
 
 def algorithm_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with a table `algorithm`."""
+    """Yields one line for each setting that conflicts with an algorithm of the run."""
     algorithm, sampling = config.algorithm, config.sampling
     for environment in config.environments:
         own = environment.algorithm
@@ -319,7 +325,7 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
 
 
 def lora_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with the adapters."""
+    """Yields one line for each setting that conflicts with the settings of adapters."""
     rank, tp = config.lora.rank, config.learner.parallel.tp
     if rank % tp:
         yield f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"

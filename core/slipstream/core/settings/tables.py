@@ -1,4 +1,4 @@
-"""The tables of a run's settings, each of them valid by itself."""
+"""All tables of a run's settings, each checked without the others."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,9 +79,9 @@ class Tables(Section):
 
     @property
     def staging(self) -> StageSetting:
-        """The value of `debug.stage_on_server`, with "auto" resolved if engines sleep.
+        """The value of `debug.stage_on_server`, where "auto" becomes false if engines sleep.
 
-        "auto" then becomes false, since engines sleep to free their memory.
+        Staged weights would take the memory that sleeping engines free.
         """
         stage = self.debug.stage_on_server
         return False if stage == "auto" and self.controller.turns == "sleep" else stage
@@ -106,25 +106,25 @@ class Tables(Section):
 
     @property
     def algorithms(self) -> EnvironmentAlgorithms:
-        """The algorithm of each environment; computed anew at each access."""
+        """The algorithm of each environment; each access computes it again."""
         tables = [(each.name, each.algorithm) for each in self.environments]
         return EnvironmentAlgorithms.of(self.algorithm, tables)
 
     def algorithm_of(self, environment: str) -> AlgorithmSection:
-        """The algorithm of one environment."""
+        """Returns the algorithm of the environment with the name `environment`."""
         if all(each.algorithm is None for each in self.environments):
             return self.algorithm
         return self.algorithms.get(environment)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a step uses the reference model: for a KL penalty, or in own functions."""
+        """Whether a step uses the reference model, for a KL penalty or the user's own functions."""
         algorithms = self.algorithms
         has_readers = algorithms.has_own and self.reference is not None
         return algorithms.measures_divergence or has_readers
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        """The tables `reference` and `critic`, by name, as far as the settings have them."""
+        """The tables `reference` and `critic` that the settings have, by name."""
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}

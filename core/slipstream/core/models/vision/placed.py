@@ -24,7 +24,7 @@ class PlacedImage(NamedTuple):
     data: bytes
 
     def moved(self, distance: int) -> PlacedImage:
-        """Returns the image `distance` tokens further on."""
+        """Returns the image with its offset increased by `distance` tokens."""
         return self._replace(offset=self.offset + distance)
 
 
@@ -74,9 +74,9 @@ def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
 
 
 async def check_pixels(images: Sequence[PlacedImage]) -> None:
-    """Decodes images in threads, one after the other. Raises ValueError for a broken one.
+    """Decodes the images in threads, one after the other. Raises ValueError for a broken image.
 
-    Other code may miss a broken image: tokens are counted by its header alone, and the engine,
+    Other code may miss a broken image: tokens are counted from its header only, and the engine,
     which decodes images, never sees replies that the environment gives.
     """
     for image in images:

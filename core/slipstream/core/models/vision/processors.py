@@ -1,7 +1,7 @@
-"""The image processor of a model folder, whose family decides its class: Qwen's, or Pixtral's.
+"""Loads the image processor of a model folder: Qwen's or, for Mistral 3, Pixtral's.
 
-Pixtral is the tower of Mistral 3. Its image is one token for each merged patch, a break token after
-each row, and an end token.
+Pixtral turns an image into one token for each merged patch, a break token after each row, and an
+end token.
 """
 
 import functools
@@ -33,7 +33,7 @@ class PixtralProcessor(ImageProcessor):
     break_id: int
     end_id: int
 
-    # Positions are those of text.
+    # Positions have one axis, as in text.
     has_axes = False
 
     @property
@@ -124,9 +124,9 @@ def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
 def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Returns the token ids of `ROW_TOKENS` by field name.
 
-    `names` is the table of processor_config.json, `tokenizer` that of tokenizer.json. A token that
-    the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for tables of another
-    form.
+    `names` is the table of processor_config.json, and `tokenizer` the table of tokenizer.json. A
+    token that the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for tables
+    of another form.
     """
     ids = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
     wanted = {name: names.get(name, default) for name, default in ROW_TOKENS.items()}
@@ -134,7 +134,7 @@ def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[s
 
 
 def load_processor(folder: str | Path) -> ImageProcessor:
-    """Returns the processor of a folder. Raises ConfigError for one that cannot be read."""
+    """Returns the image processor of a folder. Raises ConfigError if its files cannot be read."""
     return _load(str(folder))
 
 
