@@ -1,4 +1,4 @@
-"""The controller: leases groups to servers, forms batches for the trainer and orders publishes.
+"""The controller, which leases groups to servers, forms batches and orders publishes.
 
 It never imports torch, vllm or megatron.
 """

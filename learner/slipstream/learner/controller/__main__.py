@@ -34,7 +34,10 @@ class DescriptorLog(logging.Handler):
 
 
 def write_line(descriptor: int, text: str) -> None:
-    """Writes a line unbuffered: a buffer that cannot be flushed at exit changes the exit code."""
+    """Writes a line to a file descriptor without a buffer; ignores errors of the write.
+
+    A buffer that cannot be flushed at exit would change the exit code.
+    """
     data = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
         while data:
@@ -42,7 +45,10 @@ def write_line(descriptor: int, text: str) -> None:
 
 
 def main() -> int:
-    """Runs one controller; exit code 2 for a configuration that cannot work, 1 for a failed run."""
+    """Runs one controller and returns its exit code.
+
+    The code is 0 after a successful run, 1 after a failed run, 2 for settings that cannot work.
+    """
     parser = argparse.ArgumentParser(prog="slipstream-controller", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Assembles the parts of the controller and runs them from the first hello to the summary."""
+"""Assembles the parts of the controller and runs them until the run's summary is written."""
 
 import asyncio
 import contextvars
@@ -69,9 +69,9 @@ DRAIN_LIMIT_S = 20.0
 # trainer whose disk hangs reports it within this time, and a dead one is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
-# Least time between two looks at the files of results, which ask the disk.
+# Least seconds between two updates of the file of suspended environments.
 LOOK_S = 0.05
-# Characters of the cause for which a task of the controller ended.
+# Largest length, in characters, of the error that ended a task of the controller.
 MAX_CAUSE = 500
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class RunTasks(asyncio.TaskGroup):
     """The task group of a controller: if a task raises, the run fails; other tasks go on."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
-        """Takes `fail`, which is called with a text: the name of the task and its error."""
+        """Takes `fail`, which is called with the cause when a task raises an error."""
         super().__init__()
         self._fail = fail
 
@@ -103,11 +103,11 @@ class RunTasks(asyncio.TaskGroup):
         try:
             task = super().create_task(told, name=name, context=context)
         except RuntimeError:
-            # A call of the last moment: the server ends behind the tasks.
+            # A late call: the gRPC server stops after the task group has ended.
             told.close()
             coro.close()
             raise
-        # A task that is cancelled before it starts never awaits it.
+        # A task that is cancelled before it starts never awaits `coro`.
         task.add_done_callback(lambda _: coro.close())
         return task
 
@@ -135,7 +135,7 @@ class RunTasks(asyncio.TaskGroup):
 
 
 class Controller:
-    """The controller of one run; `run` closes everything it opened, then returns the exit code."""
+    """The controller of one run; `run` serves the run and returns the exit code."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Controller:
         publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
         former: Callable[..., BatchFormer] = BatchFormer,
     ) -> None:
-        """Takes the settings; a caller may replace the classes `publisher` and `former`.
+        """Takes the settings; `publisher` and `former` replace the classes that it uses.
 
         At the end of the run the controller waits for the trainer's goodbye. The run fails if the
         trainer then makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds.
@@ -179,7 +179,10 @@ class Controller:
         self._fleet = Fleet(self._run)
 
     async def run(self) -> int:
-        """Serves until the run has ended and its results are written; returns 1 when it failed."""
+        """Serves until the run has ended and its results are written.
+
+        Returns 1 if the run failed, else 0.
+        """
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))
@@ -229,7 +232,7 @@ class Controller:
                     await self._wind_down()
                 for task in background:
                     task.cancel()
-            # A later controller has servers, trainer and files now.
+            # If it is fenced, a later controller now has the servers, the trainer and the files.
             if not journal.is_fenced:
                 await self._results.write(
                     self._evaluator.results,
@@ -275,7 +278,7 @@ class Controller:
         self._progress.stop(reason)
 
     def _has_evaluated(self) -> bool:
-        """Whether no evaluation is left and each result is on the disk.
+        """Whether no evaluation is left and every result is written to disk.
 
         A controller that resumes this run could not measure a missing result: the trainer has left
         by then.
@@ -414,7 +417,7 @@ class Controller:
         await self._health.tell(serving=False)
 
     async def _wind_down(self) -> None:
-        """Waits for the trainer's goodbye, then drains the servers; each wait is limited."""
+        """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""
         clock, fleet = self._run.clock, self._fleet
         if self._progress.has_trainer and not self._progress.has_failed:
             await await_goodbye(self._run, self._trainer, silence_s=self._silence_s)

@@ -52,10 +52,10 @@ class EvaluatedEpisode:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Returns the unbiased estimate of pass@k: the chance that one of `k` replies passes.
+    """Returns the unbiased estimate of pass@k: the chance that any of `k` replies passes.
 
-    `k` of the `num_samples` replies, of which `num_passed` passed, are drawn without replacement:
-    1 - C(n - c, k) / C(n, k), the estimator of arXiv:2107.03374. Needs k <= num_samples.
+    The `k` replies are drawn without replacement from `num_samples` replies, of which `num_passed`
+    passed: 1 - C(n - c, k) / C(n, k), the estimator of arXiv:2107.03374. Needs k <= num_samples.
     """
     assert 0 <= num_passed <= num_samples
     assert 1 <= k <= num_samples
@@ -71,9 +71,9 @@ def evaluation_statistics(
 ) -> dict[str, float]:
     """Returns the statistics of one evaluation in one round, by the names in docs/metrics.md.
 
-    Without an episode it returns only the counts. For each k of `pass_at`, `pass_at_k` is the mean
-    over the tasks with at least k episodes that did not fail; without such a task it is left out.
-    An episode passes with a reward of at least `pass_reward`.
+    Returns only the counts if there is no episode. For each k in `pass_at`, the statistic
+    `pass_at_k` is the mean over the tasks that have at least k episodes that did not fail; it is
+    left out if there is no such task. An episode passes with a reward of at least `pass_reward`.
     """
     counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
     if not episodes:
@@ -125,7 +125,7 @@ class Round:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The result of one round; `reward_mean` is over all its episodes, NaN if there are none."""
+    """The result of one round; `reward_mean` is the mean over its episodes, or NaN without any."""
 
     step: int
     reward_mean: float
@@ -158,10 +158,7 @@ class Evaluator:
         *,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
-        """Takes the parts of the controller that it uses, and `on_result`.
-
-        `on_result` is called with the result of every finished round.
-        """
+        """Takes `on_result`, which is called with the result of every finished round."""
         self._run, self._progress = run, run.progress
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments
@@ -177,7 +174,10 @@ class Evaluator:
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the journaled results; requests the newest due evaluation without a result."""
+        """Restores the journaled results.
+
+        Requests the newest due evaluation if it has no result.
+        """
         for record in history.evaluations:
             mean = record["reward_mean"]
             self._keep(
@@ -219,13 +219,13 @@ class Evaluator:
         return self._round is None and self._wanted_step is None
 
     def _want_the_last(self) -> None:
-        """Requests the final evaluation of a run that ends early, as all its tasks are solved."""
+        """Requests the final evaluation of a run that ends early because all tasks are solved."""
         progress = self._progress
         if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Restarts a round on another server when its server is lost."""
+        """If the running round uses `session`, ends the round and requests it again."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -269,10 +269,10 @@ class Evaluator:
             self._scheduler.reserved[session.key] = len(self._round.waiting)
 
     def _chosen(self) -> ServerSession | None:
-        """Returns the server for the next round; None if none is suitable or no evaluation is due.
+        """Returns the server for the next round, or None if no server suits or no round is due.
 
-        Prefers a server with the environments loaded, then a pinned one, then any other that serves
-        a suitable version. Unpins all other servers, because nothing else would unpin them.
+        Prefers a server with the environments loaded, then a pinned server, then any other that
+        serves a suitable version. Unpins all other servers, because nothing else would unpin them.
         """
         if self._wanted_step is None:
             return None
@@ -290,7 +290,7 @@ class Evaluator:
     def _suits(self, version: PolicyVersion) -> bool:
         """Whether the round may measure `version`: the wanted version or a newer one.
 
-        After the last step only the final version qualifies.
+        Once the last version is wanted, only that version qualifies.
         """
         wanted, last = self._wanted_step, self._progress.last_step
         assert wanted is not None

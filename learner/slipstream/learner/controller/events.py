@@ -15,7 +15,7 @@ MAX_EVENTS = 10_000
 # Newest events that keep their metrics; metrics.jsonl has the metrics of all steps.
 MAX_METRICS = 100
 MAX_CHARACTERS = 16_384
-# All kept events together; 10,000 ordinary ones take a tenth.
+# Largest size of all kept events together; 10,000 ordinary events take a tenth of it.
 MAX_BYTES = 16 << 20
 # Changes within this time wake a task once.
 GATHER_S = 0.005
@@ -34,8 +34,8 @@ class Severity(Enum):
 class Signal:
     """A signal that wakes all tasks that wait for the state to change.
 
-    Unblocked by: `notify`, or the time limit of a wait. A waiter checks its condition again after
-    each wake-up.
+    A wait ends at `notify` or at its time limit. The task checks its condition again after each
+    wait.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class Signal:
     async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
         """Waits for `notify` and then `gather_s` more seconds; gives up after `timeout_s`.
 
-        The wait gathers further changes: every trajectory is a change, and waking a task for each
-        costs more than the task's check.
+        The additional seconds gather further changes: every trajectory is a change, and to wake a
+        task for each would cost more than the task's check.
         """
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()

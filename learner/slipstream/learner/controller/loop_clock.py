@@ -1,4 +1,4 @@
-"""The clocks of the controller: one that leaves out stalls of the event loop, and a stopwatch."""
+"""The controller's clock, which leaves out stalls of the event loop, and a stopwatch."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """A stopwatch: the total of the seconds in which it ran."""
+    """A stopwatch that adds up the seconds in which it runs."""
 
     def __init__(self) -> None:
         self._running_since_s: float | None = None
@@ -28,7 +28,7 @@ class Stopwatch:
             self._running_since_s = now_s
 
     def total_s(self, now_s: float) -> float:
-        """Seconds in which the stopwatch has run until `now_s`."""
+        """Returns the seconds in which the stopwatch has run until `now_s`."""
         since_s = self._running_since_s
         return self._total_s + (0.0 if since_s is None else now_s - since_s)
 
@@ -56,16 +56,19 @@ class LoopClock:
         return min(now_s, self._due_s) - self._missed_s
 
     def look(self, now_s: float, next_s: float) -> None:
-        """Notes that the loop runs at `now_s`, and will call again by `next_s` unless it stalls."""
+        """Notes that the loop runs at `now_s`; the next call is due by `next_s`."""
         self._missed_s += max(0.0, now_s - self._due_s)
         self._due_s = next_s
 
     def now_s(self) -> float:
-        """The clock's present time."""
+        """Returns the present time of this clock."""
         return self.at(time.monotonic())
 
     async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """Returns the result of `coming`; raises TimeoutError after `limit_s` by this clock."""
+        """Returns the result of `coming`; raises TimeoutError after `limit_s` of this clock.
+
+        `coming` is cancelled if it has not ended by then.
+        """
         future = asyncio.ensure_future(coming)
         try:
             await self.wait([future], limit_s)
@@ -76,7 +79,7 @@ class LoopClock:
             future.cancel()
 
     async def wait(self, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
-        """Waits until all futures are done, at most `limit_s` seconds of this clock."""
+        """Waits until all futures are done or `limit_s` seconds of this clock have passed."""
         until_s = self.now_s() + limit_s
         pending = {future for future in futures if not future.done()}
         while pending and (left_s := until_s - self.now_s()) > 0:

@@ -64,9 +64,12 @@ class _Record(BaseModel):
 
 
 class ModelFolder(_Record):
-    """The name of a model's folder and the digests of its files, which a receipt does not hold."""
+    """The name of a model's folder and the digests of its files.
 
-    # The setting that names it.
+    A receipt holds this record but not the files.
+    """
+
+    # The setting that names the folder.
     setting: str
     # OWNER/NAME@COMMIT of a model of the hub, else the folder in the settings.
     name: str
@@ -92,7 +95,7 @@ class Receipt(_Record):
         return _digest(self.encoded())
 
     def encoded(self) -> bytes:
-        """The bytes of `receipt.json`."""
+        """Returns the bytes of `receipt.json`."""
         return self.model_dump_json(indent=1).encode()
 
 
@@ -101,7 +104,7 @@ def pack(run: Path, out: Path) -> None:
 
     The same run gives the same bytes. No process may write to the folder meanwhile. Raises
     ConfigError if a file is missing or contains a secret, if no step is journaled, or if `out`
-    exists.
+    exists or cannot be written.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it, or name another file by --out")
@@ -133,8 +136,8 @@ def pack(run: Path, out: Path) -> None:
 def unpack(path: Path, folder: Path) -> Receipt:
     """Writes the files of the receipt `path` into `folder`, and returns its `receipt.json`.
 
-    Raises ProtocolError unless the files are exactly those listed, with the same digests and with
-    names that `CONTENTS` matches. It never writes more bytes than are listed.
+    Raises ProtocolError unless the archive holds exactly the listed files, with the listed digests
+    and with names that match `CONTENTS`. Never writes more bytes than are listed.
     """
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -145,7 +148,10 @@ def unpack(path: Path, folder: Path) -> Receipt:
 
 
 def describe_model(setting: str, path: Path) -> ModelFolder:
-    """Returns the name of a model's folder and its files' digests, or no files if it is missing."""
+    """Returns the name of the model folder `path` and the digests of its files.
+
+    `setting` is the setting that names the folder. `files` is empty if the folder is missing.
+    """
     found = _SNAPSHOT.search(str(path))
     name = f"{found[1]}/{found[2]}@{found[3]}" if found else str(path)
     files = {file for pattern in _MODEL_FILES for file in path.glob(pattern) if file.is_file()}
@@ -211,7 +217,10 @@ def _models(config: Config) -> Iterator[ModelFolder]:
 
 
 def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
-    """Raises ConfigError for a setting that is a secret by its name, or a URL with a password."""
+    """Raises ConfigError for a setting that is a secret by its name, or a URL with a password.
+
+    `keys` is the path of `value` in the settings.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_settings(inner, (*keys, key))
@@ -228,7 +237,7 @@ def _check_settings(value: JsonValue, keys: tuple[str, ...]) -> None:
 
 
 def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, value) of each secret in settings' files, the Redis URL and the environment."""
+    """Yields (name, value) of each secret in secret files, the Redis URL and the environment."""
     security, queue = config.security, config.queue
     files = {
         "security.token_file": security.token_file,
@@ -255,7 +264,7 @@ def write_receipt(path: Path, receipt: Receipt, files: Mapping[str, Path]) -> No
     """Writes the archive; `files` maps the name of each listed file to its path."""
     with (
         path.open("wb") as file,
-        # Neither the time nor the file's name is in it.
+        # The archive contains neither the time nor its file name.
         gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):

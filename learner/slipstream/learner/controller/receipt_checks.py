@@ -1,9 +1,9 @@
-"""Packs a run into a receipt, or checks one; a program that `slipstream receipt` starts.
+"""Packs a run into a receipt, or checks a receipt; `slipstream receipt` starts this program.
 
-A check without a model shows that the files are those that were packed and the journal is whole.
-Each version must follow from the one before, by a batch that keeps the staleness bound. The
-ledger's counts must agree, and the rewards in the metrics must be those of the trained
-trajectories. Only a replay shows that the digests are those of the weights.
+The checks need no model. They show that the files are unchanged, that the journal is complete, and
+that each version follows from the version before by a batch within the staleness bound. They also
+show that the ledger's counts agree and that the rewards in the metrics are the rewards of the
+trained trajectories. Only a replay shows that the digests match the weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from slipstream.protocol.bounds import one_line
 Record = Mapping[str, Any]
 # Characters of a line that is shown.
 MAX_LINE = 1000
-# Fates of tokens whose sum is that of all generated tokens.
+# Fates of tokens; their counts add up to the number of generated tokens.
 FATES = (
     *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
     *("judged", "queued", "in_flight", "lost", "difference"),
@@ -65,7 +65,7 @@ class Story:
 
     @classmethod
     def read(cls, receipt: Receipt, folder: Path) -> Story:
-        """Reads the unpacked files; raises SlipstreamError if one is damaged."""
+        """Reads the unpacked files; raises SlipstreamError if a file is damaged."""
         records = list(read_records(folder / JOURNAL))
         summary = _table(SUMMARY, (folder / SUMMARY).read_text())
         config = load_config(folder / CONFIG)
@@ -91,7 +91,10 @@ def main() -> int:
 
 
 def check(path: Path) -> int:
-    """Prints one line for each check of a receipt; returns 1 at the first that fails, else 0."""
+    """Prints the result of each check of the receipt `path`.
+
+    Returns 1 at the first check that fails, or 0 if all pass.
+    """
     with tempfile.TemporaryDirectory(prefix="slipstream-receipt-") as unpacked:
         folder = Path(unpacked)
         try:
@@ -116,7 +119,10 @@ def _journal(story: Story) -> Iterator[str]:
 
 
 def _versions(story: Story) -> Iterator[str]:
-    """Checks that the journal has each version and its batch; yields lines that describe them."""
+    """Checks that the journal has each version and its batch, and yields a line about them.
+
+    Raises ProtocolError if not. Fills in the rewards, tokens and lags of `story`.
+    """
     history, newest = story.history, story.summary.get("weight_digest")
     incarnation = 0
     recorded = {record["step"]: record for record in story.records if record["kind"] == "step"}
@@ -159,7 +165,10 @@ def _staleness(story: Story) -> Iterator[str]:
 
 
 def _ledger(story: Story) -> Iterator[str]:
-    """Compares the token ledger in the summary with journal and batches; yields a line on it."""
+    """Compares the token ledger in the summary with journal and batches; yields a line about it.
+
+    Raises ProtocolError if they differ.
+    """
     ledger = story.summary.get("ledger")
     if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in FATES):
         raise ProtocolError(f"{SUMMARY} has no whole ledger")
@@ -176,7 +185,10 @@ def _ledger(story: Story) -> Iterator[str]:
 
 
 def _curve(story: Story) -> Iterator[str]:
-    """Compares metrics.jsonl with the rewards of batches and evaluations; yields lines on them."""
+    """Compares metrics.jsonl with the rewards of batches and evaluations; yields lines about them.
+
+    Raises ProtocolError if they differ.
+    """
     rows = _rows(story.folder / METRICS)
     steps = [row["step"] for row in rows if "step" in row]
     if steps != list(story.rewards):
@@ -223,9 +235,9 @@ def _table(name: str, text: str) -> dict[str, Any]:
 
 
 def _here(story: Story, kind: str, now: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-    """Yields how the recorded facts about the machine, of one `kind`, differ from this machine's.
+    """Yields the recorded facts of one `kind`, and how they differ from this machine's facts.
 
-    The record is that of the run's newest start; `now` returns the facts of this machine.
+    The facts were recorded at the run's newest start; `now` returns this machine's facts.
     """
     told = [record.get(kind) for record in story.records if record["kind"] == "start"][-1]
     if not isinstance(told, dict):
@@ -259,11 +271,11 @@ def _shown(value: object) -> str:
 
 
 def _say(name: str, text: str) -> None:
-    # Names in a receipt are those of strangers.
+    # Strangers may have chosen the names in a receipt.
     print(f"{name:>10}  {one_line(text, MAX_LINE)}", flush=True)
 
 
-# In this order: the versions are followed before what is counted on the way is compared.
+# The order matters: `_versions` counts what the later checks compare.
 CHECKS: Mapping[str, Callable[[Story], Iterator[str]]] = {
     "journal": _journal,
     "versions": _versions,

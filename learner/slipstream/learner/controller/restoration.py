@@ -1,4 +1,4 @@
-"""Continues the run of an earlier controller, and journals what its next start needs."""
+"""Restores a run from its journal, and journals the state that a later start needs."""
 
 import itertools
 import secrets
@@ -33,7 +33,7 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     """Reads the journal in `folder`, adds a record of this start, and returns the state so far.
 
     The progress of `run` gets id, key and version from the journal. Raises ConfigError if the run
-    may not resume here.
+    may not resume here, and ProtocolError if the journal is damaged.
     """
     records = read_records(folder)
     first = next(records, None)
@@ -88,7 +88,10 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
 
 
 def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: Run) -> None:
-    """Restores all parts to the end of the journal; called before any server connects."""
+    """Restores all parts to the end of the journal, before any server connects.
+
+    Does nothing at the first start of a run.
+    """
     if history.starts == 1:
         return
     if history.solved and run.config.algorithms.filters:

@@ -73,9 +73,10 @@ class Results:
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
     ) -> bool:
-        """Writes the row of a step; returns False if a repeated step already has its row.
+        """Writes the row of a step and returns True.
 
-        `orders`: the times of the orders that the trainer got since the previous step.
+        Returns False if the step was repeated and already has its row. `orders` are the times of
+        the orders that the trainer got since the previous step.
         """
         books = self._books
         journal_servers(books.journal, books.ledger)
@@ -155,7 +156,10 @@ class Results:
         )
 
     async def watch_ledger(self) -> None:
-        """Adds an error event for each hand-over whose counts begin to differ, until cancelled."""
+        """Adds an error event for each hand-over of trajectories whose two counts begin to differ.
+
+        Runs until the task is cancelled.
+        """
         while True:
             await asyncio.sleep(LEDGER_S)
             self._tell_gaps()
@@ -173,7 +177,7 @@ class Results:
 
     @property
     def has_all_evaluations(self) -> bool:
-        """Whether each result that `evaluated` got is on the disk."""
+        """Whether each result that was passed to `evaluated` is written to disk."""
         return self._evaluated is None or self._evaluated.done()
 
     async def write(
@@ -183,7 +187,10 @@ class Results:
         hello: trainer_pb2.TrainerHello | None,
         goodbye: trainer_pb2.TrainerGoodbye | None,
     ) -> None:
-        """Marks the run's progress as ended and writes its summary."""
+        """Marks the run as ended, writes its summary, and closes its event log.
+
+        `hello` and `goodbye` are the trainer's messages, or None if they did not come.
+        """
         progress, books = self._run.progress, self._books
         self._tell_gaps()
         progress.end()

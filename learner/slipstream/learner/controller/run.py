@@ -25,8 +25,8 @@ class RunTraces:
     """Sends tracing spans of each group, from its lease to its step, and of each publish.
 
     A rollout server adds its own spans to the same traces: episodes, calls, deliveries, loads of
-    weights. While `traces` is None all methods do nothing; the application may set it before the
-    first lease.
+    weights. While `traces` is None all methods do nothing; the application may set `traces` before
+    the first lease.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RunTraces:
         )
 
     def completed(self, group_id: GroupId) -> None:
-        """Stores the time at which a group is complete; it waits for its batch from then on."""
+        """Stores the time at which a group became complete and began to wait for its batch."""
         if self.traces is not None:
             _keep(self._complete, group_id)
 
@@ -68,7 +68,10 @@ class RunTraces:
         begin_s: float,
         end_s: float,
     ) -> None:
-        """Sends the spans of a step and of its `groups`: id, environment and task index of each."""
+        """Sends the spans of a step and of its `groups`: (id, environment, task index) of each.
+
+        The step made `version`. It lasted from `begin_s` to `end_s`, in Unix seconds.
+        """
         traces = self.traces
         if traces is None:
             return
@@ -108,7 +111,10 @@ class RunTraces:
     def published(
         self, publish_id: str, version: int, *, begin_s: float, num_bytes: int, error: str = ""
     ) -> None:
-        """Sends the span of a publish that began at `begin_s` and ends now."""
+        """Sends the span of a publish that began at `begin_s`, in Unix seconds, and ends now.
+
+        `error` is "" if the publish succeeded.
+        """
         if self.traces is not None:
             self.traces.span(
                 f"publish/{publish_id}",
@@ -201,7 +207,7 @@ class RunProgress:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the run's last progress in which a server served."""
+        """Seconds since the run's last progress, counted only while a server serves."""
         return self._idle.total_s(self._clock.now_s())
 
     def begin(self, run_id: str, run_key: bytes, version: PolicyVersion) -> None:
@@ -210,7 +216,10 @@ class RunProgress:
         self.reached(version)
 
     def trainer_registered(self, places: Iterable[Place]) -> None:
-        """Notes a new trainer and each rank's `Place`; the run is RUNNING if it is not over."""
+        """Notes a new trainer and the `Place` of each of its ranks.
+
+        The state becomes RUNNING unless the run is over.
+        """
         self.has_trainer, self.learner_places = True, tuple(places)
         if not self.is_over:
             self.state = status_pb2.RUN_STATE_RUNNING
@@ -227,13 +236,13 @@ class RunProgress:
     def trainer_failed(self, suspect: str) -> None:
         """Stores `suspect`, a text that names the batch at which the trainer failed.
 
-        It also says how to pass over the batch, and is added to the cause if the run fails. It is
+        The text also says how to skip the batch. It is added to the cause if the run fails, and is
         "" if no batch is to blame.
         """
         self._suspect = suspect
 
     def note_serving(self, is_any: bool) -> None:
-        """Notes whether any server serves; only then does the idle time run."""
+        """Notes whether any server serves; `idle_s` grows only while a server serves."""
         self._idle.note(self._clock.now_s(), running=is_any)
 
     def waits_for(self, what: str) -> None:
@@ -265,7 +274,10 @@ class RunProgress:
         self._signal.notify()
 
     def solve(self, last_step: int, cause: str) -> None:
-        """Makes `last_step` the last version, as all tasks are solved; the run then finishes."""
+        """Makes `last_step` the last version because all tasks are solved; logs `cause`.
+
+        The run finishes after that version.
+        """
         self.last_step, self.solved = last_step, cause
         self._events.add(cause)
         self._signal.notify()
@@ -315,7 +327,7 @@ class Run:
 
     @classmethod
     def of(cls, config: Config, run_id: str) -> Run:
-        """Returns the run of `config` before its first step; a journal may give it another id."""
+        """Returns a new run of `config`; `run_id` is replaced if a journal is resumed."""
         events, signal, clock = EventLog(), Signal(), LoopClock()
         progress = RunProgress(
             run_id, num_steps=config.run.steps, events=events, signal=signal, clock=clock

@@ -1,4 +1,4 @@
-"""Sets aside the batch at which a run fails, in the run's journal, while no controller runs.
+"""Records in a run's journal that a batch will not be trained; no controller may run meanwhile.
 
 Command: `python -m slipstream.learner.controller.set_aside_batch RUN STEP [GROUP ...]`. It prints
 one line.
@@ -19,7 +19,7 @@ CAUSE = "the user asked for it"
 
 
 def main() -> int:
-    """Returns 0 if the batch, or its named groups, are now set aside; 2 if they cannot be."""
+    """Sets aside the batch, or the groups, that the command names; returns 0, or 2 on an error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("step", type=int, help="from 1, as people read it")
@@ -36,7 +36,8 @@ def main() -> int:
 def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAside:
     """Journals that the batch of `step` (from 1), or only its `groups`, will not be trained.
 
-    Raises ConfigError if a controller runs, or if no batch of `step` waits to be trained.
+    Returns the journaled record. Raises ConfigError if a controller runs, if no batch of `step`
+    waits to be trained, or if a group is not in the batch.
     """
     folder = run / JOURNAL
     if not (folder / JOURNAL_LOG).is_file():

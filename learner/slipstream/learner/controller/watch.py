@@ -44,7 +44,7 @@ class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
     def __init__(self, run: Run, books: Books, take_back: Callable[[Group, str], None]) -> None:
-        """Takes `take_back`, which gets each group whose lease makes no progress, and the cause."""
+        """Takes `take_back`, called with a group whose lease makes no progress and the cause."""
         self._journal = books.journal
         self._run, self._progress = run, run.progress
         self._config = run.config
@@ -54,7 +54,10 @@ class RunWatch:
         self._leases = LeaseWatch(self._config.controller.lease_timeout_s)
 
     async def watch_forever(self) -> None:
-        """Removes silent servers and fails a run that cannot continue, until it is cancelled."""
+        """Removes silent servers, takes back overdue leases, and fails a run that cannot continue.
+
+        Runs until the task is cancelled.
+        """
         clock = self._run.clock
         try:
             while True:
@@ -132,7 +135,7 @@ class RunWatch:
 
 
 class CheckpointWatch:
-    """Warns, once for each change, that the newest reported checkpoint cannot be resumed.
+    """Warns when the newest reported checkpoint was removed or damaged, once for each change.
 
     watch.begin(40)  # the journal names a checkpoint of version 40; warns if it is missing
     watch.saved(50)  # the trainer has reported the checkpoint of version 50
@@ -145,9 +148,10 @@ class CheckpointWatch:
         self._newest = 0
 
     def begin(self, recorded: int) -> None:
-        """Warns of newer folders that are no complete checkpoints, or else of a missing checkpoint.
+        """Warns about incomplete checkpoints, or else about a missing checkpoint.
 
-        `recorded` is the version of the journal's newest checkpoint.
+        An incomplete checkpoint is a newer folder without a manifest. `recorded` is the version of
+        the journal's newest checkpoint.
         """
         over = passed_over(self._folder)
         self._newest = max(complete_steps(self._folder), default=0)
@@ -162,7 +166,10 @@ class CheckpointWatch:
             self._newest = step
 
     async def watch_forever(self) -> None:
-        """Warns if the newest checkpoint loses files; looks every `look_s` s until cancelled."""
+        """Checks the newest checkpoint every `look_s` seconds, and warns if it has lost files.
+
+        Runs until the task is cancelled.
+        """
         while True:
             await asyncio.sleep(self._look_s)
             expected = self._newest
@@ -180,9 +187,9 @@ class CheckpointWatch:
 
 
 def _missing(folder: Path, step: int) -> str:
-    """Returns what is wrong with the checkpoint of version `step`.
+    """Returns a text that says why the checkpoint of version `step` is damaged.
 
-    Returns "" if it is complete, or if a newer one exists.
+    Returns "" if it is complete, if a newer checkpoint exists, or if `step` is 0.
     """
     if not step:
         return ""
@@ -236,9 +243,10 @@ class LeaseWatch:
         self._marks: dict[GroupId, _Mark] = {}
 
     def overdue(self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]) -> Overdue:
-        """Returns each overdue lease once, and servers that still run it `CANCEL_LIMIT_S` later.
+        """Returns each overdue lease once, and each server that is late to end such a lease.
 
-        `served_s`: seconds for which each server has served.
+        A server is late `CANCEL_LIMIT_S` seconds of serving after its lease was returned as
+        overdue. `served_s` maps each server to the seconds for which it has served.
         """
         late, stuck, marks = [], [], {}
         for group in groups:

@@ -79,7 +79,7 @@ class Group:
         """Whether an attempt belongs to the present lease; true if the group has no lease.
 
         The end of an attempt of an earlier lease does not end the member, which the present holder
-        runs again. `epoch` is that of the server which made the attempt.
+        runs again. `epoch` is the epoch of the server that made the attempt.
         """
         if self.holder is None:
             return True
@@ -100,8 +100,8 @@ class Group:
     def check_report(self, unfinished: Sequence[int], next_attempt: int) -> None:
         """Raises ProtocolError if the holder's report on its closed lease contradicts the lease.
 
-        `unfinished`: the members that the holder did not end. `next_attempt`: a number above those
-        of all attempts that the holder made, or 0.
+        `unfinished` are the members that the holder did not end. `next_attempt` is larger than the
+        number of every attempt that the holder made, or 0 if the report has no such number.
         """
         assert self.holder is not None
         fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
@@ -131,9 +131,9 @@ class Group:
 
 
 class GroupIds:
-    """Makes the ids of new groups; ids of evaluations contain how often the controller has started.
+    """Makes the ids of new groups; ids of evaluations contain the number of controller starts.
 
-    Evaluations are not restored after a restart, which numbers them from 0 again.
+    A restart does not restore evaluations and numbers them from 0 again.
     """
 
     def __init__(self, next_number: int = 0, starts: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""A pass over servers and groups that grants leases: pure, except that it changes the `LeaseBook`.
+"""A pass over servers and groups that grants leases; it does no I/O.
 
 A pass counts free slots and episodes once and updates these counts with each grant. The result is
-the same as that of a scan of all servers and all groups before every single lease.
+the same as if all servers and all groups were scanned before every single lease.
 """
 
 import heapq
@@ -18,7 +18,11 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 
 
 class LeaseWait(IntEnum):
-    """The reason why the next lease waits; if several apply, the one with the largest value."""
+    """The reason why the next lease waits.
+
+    Each server is checked in the order of the values; the reason is the last check that a server
+    reached.
+    """
 
     NOTHING = 0
     SERVER = 1
@@ -63,7 +67,7 @@ class Grant:
 
     session: ServerSession
     group: Group
-    # Number of the group among those of its environment, or -1 if the task was leased before.
+    # Number of the group in its environment, or -1 if the task was leased before.
     number: int = -1
     # The abandoned group whose task is leased again. Empty for a new task.
     replaces: str = ""
@@ -137,9 +141,10 @@ def abandon_stranded(
     limit: int,
     abandon: Callable[[Group], None],
 ) -> int:
-    """Abandons at most `limit` orphans, whose tasks then start afresh; returns the number.
+    """Abandons orphans that the next batch needs and no present server may finish.
 
-    These are the orphans that the next batch needs and that no present server may finish.
+    Abandons at most `limit` orphans and returns their number. Their tasks are then leased again, as
+    new groups.
     """
     able: dict[str, set[int]] = {}
     num_abandoned, due = 0, None

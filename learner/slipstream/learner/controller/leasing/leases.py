@@ -1,6 +1,6 @@
 """The book of leased groups: their holders, their finished members and the choice of a batch.
 
-Pure state: no clock, no I/O. The rules of staleness are in `slipstream.core.staleness`.
+The module uses no clock and no I/O. The rules of staleness are in `slipstream.core.staleness`.
 """
 
 import math
@@ -35,7 +35,7 @@ class ClosingLease:
 
 
 class ClosingLeases:
-    """The closing leases by group: servers still run members for which no group waits.
+    """All closing leases, by group; see `ClosingLease`.
 
     A lease is removed when `end_member` was called for its last member, when the server has closed
     it (`close`), or when its server is lost (`server_lost`).
@@ -179,19 +179,19 @@ class LeaseBook:
         self.awaited.expect(connected.intersection(g.server for g in history.open_groups.values()))
 
     def training_groups(self) -> list[Group]:
-        """The groups that the staleness invariant counts: all but those of evaluations."""
+        """Returns the groups that the staleness invariant counts: all except evaluations."""
         return [group for group in self.groups.values() if group.purpose is Purpose.TRAINING]
 
     def held(self) -> list[Trajectory]:
-        """The received trajectories of all groups."""
+        """Returns the received trajectories of all groups."""
         return [t for group in self.groups.values() for t in group.finished.values()]
 
     def held_by(self, holder: ServerKey) -> list[Group]:
-        """The groups whose present lease belongs to `holder`."""
+        """Returns the groups whose present lease belongs to `holder`."""
         return [group for group in self.groups.values() if group.holder == holder]
 
     def orphans(self) -> list[Group]:
-        """Training groups that lost their server before all members had finished."""
+        """Returns the incomplete training groups that have no server and are not `awaited`."""
         return [
             group
             for group in self.training_groups()
@@ -199,7 +199,7 @@ class LeaseBook:
         ]
 
     def episodes_by_holder(self) -> Counter[ServerKey]:
-        """Number of members that each server runs or will run, closing leases included."""
+        """Returns the number of members that each server runs or will run, with closing leases."""
         episodes: Counter[ServerKey] = Counter()
         for group in self.groups.values():
             if group.holder is not None:
@@ -209,11 +209,11 @@ class LeaseBook:
         return episodes
 
     def groups_by_holder(self) -> Counter[ServerKey | None]:
-        """Number of groups that each server holds; the key None counts groups without a holder."""
+        """Returns the number of groups of each server; the key None counts groups without one."""
         return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
-        """Number of unfinished members of each environment, including closing leases."""
+        """Returns the number of unfinished members of each environment, with closing leases."""
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing
@@ -307,11 +307,11 @@ class LeaseBook:
         return Fate.CANCELLED if trajectory.failure is None else Fate.FAILED
 
     def give_up(self, group: Group, members: Collection[int]) -> bool:
-        """Marks `members` as failed; if the group must end instead, changes nothing, returns False.
+        """Marks `members` as failed and returns True, or returns False if the group must end.
 
-        It must end if too few members would be left. It must also end if none has finished and at
-        least two members and a quarter of all have failed: such a task may crash one worker after
-        another.
+        If the group must end, nothing is changed. It must end if too few members would be left. It
+        must also end if no member has finished and at least two members and a quarter of all have
+        failed: such a task may crash one worker after another.
         """
         num_failed = len(group.failed.union(members))
         is_hopeless = not group.finished and num_failed >= max(2, group.size / 4)
@@ -324,7 +324,7 @@ class LeaseBook:
         return True
 
     def oldest_open(self, environment: str) -> float:
-        """The lowest number of an incomplete group of the environment; inf if there is none."""
+        """Returns the lowest number of an incomplete group of the environment, or inf."""
         return min(
             (
                 group_number(group.group_id) or 0
@@ -335,9 +335,10 @@ class LeaseBook:
         )
 
     def quarantined(self, name: TrajectoryName, *, will_retry: bool) -> Group | None:
-        """Notes a quarantined trajectory; returns its group if the member must run again, or None.
+        """Notes a quarantined trajectory.
 
-        `will_retry`: whether its server tries the member again without a new lease.
+        Returns its group if the member must run again, else None. `will_retry` says whether its
+        server tries the member again without a new lease.
         """
         if not will_retry:
             self.closing.end_member(name.group_id, name.member, name.epoch)
@@ -355,7 +356,7 @@ class LeaseBook:
         return group
 
     def remove(self, group_id: GroupId) -> Group | None:
-        """Takes a group out of the book in any state and returns it; None if the book lacks it."""
+        """Takes a group out of the book in any state; returns it, or None if the book lacks it."""
         if group_id not in self.groups:
             return None
         group = self._take(group_id)
@@ -398,7 +399,10 @@ class LeaseBook:
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Returns the batch of the present step and moves to the next; None if it is not ready."""
+        """Returns the batch of the present step and moves to the next step.
+
+        Returns None, and stays at the step, if the batch is not ready.
+        """
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None
@@ -417,7 +421,7 @@ class LeaseBook:
             self._keep(group)
 
     def due(self) -> list[Group]:
-        """The unfinished groups for which the next batch waits."""
+        """Returns the unfinished groups for which the next batch waits."""
         views = staleness.due_groups(self._views(), self.step, self.groups_per_step)
         return [self.groups[GroupId(view.group_id)] for view in views]
 

@@ -56,7 +56,7 @@ class Scheduler:
     async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
         """Grants all allowed leases after each change of the state, until the task is cancelled.
 
-        It also tries after `recheck_s` seconds without a change.
+        Tries again after `recheck_s` seconds without a change.
         """
         while True:
             may_lease = not self._progress.is_over and not self._progress.solved
@@ -205,7 +205,7 @@ class Scheduler:
         return settings
 
     def room(self, session: ServerSession) -> int:
-        """Number of further episodes that a server can take now."""
+        """Returns the number of further episodes that a server can take now."""
         return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
 
     def may_send(self, episodes: int) -> bool:
@@ -223,11 +223,11 @@ class Scheduler:
         return WORDS[self._wait]
 
     def gauges(self) -> dict[str, float]:
-        """The metrics of the leases; docs/metrics.md says what each name means."""
+        """Returns the metrics of the leases; docs/metrics.md says what each name means."""
         return {"reserved_bytes": float(self.reserved_bytes)}
 
     def waited_s(self) -> dict[str, float]:
-        """By reason, the seconds in which the next lease has waited since the start."""
+        """Returns the seconds in which the next lease has waited since the start, by reason."""
         now_s = time.monotonic()
         return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 
@@ -246,7 +246,7 @@ class Scheduler:
             watch.note(now_s, running=each is wait)
 
     def _evaluated_soon(self) -> int:
-        """Number of evaluation episodes that would start now if the queue had room."""
+        """Returns the number of evaluation episodes that would start now if the queue had room."""
         return sum(
             min(waiting, session.hello.max_episodes)
             for key, waiting in self.reserved.items()

@@ -57,7 +57,7 @@ class FailureCounts:
 
     @property
     def needs_own_publish(self) -> bool:
-        """Whether the server gets a publish for itself alone, after the healthy servers."""
+        """Whether the server gets its own publish, after the healthy servers."""
         return self.of_server >= MAX_JOINT_FAILURES
 
 
@@ -91,7 +91,7 @@ def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | 
 
 
 class Membership:
-    """The members of the newest communicator, which a change of members or a fault replaces."""
+    """The members of the newest communicator; a change of members or a fault replaces it."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -101,7 +101,7 @@ class Membership:
         self._epoch, self._name = 0, ""
 
     def forget(self, communicator_id: str | None = None) -> None:
-        """Drops the newest communicator; with an id, only if the newest one has this id."""
+        """Drops the newest communicator; with an id, only if the communicator has this id."""
         if communicator_id in (None, self._name):
             self._members = ()
 
@@ -362,7 +362,10 @@ class Deliveries:
             )
 
     def make_stale(self, session: ServerSession, cause: str, publish_id: str = "") -> None:
-        """Takes a server out of service until it has a whole version; aborts its `publish_id`."""
+        """Takes a server out of service until it has a whole version.
+
+        If `publish_id` is not "", also orders the server to abort this publish.
+        """
         if publish_id:
             session.send(
                 fleet_pb2.ControllerMessage(

@@ -46,7 +46,7 @@ class PhaseReports:
     def reported(
         self, publish_id: str, server: ServerKey, phase: int
     ) -> fleet_pb2.PublishReport | None:
-        """Returns the expected report; None if it has not arrived or is not expected."""
+        """Returns the expected report, or None if it has not arrived or is not expected."""
         future = self._open.get(server, {}).get((publish_id, phase))
         return future.result() if future is not None and future.done() else None
 

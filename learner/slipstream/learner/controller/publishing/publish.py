@@ -80,7 +80,7 @@ class Readiness:
     async def answers(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> dict[ServerKey, str]:
-        """Returns for each server that answered its reason to stay out, or "" if it is ready.
+        """Returns the answer of each server that answered: why it stays out, or "" if it is ready.
 
         Servers that were not asked before are asked now. Waits until `bucket_deadline_s` after the
         newest open question; servers that have not answered by then are left out of this publish.
@@ -146,8 +146,8 @@ class Publisher:
     """Decides which servers are sent the newest version and follows each publish to its end.
 
     Phases: `prepare` asks the due servers and returns the trainer's order; `start` tells the
-    servers to receive, unless `prepare` did so already; `finish` commits and waits until they have
-    loaded.
+    servers to receive, unless `prepare` did so already; `finish` commits and waits until the
+    servers have loaded the weights.
     """
 
     def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
@@ -209,10 +209,11 @@ class Publisher:
     async def prepare(
         self, trainer: trainer_pb2.NextRequest | None = None
     ) -> weights_pb2.PublishOrder | None:
-        """Asks the due servers if they are ready; returns the trainer's order, or None.
+        """Asks the due servers if they are ready; returns the trainer's order.
 
-        If `trainer` has the digests of its buckets, the publish may begin at once: the servers get
-        their orders, with the digests, before the trainer sends.
+        Returns None if no server is due and ready. If `trainer` has the digests of its buckets, the
+        publish may begin at once: the servers get their orders, with the digests, before the
+        trainer sends.
         """
         if self._current is not None:
             # The trainer asks for an order, so it never got the last one.

@@ -17,12 +17,12 @@ _SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s",
 
 
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
-    """Returns the typical error of logits, in nats, behind the difference of `got` and `expected`.
+    """Returns the typical logit error, in nats, that explains how `got` differs from `expected`.
 
     Both are log-probabilities of the same tokens. A logit that is off by x moves the
-    log-probability of its token by (1 - p) x. Divided by 1 - p, sure and unsure tokens show the
-    same rounding. The result is the power mean with exponent 1/2, so that a few large errors do not
-    dominate. It is NaN if a value is not finite.
+    log-probability of its token by (1 - p) x. The division by 1 - p gives the same error for likely
+    and unlikely tokens. The result is the power mean with exponent 1/2, so that a few large errors
+    do not dominate. It is NaN if a value is not finite.
     """
     wanted, given = expected.astype(np.float64), got.astype(np.float64)
     doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)
@@ -107,9 +107,9 @@ class PublishTotals:
     def served(self, report: fleet_pb2.PublishReport, *, told_s: float, unserved_s: float) -> None:
         """Notes that a server serves new weights, and adds the times in its report.
 
-        No reported time may exceed what the controller measured. `told_s`: seconds since the server
-        was told to receive. `unserved_s`: seconds since it served last, or joined; a pause may
-        begin before its publish.
+        No reported time may exceed the time that the controller measured. `told_s` is the number of
+        seconds since the server was told to receive, and `unserved_s` since it last served or
+        joined: a pause may begin before its publish.
         """
         self.last_paused_s = min(report.paused_s, unserved_s)
         self.paused_s += self.last_paused_s
@@ -119,7 +119,10 @@ class PublishTotals:
             setattr(stages, name, min(getattr(stages, name), told_s))
 
     def gauges(self) -> dict[str, float]:
-        """The costs of the newest publish, for the trainer and for the server that loaded last."""
+        """Returns the costs of the newest publish, on the trainer and on the last server.
+
+        The last server is the server that loaded its weights last.
+        """
         stages, sent = self.last_stages, self.last_sent
         return {
             "pause_s": self.last_paused_s,
@@ -145,7 +148,7 @@ class PublishTotals:
         }
 
     def summary(self) -> dict[str, float]:
-        """The totals, by their names in the run's summary."""
+        """Returns the totals, by their names in the run's summary."""
         return {
             "publishes": self.publishes,
             "publishes_verified": self.verified,

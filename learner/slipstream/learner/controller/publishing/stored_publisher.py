@@ -1,9 +1,8 @@
-"""Publishes through storage: the trainer writes a version to it, from which servers fetch.
+"""Publishes through storage: the trainer writes versions to it, and servers fetch them from it.
 
 Consumes: reports of the trainer on versions in storage, and of servers that have fetched one.
 Produces: store orders for the trainer; questions and publish orders for servers. Waits for: each
 fetch, for `weights.storage_deadline_s`. Unblocked by: the server's answer, its loss, or the limit.
-
 Each server has publishes of its own, so other servers and training steps do not wait for it.
 """
 
@@ -63,7 +62,7 @@ class StoredPublisher:
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
-        """Returns the order to write the trainer's version; None if no server needs it now."""
+        """Returns the order to write the trainer's version, or None if no server needs it now."""
         version = version_from_pb(trainer.version)
         if trainer.can_store:
             # The trainer has ended the last order, or another trainer has taken over.
@@ -77,7 +76,7 @@ class StoredPublisher:
         return trainer_pb2.StoreOrder(version=trainer.version, folder=self._ordered)
 
     def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
-        """Notes the result of a store order; returns the keys of manifests that must be kept."""
+        """Notes the result of a store order; the receipt has the keys of manifests to keep."""
         if report.folder and report.folder == self._ordered:
             self._ordered = ""
             if report.error:

@@ -21,8 +21,8 @@ from slipstream.v1 import fleet_pb2
 class EngineTurns:
     """Orders engines on devices of the learner to rest while it trains, and to wake.
 
-    With `controller.turns = "auto"` these are the engines on its GPUs; processes name their GPUs
-    when they join. Engines and learners on CPUs compute at the same time.
+    With `controller.turns = "auto"` these are the engines on the learner's GPUs; processes name
+    their GPUs when they join. Engines and learners on CPUs then compute at the same time.
 
     await turns.begin()           # before the trainer gets a batch
     turns.end(keep=["server-0"])  # after the step: all but server-0, which receives weights, wake
@@ -40,7 +40,7 @@ class EngineTurns:
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
         self._answers: dict[ServerKey, asyncio.Future[None]] = {}
-        # Whether an engine rested when the log last said it; None: it has not said it.
+        # Whether an engine rested at the last log line about it. None before the first line.
         self._told: bool | None = None
 
     def are_taken_by(self, session: ServerSession) -> bool:

@@ -1,7 +1,8 @@
-"""The state of a run, rebuilt from nothing but the records of its journal.
+"""The state of a run, rebuilt only from the records of its journal.
 
-Pure: no clock, no I/O. Any prefix of a journal gives a state in which no group is lost and none can
-be trained twice: every leased group is either open, or in exactly one batch, or closed for good.
+Any prefix of a journal gives a state in which no group is lost and none can be trained twice: every
+leased group is open, or in exactly one batch, or closed for good. The module uses no clock and no
+I/O.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class FilteredGroups:
     tallies: dict[str, Tally] = field(default_factory=dict)
 
     def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
-        """Counts a group with its mean reward; `solved`: whether all its rewards are full."""
+        """Counts a group with its mean reward; `solved` says whether all its rewards are full."""
         tally = self.tallies.setdefault(environment, Tally())
         tally.groups += 1
         tally.solved += solved
@@ -98,24 +99,24 @@ def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
 
 
 class TaskResults:
-    """The mean rewards of each task's newest groups, at most `MAX_WINDOW` of them; pure state."""
+    """The mean rewards of the newest groups of each task, at most `MAX_WINDOW` groups per task."""
 
     def __init__(self) -> None:
         self._newest: dict[int, dict[GroupId, float]] = {}
 
     def note(self, group_id: GroupId, task_index: int, reward: float) -> None:
-        """Stores the mean reward of a group; it replaces an earlier result of the same group."""
+        """Stores the mean reward of a group; replaces an earlier result of the same group."""
         newest = self._newest.setdefault(task_index, {})
         newest[group_id] = reward
         if len(newest) > MAX_WINDOW:
             del newest[next(iter(newest))]
 
     def newest(self, task_index: int, number: int) -> list[float]:
-        """The rewards of at most `number` newest groups of a task, oldest first."""
+        """Returns the mean rewards of a task's newest groups, at most `number`, oldest first."""
         return list(self._newest.get(task_index, {}).values())[-number:]
 
     def tasks(self) -> list[int]:
-        """The tasks with a result."""
+        """Returns the indices of the tasks that have a result."""
         return list(self._newest)
 
 
@@ -178,7 +179,7 @@ class EnvironmentHistory:
     """Counts of an environment's groups, and the results of its tasks."""
 
     next_number: int = 0
-    # Groups that were in a batch or filtered; those of them that were filtered.
+    # Groups that were in a batch or filtered, and the filtered groups among them.
     accepted: int = 0
     filtered: int = 0
     failed: int = 0
@@ -209,7 +210,8 @@ class RunHistory:
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
     ends: Counter[TrajectoryEnd] = field(default_factory=Counter)
-    # The trajectories that ended or are in a batch; what the writer counted more at its last count.
+    # The trajectories that ended or are in a batch, and by how much the writer's last count of them
+    # was larger.
     settled: Amount = Amount()
     unread: Amount = Amount()
     # Number of trained tokens of each lag.
@@ -217,7 +219,6 @@ class RunHistory:
     # Number of trained trajectories that more than one version sampled.
     with_several_versions: int = 0
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
-    # Busy seconds of all starts except the last.
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     batch_tokens: dict[int, int] = field(default_factory=dict)
@@ -256,7 +257,7 @@ class RunHistory:
         return max((step.version.incarnation for step in self.steps.values()), default=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Applies the next record."""
+        """Applies the next record; raises ProtocolError if it contradicts the records before it."""
         self.settled = settled_by(self.settled, record["kind"], record)
         match record["kind"]:
             case "start":
@@ -459,18 +460,18 @@ def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
 
 
 def batch_name(step: int, attempt: int) -> str:
-    """Returns the id of a batch of `step` after `attempt` earlier batches of it were set aside."""
+    """Returns the id of a batch of `step` after `attempt` earlier batches were set aside."""
     return f"b{step:06d}-{attempt}" if attempt else f"b{step:06d}"
 
 
 def attempt_of(batch_id: str) -> int:
-    """Returns the attempt in an id that `batch_name` made."""
+    """Returns the attempt in a batch id that `batch_name` made."""
     number = batch_id.partition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
-    """Returns the state after all records; raises ProtocolError if they are not of one run."""
+    """Returns the state after all records; raises ProtocolError if a record is not valid."""
     history = RunHistory()
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":

@@ -6,8 +6,8 @@ line's number, counted from 1 through all logs. The batch of each step is a sepa
 records are on disk when `sync` returns or the future of `durable` is done.
 
 A new log ends all older ones (fencing): an older controller that still runs stops writing, and
-readers ignore its lines after the first line of the newer log. So a lock that another machine does
-not see, as on some shared file systems, is enough.
+readers ignore its lines after the first line of the newer log. So the journal stays correct on a
+shared file system whose locks other machines do not see.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BLOCK_BYTES = 1 << 16
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
 # Field with the number of a record's line, from 1; journals of earlier versions lack it.
 LINE = "line"
-# `json.dumps` would make one for each record.
+# `json.dumps` would make an encoder for each record.
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -84,7 +84,7 @@ class Journal:
             # Now others are fenced: what is read from here on is all they may have acknowledged.
             self._file = first or _begin_next_log(folder)
             sync_folder(folder)
-            # This log goes on where they end, so their last lines must outlive a loss of power.
+            # This log continues the earlier logs, so their last lines must outlive a loss of power.
             for path in journal_logs(folder)[:-1]:
                 with path.open("rb") as earlier:
                     os.fsync(earlier.fileno())
@@ -96,7 +96,7 @@ class Journal:
         # A thread writes batches while the event loop appends records.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
-        # The trajectories that ended or are in a batch, by the records alone.
+        # The trajectories that ended or are in a batch, according to the records.
         self.settled = Amount()
         self._pending: list[bytes] = []
         # The first failure. It is final: a later sync may succeed although records are lost.
@@ -161,7 +161,7 @@ class Journal:
         return done
 
     def trouble(self) -> str:
-        """The reason why records cannot be written, or "" if they can; does not wait for a sync."""
+        """Returns why records cannot be written, or "" if they can; does not wait for a sync."""
         if self._failure is None:
             self._failure = self._vanished()
         return "" if self._failure is None else str(self._failure)
@@ -196,7 +196,8 @@ class Journal:
     def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
         """Makes the batch of a step durable before its training: first its file, then its record.
 
-        Returns the checksum of the file. Raises RunFailed if the disk or the folder fails.
+        Blocks on the disk and returns the CRC-32 of the file. Raises RunFailed if the disk or the
+        folder fails.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
@@ -237,7 +238,7 @@ class Journal:
         return self.path(step, attempt).is_file()
 
     def kept_batches(self) -> set[tuple[int, int]]:
-        """The (step, attempt) of each batch file that still exists."""
+        """Returns the (step, attempt) of each batch file that still exists."""
         paths = (self._folder / BATCHES).glob("step-*.pb")
         names = [path.stem.removeprefix("step-") for path in paths]
         found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
@@ -307,7 +308,7 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
 
 
 def _parse(text: bytes) -> dict[str, JsonValue] | None:
-    # The first takes half the time, and refuses text with half a surrogate pair.
+    # `from_json` takes half the time, but rejects text with half a surrogate pair.
     for parse in (from_json, json.loads):
         with contextlib.suppress(ValueError, RecursionError):
             record = parse(text)
@@ -354,7 +355,7 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
 
 def _first_number(path: Path) -> int | None:
-    """Returns the line number in a log's first line; None if that line is damaged or missing."""
+    """Returns the line number in a log's first line, or None if it is damaged or missing."""
     with path.open("rb") as file:
         text = _whole_record(file.readline())
     record = None if text is None else _parse(text)
@@ -363,7 +364,7 @@ def _first_number(path: Path) -> int | None:
 
 
 def _count_lines(folder: Path) -> int:
-    """Returns the number of the last line of all logs; 0 if there is none."""
+    """Returns the number of the last line of all logs, or 0 if there is none."""
     for path, end in reversed(_logs(folder)):
         first = _first_number(path)
         if first is not None:
@@ -389,7 +390,7 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
-    """Returns the path of a batch of `step` after `attempt` earlier ones were set aside."""
+    """Returns the path of a batch of `step` after `attempt` earlier batches were set aside."""
     suffix = f"-{attempt}" if attempt else ""
     return folder / BATCHES / f"step-{step:06d}{suffix}.pb"
 

@@ -35,9 +35,9 @@ FLUSH_S = 0.05
 
 
 def made_for_one(ledger: status_pb2.Ledger) -> float:
-    """Returns the generated tokens per useful token: one that was or may still be trained.
+    """Returns the number of generated tokens per useful token, without judges' tokens.
 
-    Tokens of judges are left out of both counts.
+    A useful token was trained or may still be trained. Returns 1.0 if there is no useful token.
     """
     made = ledger.generated - ledger.judged
     wasted = sum(
@@ -57,12 +57,15 @@ class TokenLedger:
         journal: Journal,
         queue: AccountedReceiver,
     ) -> None:
-        """Takes the servers' counts, `epochs`; `held` returns trajectories that are in no batch."""
+        """Takes the servers' counts, `epochs`.
+
+        `held` returns the received trajectories that are in no batch.
+        """
         self._epochs, self._held = epochs, held
         self._journal, self._queue = journal, queue
         self._ends: Counter[TrajectoryEnd] = Counter()
         self._seen = SeenIds()
-        # Number of trajectories that came; all that went to the journal, ended or in a batch.
+        # Number of received trajectories; all trajectories that have ended or are in a batch.
         self._num_received, self._settled = 0, Amount()
         # The amount that the journal had at its last count and lacks now.
         self._unread = Amount()
@@ -81,8 +84,8 @@ class TokenLedger:
     def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
         """Returns (server, generated tokens, judges' tokens) for `key`, or for each changed server.
 
-        Those are the connected servers whose counts changed since the last call. The counts are
-        then noted as journaled.
+        A changed server is connected, and its counts changed since the last call. The returned
+        counts are noted as journaled.
         """
         counts = self._epochs.connected if key is None else {key: self._epochs.count(key)}
         found = []
@@ -104,9 +107,9 @@ class TokenLedger:
     def receive(
         self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int, sent: Amount = NOTHING
     ) -> bool:
-        """Notes a delivered trajectory; returns False if the same one was delivered before.
+        """Notes a delivered trajectory; returns False if it was delivered before, else True.
 
-        `sent` is `Delivery.sent`.
+        `tokens` is the number of its sampled tokens. `sent` is `Delivery.sent`.
         """
         if not self._seen.add(trajectory_id):
             return False
@@ -143,7 +146,7 @@ class TokenLedger:
         return new
 
     def snapshot(self) -> status_pb2.Ledger:
-        """Returns the present ledger; `difference` is 0 if no generated token is missing."""
+        """Returns the present ledger; `difference` is 0 if no token is missing or counted twice."""
         generated = received = in_flight = travelling = lost = judged = 0
         for count in self._epochs.counts():
             generated += count.generated
@@ -170,7 +173,7 @@ class TokenLedger:
         ]
         ended = sum(self._ends.values())
         difference = sum(gap.tokens for _, gap in gaps)
-        # The receiver's own count; those that are lost are missing above, the others came twice.
+        # Not part of the difference: lost trajectories are missing above, duplicates count once.
         gaps.append(("queue to intake", self._queue.untaken))
         return status_pb2.Ledger(
             generated=generated,
@@ -222,7 +225,7 @@ class AccountedReceiver(AsyncClosing):
 
     @property
     def backlog(self) -> Sequence[TrajectoryId]:
-        """Returns `TrajectoryReceiver.backlog` without trajectories acknowledged before."""
+        """The ids in `TrajectoryReceiver.backlog` that were not acknowledged before."""
         return [each for each in self._receiver.backlog if each not in self._settled]
 
     async def get(self) -> Delivery:

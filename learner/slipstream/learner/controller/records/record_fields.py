@@ -77,7 +77,7 @@ _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
 
 
 def check_fields(record: Mapping[str, Any]) -> None:
-    """Raises ValueError with field, value and rule for a wrong record; accepts unknown kinds."""
+    """Raises ValueError if a field is missing or has a wrong type; accepts unknown kinds."""
     kind = record["kind"]
     for name, expected in _FIELDS.get(kind, {}).items():
         if name not in record:

@@ -93,7 +93,7 @@ class GroupSteps:
         self._steps[number] = -1
 
     def get(self, group_id: GroupId) -> int | None:
-        """Returns the step of the group; None if it is in no batch or is no training group."""
+        """Returns the step of the group, or None if it is in no batch or is no training group."""
         number = group_number(group_id)
         if number is None or number >= len(self._steps) or self._steps[number] < 0:
             return None

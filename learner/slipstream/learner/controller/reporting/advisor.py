@@ -21,7 +21,7 @@ from slipstream.core.step_simulation import Episode, Group, Profile, Setting
 from slipstream.learner.controller.leasing.groups import Group as LeasedGroup
 from slipstream.learner.controller.reporting.step_times import ServerWork, outside_s
 
-# Steps between two predictions, and over which costs are means.
+# Steps between two predictions, and number of steps over which costs are averaged.
 EVERY_STEPS = 10
 WINDOW_STEPS = 40
 # Time between two predictions, in units of the processor time that the last one took.
@@ -31,9 +31,9 @@ MOST_EPISODES, LEAST_GROUPS = 4096, 32
 MOST_REPORTS = 1024
 # Relative spread of running replies below which their cost is not separable from a step's.
 LEAST_SPREAD = 0.05
-# An engine's step takes longer; one of no time would make endless steps.
+# Least duration of an engine step; with 0 s the model would make endless steps.
 LEAST_STEP_S = 1e-6
-# Exceptions of a prediction from figures that cannot be.
+# Errors that a prediction from impossible figures may raise.
 FAULTS = (ArithmeticError, AssertionError, LookupError, ValueError)
 
 
@@ -55,9 +55,9 @@ class StepCosts:
 def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
     """Returns the fixed seconds of an engine step, and the seconds that each running reply adds.
 
-    They are a least-squares fit of the reports' sampling seconds to their steps and tokens, both at
-    least 0. If the number of running replies hardly varies, all seconds count as fixed. Returns
-    None without any token.
+    Both are at least 0. They are a least-squares fit of the reports' sampling seconds to their
+    steps and tokens. If the number of running replies hardly varies, all seconds count as fixed.
+    Returns None if no tokens were generated.
     """
     points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
     steps, tokens = sum(n for _, n, _ in points), sum(t for _, _, t in points)
@@ -76,18 +76,15 @@ def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
 
 
 class Advisor:
-    """Gathers the inputs of `advise`; `gauges` has the newest advice and the last measured error.
+    """Gathers the inputs of `advise`; `gauges` returns the newest advice and the last error.
 
-    note_report(work)         # for each server report
-    note_step(row, groups)    # for each step
-    await advise_forever()    # makes the predictions
+    note_report(work)            # for each server report
+    note_step(row, groups, ...)  # for each step
+    await advise_forever()       # makes the predictions
     """
 
     def __init__(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        """Takes two functions that get a text.
-
-        `write` replaces the file of the advice; `warn` adds a warning event.
-        """
+        """Takes `write`, which replaces the advice file, and `warn`, which adds a warning event."""
         self._write, self._warn, self._has_warned = write, warn, False
         self._steps: deque[StepCosts] = deque(maxlen=WINDOW_STEPS)
         self._groups: deque[Group] = deque()
@@ -119,8 +116,9 @@ class Advisor:
     ) -> None:
         """Notes the costs of a step that was trained under `setting`.
 
-        `places`: episodes that a server runs at a time. `waste`: generated tokens per trained
-        token. `in_turns`: whether engines rest while the learner trains.
+        `places` is the number of episodes that a server runs at a time, and `waste` the number of
+        generated tokens per trained token. `in_turns` says whether engines rest while the learner
+        trains.
         """
         if self._steps and self._steps[-1].setting != setting:
             self._since, self._since_s = -1, 0.0
@@ -223,14 +221,14 @@ class Advisor:
         )
 
     def _rest_s(self, steps: Sequence[StepCosts]) -> float:
-        """Returns the mean seconds per step in which engines rest without training or publish."""
+        """Returns the mean seconds of rest per step, less the time of training and publishing."""
         uptime_s = sum(work.uptime_s for work in self._work)
         share = sum(work.paused_s for work in self._work) / uptime_s if uptime_s > 0 else 0.0
         rests_s = [share * s.step_s - s.training_s - s.publish_s for s in steps]
         return max(0.0, statistics.fmean(rests_s))
 
     def gauges(self) -> dict[str, float]:
-        """Returns the newest advice as metrics; empty before the first advice."""
+        """Returns the newest advice as metrics, or {} before the first advice."""
         advice = self.advice
         if advice is None:
             return {}
@@ -242,7 +240,7 @@ class Advisor:
         }
 
     def summary(self) -> dict[str, JsonValue]:
-        """Returns the newest advice in words and numbers; empty before the first advice."""
+        """Returns the newest advice for the run's summary, or {} before the first advice."""
         if self.advice is None:
             return {}
         return {

@@ -152,10 +152,11 @@ class RunRecorder:
         generated_tokens: int,
         gauges: Mapping[str, float],
     ) -> dict[str, float]:
-        """Writes the row of one step and returns it.
+        """Writes the row of one step, unless it is already written, and returns the row.
 
-        `advantages` are those of the first trajectories of the batch, in order; those of the others
-        are unknown. `training` is start and end of the step, in Unix seconds.
+        `advantages` are the advantages of the first trajectories of the batch, in order; they are
+        unknown for the other trajectories. `training` is the start and end of the step, in Unix
+        seconds.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
@@ -201,7 +202,7 @@ class RunRecorder:
         self._trackers.samples(batch.version, lines, groups)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """Writes the result of one evaluation."""
+        """Writes the result of one evaluation round."""
         numbers = {
             "reward_heldout": result.reward_mean,
             "evaluation_s": result.wall_s,
@@ -234,7 +235,7 @@ class RunRecorder:
         trainer_ranks: int,
         ending: Ending,
     ) -> dict[str, JsonValue]:
-        """Writes summary.json, the main facts of a finished run, and returns them."""
+        """Writes summary.json, the main facts of an ended run, and returns its content."""
         facts = self.facts
         heldout = [result.reward_mean for result in evaluations]
         first_rewards, last_rewards = facts.edge_rewards()

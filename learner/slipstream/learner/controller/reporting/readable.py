@@ -1,4 +1,4 @@
-"""Converts episodes to lines of trajectories.jsonl, one each, that people can read."""
+"""Converts episodes and groups to lines of trajectories.jsonl and groups.jsonl."""
 
 import asyncio
 import bisect
@@ -16,10 +16,10 @@ TOKENIZER = "tokenizer.json"
 
 
 class TokenTexts:
-    """The texts of tokens by the model's own tokenizer, without torch and transformers."""
+    """Decodes tokens with the model's own tokenizer, without torch and transformers."""
 
     def __init__(self, path: Path) -> None:
-        """Reads `path`; blocks for about a second if the vocabulary is large."""
+        """Reads the tokenizer file `path`; blocks for about a second if the vocabulary is large."""
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(path))
@@ -30,9 +30,10 @@ class TokenTexts:
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """Opens the tokenizer that shows episodes turn by turn; None if not needed or not found.
+    """Opens the tokenizer that shows episodes turn by turn.
 
-    It is not needed with `sampling.max_turns` 1. Otherwise a warning says if its file is missing.
+    Returns None if `sampling.max_turns` is 1, so that it is not needed, or if its file is missing.
+    Adds a warning if the file is missing and `sampling.max_turns` is above 1.
     """
     if config.sampling.max_turns == 1:
         return None
@@ -48,7 +49,7 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
 
 
 def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]:
-    """Returns the line of a group; each list has one number per member.
+    """Returns the line of a group in groups.jsonl; each list has one number per member.
 
     `surprisal` is the mean of -log p over the sampled tokens of a member, in nats: an estimate of
     the policy's entropy. It is None for a member without a sampled token.
@@ -69,10 +70,11 @@ def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]
 def readable(
     step: int, trajectory: Trajectory, texts: TokenTexts | None, advantage: float | None = None
 ) -> dict[str, JsonValue]:
-    """Returns the line of an episode; docs/guides/watching.md explains its fields.
+    """Returns the line of an episode in trajectories.jsonl.
 
-    `advantage` is the mean over the trained tokens, or None if it is unknown. An episode with
-    branches has `branches` instead of `turns`, with the turns of each branch.
+    docs/guides/watching.md explains the fields. `advantage` is the mean over the trained tokens, or
+    None if it is unknown. An episode with branches has `branches` instead of `turns`, with the
+    turns of each branch.
     """
     line: dict[str, JsonValue] = {
         "step": step,
@@ -97,7 +99,7 @@ def readable(
 
 
 def _mean_lag(step: int, trajectory: Trajectory) -> float | None:
-    """Returns the mean lag of the sampled tokens at version `step`; None without sampled tokens."""
+    """Returns the mean lag of the sampled tokens at version `step`, or None without such tokens."""
     spans = trajectory.version_spans
     total = sum(span.length * (step - span.version.step) for span in spans)
     return total / trajectory.num_sampled_tokens if spans else None

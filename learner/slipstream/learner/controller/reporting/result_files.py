@@ -24,7 +24,7 @@ COLUMNS = (
 )
 # Largest step; the recorder needs a byte of memory for each.
 MAX_STEP = 10**8
-# Larger numbers no run writes; sums of them would overflow.
+# No run writes a larger number; sums of such numbers would overflow.
 MAX_NUMBER = 1e30
 
 
@@ -37,7 +37,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
-        """Opens the file; an empty file first gets `header`."""
+        """Opens the file; an empty file first gets `header`. `tell` gets the warnings."""
         self._path, self._tell, self._header = path, tell, header
         self._num_lost = 0
         self.append(b"")
@@ -72,7 +72,10 @@ class ResultFile:
 
 
 def write_result(path: Path, data: bytes, tell: Tell) -> bool:
-    """Writes a whole file; on an error keeps the old file, warns and returns False, else True."""
+    """Replaces a whole file and returns True.
+
+    On an error the old file stays, `tell` gets a warning, and the function returns False.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_bytes(data)
@@ -95,7 +98,10 @@ def parse_object(line: bytes) -> dict[str, JsonValue] | None:
 
 
 def parse_row(line: bytes) -> dict[str, float] | None:
-    """Returns the numbers of a line of metrics.jsonl, null as NaN, or None for an invalid line."""
+    """Returns the numbers of a line of metrics.jsonl, or None if the line is invalid.
+
+    A null becomes NaN.
+    """
     found = parse_object(line)
     if found is None:
         return None
@@ -130,9 +136,10 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
 
 
 def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:
-    """Yields the numbers of each line of metrics.jsonl; nothing if there is no such file.
+    """Yields the numbers of each line of metrics.jsonl; yields nothing if the file is missing.
 
-    Damaged lines are skipped; one call of `tell` then names the first of them and their number.
+    Damaged lines are skipped; one call of `tell` then names the first damaged line and their
+    number.
     """
     if not path.is_file():
         return

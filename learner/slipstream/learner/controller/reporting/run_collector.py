@@ -21,7 +21,7 @@ from slipstream.learner.controller.publishing.publish_totals import PublishTotal
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
-# Values of the newest step's row: the metric's name behind `slipstream_step_`, and its meaning.
+# Values of the newest step's row: the metric's name after `slipstream_step_`, and its meaning.
 STEP_METRICS: Mapping[str, tuple[str, str]] = {
     "reward_mean": ("reward_mean", "Mean reward of the batch."),
     "reward_std": ("reward_std", "Standard deviation of the batch's rewards."),
@@ -72,12 +72,12 @@ ADVICE_METRICS = {
     "prediction_error": ("prediction_error_ratio", "Predicted / measured - 1 of the last one."),
     "wanted_servers": ("wanted_servers", "Rollout servers that are enough."),
 }
-# Fates of the ledger; the sum of all is the generated tokens.
+# Fates of tokens in the ledger; their sum is the number of generated tokens.
 FATES = (
     *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
     *("judged", "queued", "in_flight", "lost"),
 )
-# Values of a server's status, and of its newest report: the metric's name behind
+# Values of a server's status, and of its newest report: the metric's name after
 # `slipstream_server_`, and its meaning.
 SERVER_STATES = {
     "silent_s": ("silent_seconds", "Time since the server's last message."),
@@ -97,7 +97,7 @@ SERVER_COUNTERS = {
     "busy_s": ("busy_seconds", "Time with a request in the engine."),
     "paused_s": ("paused_seconds", "Time of pauses for new weights."),
 }
-# Values of an environment's status: the metric's name behind `slipstream_environment_`.
+# Values of an environment's status: the metric's name after `slipstream_environment_`.
 ENVIRONMENT_COUNTERS = {
     "groups_accepted": ("accepted_groups", "Groups that can be trained."),
     "groups_failed": ("failed_groups", "Groups that were set aside."),
@@ -272,7 +272,7 @@ class DiskSpace:
         self._asking = self._ask()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields size and free space of the run's disk; nothing before they are first known."""
+        """Yields size and free space of the disk in bytes, or nothing before both are known."""
         if self._asking.done():
             self._newest = self._asking.result()
             self._asking = self._ask()

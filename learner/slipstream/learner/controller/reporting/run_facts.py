@@ -45,7 +45,7 @@ class RunTotals:
             self._servers = int(servers)
 
     def resources(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
-        """Returns the resources that the run used, by name, without maxima that no row had."""
+        """Returns the resources that the run used, by name; leaves out maxima that no row had."""
         return {
             "trainer_ranks": trainer_ranks,
             "rollout_servers": self._servers,
@@ -54,7 +54,10 @@ class RunTotals:
         }
 
     def shares(self) -> dict[str, JsonValue]:
-        """Returns how trainer and servers spent their time, in shares; skips one without data."""
+        """Returns the share of time of each activity, for "trainer" and "servers".
+
+        Leaves out the trainer or the servers if there is no data about them.
+        """
         found: dict[str, JsonValue] = {}
         if step_s := self._sums["step_s"]:
             trainer = {TRAINER_PARTS[name]: self._sums[name] / step_s for name in TRAINER_PARTS}
@@ -67,9 +70,9 @@ class RunTotals:
 
 
 class GenerationRate:
-    """Generated tokens per second, over the last `WINDOW_S` seconds of this start.
+    """Generated tokens per second, over the last `WINDOW_S` seconds.
 
-    The time before the first generation is left out.
+    The time before the first generation since the controller started is left out.
     """
 
     def __init__(self) -> None:
@@ -96,7 +99,7 @@ class GenerationRate:
 
 @dataclass
 class RunFacts:
-    """Counts and sums of a run, restored from the journal, or from rows if it lacks them."""
+    """Counts and sums of a run, restored from its journal and from the rows of its metrics."""
 
     # Number of the newest version that was made.
     steps: int = 0
@@ -111,7 +114,10 @@ class RunFacts:
     gradient_overflows: int = 0
 
     def edge_rewards(self) -> tuple[list[float], list[float]]:
-        """Returns the mean rewards of the first and of the last steps; no step is in both lists."""
+        """Returns the mean rewards of the first and of the last steps, up to five of each.
+
+        No step is in both lists, except in a run of one step.
+        """
         num_edge = max(1, min(EDGE_STEPS, self.steps // 2))
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 

@@ -1,4 +1,4 @@
-"""The times of a step, of trainer, servers, queue and episodes; and a trace of one step.
+"""Computes the times of a step, in trainer, servers, queue and episodes, and a trace of a step.
 
 The trace has Chrome's trace format, which ui.perfetto.dev opens. Times are Unix seconds by the
 clock of the controller's machine.
@@ -20,7 +20,7 @@ from slipstream.v1 import fleet_pb2
 
 # Parts of training in their order.
 _TRAINING = ("forward_s", "forward_backward_s", "optimizer_s")
-# A trace has at most so many episodes; larger ones take a browser long to open.
+# Largest number of episodes in a trace; browsers open larger traces slowly.
 MOST_EPISODES = 4096
 _COUNTED = ("busy_s", "paused_s", "uptime_s", "engine_steps", "generated_tokens")
 
@@ -49,7 +49,7 @@ class ServerWork:
         return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
 
     def shares(self) -> dict[str, float]:
-        """Returns the shares of the servers' time by use; empty if no server has reported."""
+        """Returns the shares of the servers' time by use, or {} if no server has reported."""
         if self.uptime_s <= 0:
             return {}
         sampling = min(1.0, self.sampling_s / self.uptime_s)
@@ -90,8 +90,8 @@ class StepTimes:
     ) -> dict[str, float]:
         """Returns the times of the step that has just ended, by name.
 
-        `waited_s`: seconds in which the trainer waited for groups; `lease_waits_s`: seconds in
-        which a lease waited, by cause. Both are totals since the start.
+        `waited_s` is the time in which the trainer waited for groups, and `lease_waits_s` the time
+        in which a lease waited, by cause. Both are total seconds since the start.
         """
         totals = {"groups_wait_s": waited_s} | {
             f"lease_wait_{name}_s": lease_waits_s[name] for name in LEASE_WAITS
@@ -104,7 +104,10 @@ class StepTimes:
 
 
 def outside_s(group: Group, trajectory: Trajectory) -> float:
-    """Returns the seconds of an episode from lease to arrival, less the seconds in the engine."""
+    """Returns the seconds of an episode from lease to arrival, less the seconds in the engine.
+
+    If an earlier controller leased the episode, returns the seconds in its environment instead.
+    """
     back_s = group.back_s.get(trajectory.member)
     if back_s is None or not group.leased_s:
         # A controller before this one has leased it.
@@ -113,7 +116,11 @@ def outside_s(group: Group, trajectory: Trajectory) -> float:
 
 
 def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
-    """Returns mean waits of the groups that the trainer got at `given_s`, in Unix seconds."""
+    """Returns the mean seconds of the groups in the queue and of their episodes elsewhere.
+
+    `given_s` is the Unix time at which the trainer got the groups. Elsewhere means outside engine,
+    environment and queue.
+    """
     waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
     rests = [
         max(0.0, outside_s(group, each) - each.environment_s)

@@ -73,7 +73,7 @@ OpenTracker: TypeAlias = Callable[[], Tracker]
 
 
 class Trackers:
-    """All trackers of a run; a failure ends only that tracker, with one warning."""
+    """All trackers of a run; if a tracker fails, only that tracker ends, with one warning."""
 
     def __init__(
         self,
@@ -166,7 +166,10 @@ class RunIds:
     """The ids of this run at tracking services, kept in a file for a resumed run."""
 
     def __init__(self, folder: Path, complain: Complain) -> None:
-        """Reads the file; if it is damaged, warns, and services begin new runs without the ids."""
+        """Reads the file; if it is damaged, warns and starts without ids.
+
+        The services then begin new runs.
+        """
         self._path = folder / RUN_IDS
         self._complain = complain
         self._lock = threading.Lock()
@@ -222,7 +225,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """Logs to one run of Weights & Biases, offline to `wandb/` of the run folder; see `Tracker`."""
+    """Logs to one run of Weights & Biases, with local files in `wandb/`; see `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
@@ -292,7 +295,7 @@ class MlflowTracker:
     """Logs to one run of the MLflow experiment `tracking.project`; see `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
-        """Opens the server or database MLFLOW_TRACKING_URI, or else a file in the run's folder."""
+        """Opens the server or database MLFLOW_TRACKING_URI, or else mlflow.db in the folder."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -304,7 +307,7 @@ class MlflowTracker:
         if self._run_id:
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        # Beside our own file; a server has a place of its own.
+        # Next to our own database file; a server has its own place for artifacts.
         artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else folder / "mlartifacts"
         self._run_id = self._create(config.tracking.project, config.run.name, artifacts)
         texts = {

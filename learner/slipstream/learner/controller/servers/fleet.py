@@ -69,15 +69,15 @@ class Fleet:
         return min(max(settings.heartbeat_s, shared_s), settings.heartbeat_timeout_s / 3)
 
     def serving(self) -> list[ServerSession]:
-        """The servers that may be leased groups."""
+        """Returns the servers that may be leased groups."""
         return [session for session in self.sessions.values() if session.is_serving]
 
     def fed_by_trainer(self) -> list[ServerSession]:
-        """The servers that take new weights from the trainer, not from storage."""
+        """Returns the servers that take new weights from the trainer, not from storage."""
         return [s for s in self.sessions.values() if not s.hello.from_storage]
 
     def gauges(self) -> dict[str, float]:
-        """Sums over the newest server reports; docs/metrics.md says what each name means."""
+        """Returns metrics of the fleet by its newest reports; docs/metrics.md explains them."""
         reports = [session.report for session in self.sessions.values()]
         return {
             "servers_serving": float(len(self.serving())),
@@ -125,7 +125,10 @@ class Fleet:
         self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
-        """Removes a server whose stream ended; the episodes that it was running are lost."""
+        """Removes a server whose stream ended; the episodes that it was running are lost.
+
+        Does nothing if `session` is not connected.
+        """
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]

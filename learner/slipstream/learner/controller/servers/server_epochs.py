@@ -1,7 +1,8 @@
-"""All epochs of rollout servers that ever joined, with their tokens, in little memory.
+"""Token counts of every epoch of every rollout server that ever joined, in little memory.
 
-Pure: no clock, no I/O. Connected servers and the newest 1,000 departed ones have a count each. The
-counts of all earlier epochs are one sum, and each of these epochs takes eight bytes.
+An epoch is the number that a server draws for each time that it joins. Connected servers and the
+newest 1,000 departed ones have a count each. The counts of all earlier epochs are one sum, and each
+of these epochs takes eight bytes. The module uses no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class EpochCount:
     # Tokens of trajectories that the controller has, and the number of those that this start took.
     received: int = 0
     num_received: int = 0
-    # What the last report lacks: tokens between engine and record, episodes between record and
-    # queue; what did not come of all that was sent before the newest trajectory. Below 0: twice.
+    # Losses at the hand-overs: tokens that the engine generated and no record has, ended episodes
+    # that were not sent, and trajectories that were sent before the newest received one and did
+    # not arrive. A negative number means that something was counted twice.
     unrecorded: int = 0
     unsent: Amount = Amount()
     missing: Amount = Amount()
     # `reported` and `judged` as the journal has them.
     journaled: tuple[int, int] = (0, 0)
-    # Whether the server was lost: its undelivered tokens will hardly come.
+    # Whether the server was lost: its undelivered tokens will probably never arrive.
     dead: bool = False
     # Whether an earlier start of the controller has received some of the trajectories.
     is_earlier: bool = False
@@ -61,14 +63,14 @@ class EpochCount:
         self.received, self.num_received = self.received + tokens, self.num_received + 1
         missing = sent.less(Amount(self.num_received, self.received))
         if self.is_earlier:
-            # The journal has the tokens of all, and also some that were sent after this one.
+            # The journal has the tokens of all trajectories, and of some that were sent later.
             self.missing = Amount(1, missing.tokens) if missing.tokens > 0 else Amount()
         elif sent.trajectories:
             self.missing = missing if missing.trajectories > 0 else Amount()
 
     @property
     def gaps(self) -> dict[str, Amount]:
-        """Returns the sender's count less the receiver's, by the name of the hand-over."""
+        """The sender's count less the receiver's count, by the name of the hand-over."""
         unrecorded = Amount(0, self.unrecorded)
         return {
             "engine to record": unrecorded,
@@ -142,7 +144,7 @@ class ServerEpochs:
     def take_over(self, earlier: ServerEpochs) -> None:
         """Takes over the counts of the controller's previous start; its servers count as dead.
 
-        It must be called before any server connects.
+        Must be called before any server connects.
         """
         earlier.all_died()
         self._departed, self._names = earlier._departed, earlier._names

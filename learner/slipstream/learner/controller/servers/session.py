@@ -73,7 +73,7 @@ class Outbox(Generic[Message]):
         self._changed.set()
 
     def pop(self) -> Message | None:
-        """Removes and returns the next message that may be sent; None if there is none.
+        """Removes and returns the next message that may be sent, or returns None if there is none.
 
         Raises the error of the message's `after` if it failed.
         """
@@ -171,7 +171,7 @@ class ServerSession:
         return self.state in (DRAINING, DEAD, LEFT)
 
     def on(self, event: ServerEvent) -> None:
-        """Changes the server's state to the one that follows `event`."""
+        """Moves the server to the state that follows `event`; see `next_state`."""
         if self.is_serving:
             self.unserved_since_s = time.monotonic()
         self.state = next_state(self.state, event)

@@ -99,7 +99,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     ) -> pb.SubmitEnvironmentResponse:
         """Adds an environment to the running mixture; waits until a server has loaded it.
 
-        Removes the environment again if all servers fail to load it.
+        Rejects an invalid specification. Removes the environment again if all servers fail to load
+        it.
         """
         spec = request.spec
         problem = self._problem(spec)
@@ -222,7 +223,10 @@ def _load_order(
 
 
 def environment_specs(config: Config, *, search_path: str) -> list[environment_pb2.EnvironmentSpec]:
-    """Returns the specifications of all configured environments, then of all evaluations."""
+    """Returns the specifications of all configured environments, then of all evaluations.
+
+    Servers import the environments from the folder `search_path`.
+    """
     training = [
         _spec(section, search_path, section.weight, trajectory_pb2.EPISODE_PURPOSE_TRAINING)
         for section in config.environments

@@ -1,4 +1,4 @@
-"""The service for rollout servers: the stream of each, from its hello to its end.
+"""The service for rollout servers, which serves each server's stream from its hello to its end.
 
 Consumes: the server's messages. Produces: orders to the server. Waits for: its hello. Unblocked by:
 the hello, or the limit of that wait.
@@ -34,7 +34,7 @@ _COUNTERS = (
     *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
     *("drafted_tokens", "accepted_tokens", "engine_steps"),
 )
-# Processes that were turned away whose event is remembered.
+# Largest number of rejected processes that are remembered, so that one event names each.
 _MAX_TURNED_AWAY = 1000
 # Seconds that a server may count from the time before the controller has read its hello.
 BEFORE_S = 60.0
@@ -169,7 +169,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         older = self._fleet.sessions.get(ServerId(hello.server_id))
         if older is None or older.hello.process == hello.process:
             return
-        # A peer that does not tell its process is taken for the same one.
+        # A server whose hello lacks the process counts as the same process.
         if not older.hello.process or not hello.process:
             return
         text = (

@@ -170,8 +170,8 @@ class TrainerOrders:
     ) -> trainer_pb2.Directive | FormedBatch | None:
         """Returns the next order, or None if there is none yet.
 
-        `must_save`: the run is stopping, and the trainer must still save its newest version. Raises
-        ProtocolError or RunFailed if the run cannot continue.
+        `must_save` says that the run is stopping and the trainer must still save its newest
+        version. Raises ProtocolError or RunFailed if the run cannot continue.
         """
         progress = self._progress
         is_behind = self.trainer_version.step < self._book.step
@@ -367,7 +367,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def StartPublish(  # noqa: N802
         self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishStarted:
-        """Tells servers to receive, when the trainer is ready to send; returns the receivers."""
+        """Orders servers to receive what the trainer is ready to send; returns the receivers."""
         await self.place.check(context)
         return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
 
@@ -402,7 +402,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportWork(  # noqa: N802
         self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.WorkReceipt:
-        """Notes that the trainer makes progress, also before it has registered."""
+        """Notes that the trainer makes progress, even if it has not registered yet."""
         await self.place.check_loading(context)
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
@@ -471,7 +471,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.TrainerGoodbyeReceipt:
         """Notes that the trainer leaves on purpose, and the path of its exported model.
 
-        A trainer that leaves before the order to stop got SIGTERM: nobody restarts it.
+        The run fails if the trainer leaves before it is ordered to stop: the trainer then got
+        SIGTERM, and nobody restarts it.
         """
         await self.place.check(context)
         self.goodbye = request
@@ -493,7 +494,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def _is_stopping(self) -> bool:
-        """Whether the run is stopping and a trainer, also a restarted one, must save and export."""
+        """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
         return stopping and self._progress.has_trainer and not self.finished.is_set()
 

@@ -1,6 +1,7 @@
-"""The choice of tasks by their recent rewards: pure, without a clock or I/O.
+"""The choice of tasks by their recent rewards.
 
-Each choice is a function of the run's seed, the number of the choice and the results before it.
+Each choice is a function of the run's seed, the number of the choice and the results before it. The
+module uses no clock and no I/O.
 """
 
 import random
@@ -31,11 +32,15 @@ class Curriculum:
     def __init__(
         self, settings: CurriculumSection, solved_reward: float, seed: str, results: TaskResults
     ) -> None:
-        """Starts with `results`, which may be restored; `note` updates them."""
+        """Starts with `results`, which may be restored; `note` updates them.
+
+        A task with the mean reward `solved_reward` or more counts as solved. `seed` seeds all
+        draws.
+        """
         self._settings, self._solved_reward = settings, solved_reward
         self._seed, self._results = seed, results
         self._standings = Counter(self._standing(task) for task in results.tasks())
-        # Number of draws that were not kept.
+        # Number of rejected draws.
         self._passed_over = 0
         # Successes of the tasks chosen since the last metrics; tasks without a result are left out.
         self._chosen: list[float] = []
@@ -50,10 +55,10 @@ class Curriculum:
     def draw(self, num_tasks: int, number: int) -> int:
         """Draws one of `num_tasks` tasks by rejection sampling; prefers tasks of medium success.
 
-        A task is accepted with probability 4 * success * (1 - success), but at least `floor`; a
-        task without a result is always accepted. So no sum over all tasks is needed, and the draw
-        is short for any number of tasks. `number` is the number of the choice, which seeds the
-        draw.
+        Success is a task's mean reward, scaled from 0 (failed) to 1 (solved). A task is accepted
+        with probability 4 * success * (1 - success), but at least `floor`; a task without a result
+        is always accepted. So no sum over all tasks is needed, and the draw is short for any number
+        of tasks. `number` is the number of the choice, which seeds the draw.
         """
         source = random.Random(f"{self._seed}/draw/{number}")
         while True:
@@ -73,7 +78,8 @@ class Curriculum:
     def metrics(self) -> dict[str, float]:
         """Returns how many tasks are learning, solved and failed, and how many draws were rejected.
 
-        The mean success of the tasks chosen since the last call is included if one has a result.
+        If any task chosen since the last call has a result, the mean success of these tasks is
+        included.
         """
         chosen, self._chosen = self._chosen, []
         found = {f"tasks_{each.value}": float(self._standings[each]) for each in _SEEN}

@@ -23,12 +23,12 @@ from slipstream.v1 import trajectory_pb2
 
 # Above this number tasks are taken in their own order: a permutation would not fit into memory.
 MAX_SHUFFLED_TASKS = 1_000_000
-# Different events of one kind about an environment.
+# Largest number of different events of one kind about an environment.
 MAX_TOLD = 3
-# Tasks in a row with too long a prompt that suspend an environment; if it has fewer, all of them.
+# Tasks in a row with too long a prompt that suspend an environment; all tasks if it has fewer.
 MAX_SKIPPED_TASKS = 1000
-# Groups that an environment may end for one that is trained and still get its share of these: where
-# more fail or are filtered, it would else take the leases of all others.
+# Ended groups per trained group up to which an environment gets its full share of trained groups.
+# Without this bound, an environment whose groups mostly fail would take the leases of all others.
 MAX_ENDED_PER_TRAINED = 2
 
 
@@ -126,7 +126,7 @@ class EnvironmentEntry:
 
 
 class EnvironmentBook:
-    """All environments, by name; pure state."""
+    """All environments of a run, by name; the book uses no clock and no I/O."""
 
     def __init__(
         self,
@@ -135,7 +135,10 @@ class EnvironmentBook:
         max_failed_groups: int,
         curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
     ) -> None:
-        """Takes `curricula`: by environment, the settings and the reward of a solved task."""
+        """Takes `curricula`, a curriculum and the reward of a solved task for some environments.
+
+        An environment is suspended after `max_failed_groups` failed groups in a row.
+        """
         self._seed, self._max_failed_groups = seed, max_failed_groups
         self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
@@ -178,24 +181,24 @@ class EnvironmentBook:
         return sum(entry.tasks_skipped for entry in self.entries.values())
 
     def training(self) -> list[EnvironmentEntry]:
-        """The environments whose episodes are trained."""
+        """Returns the environments whose episodes are trained."""
         return [entry for entry in self.entries.values() if entry.is_training]
 
     def suspended(self) -> dict[str, str]:
-        """The cause of each suspended training environment, by name."""
+        """Returns the cause of each suspended training environment, by name."""
         state = pb.ENVIRONMENT_STATE_SUSPENDED
         return {e.spec.name: e.cause for e in self.training() if e.state == state}
 
     def evaluations(self) -> list[EnvironmentEntry]:
-        """The environments that are only evaluated."""
+        """Returns the environments that are only evaluated."""
         return [entry for entry in self.entries.values() if not entry.is_training]
 
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """Returns the environment for the next group on server `key`; None if none has room there.
+        """Returns the environment for the next group on server `key`, or None if none has room.
 
-        `open_episodes`: number of open episodes of each environment.
+        `open_episodes` is the number of open episodes of each environment.
         """
         ready = [
             entry
@@ -208,7 +211,10 @@ class EnvironmentBook:
     def may_run(
         entry: EnvironmentEntry, key: ServerKey, open_episodes: Mapping[str, int], episodes: int
     ) -> bool:
-        """Whether a server, and a client that serves the environment, can take `episodes` more."""
+        """Whether server `key` can take `episodes` more episodes of `entry`.
+
+        If a client serves the environment, the client must have room for them too.
+        """
         has_room = (
             entry.client_episodes is None
             or open_episodes.get(entry.spec.name, 0) + episodes <= entry.client_episodes
@@ -302,10 +308,10 @@ class EnvironmentBook:
             entry.groups_filtered += is_filtered
 
     def group_failed(self, name: str, number: int, cause: str, *, oldest_open: float) -> bool:
-        """Counts a set-aside group; returns True if its environment is suspended for that.
+        """Counts a set-aside group; returns True if this suspends its environment.
 
-        `number` is the group's number in the order of leases, `oldest_open` that of the
-        environment's oldest incomplete group. Only failed groups with smaller numbers count,
+        `number` is the group's number in the order of leases, and `oldest_open` is the number of
+        the environment's oldest incomplete group. Only failed groups with smaller numbers count,
         because failures end sooner than successes.
         """
         self.group_withdrawn(name)
@@ -322,7 +328,7 @@ class EnvironmentBook:
         return False
 
     def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Stores the results of evaluations at version `step`: numbers by evaluation and name."""
+        """Stores the numbers of each evaluation at version `step`, by evaluation and name."""
         for name, numbers in evaluations.items():
             # The configuration may lack an evaluation of an earlier start.
             entry = self.entries.get(name)
@@ -330,7 +336,7 @@ class EnvironmentBook:
                 entry.newest_round = pb.EvaluationRound(step=step, numbers=numbers)
 
     def task_skipped(self, name: str, cause: str) -> bool:
-        """Counts a task with too long a prompt; returns True if that suspends its environment."""
+        """Counts a task with too long a prompt; returns True if this suspends its environment."""
         self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:

@@ -1,8 +1,8 @@
 """Relays calls between rollout servers and the clients that serve environments.
 
 Consumes: calls of rollout servers, answers of clients. Produces: the same messages for the other
-side, with call ids of its own. Waits for: messages. Unblocked by: a message, or the end of either
-stream, which fails its open calls. Calls to a client that does not read fail, and a rollout server
+side, with new call ids. Waits for: messages. Unblocked by: a message, or the end of either stream,
+which fails the stream's open calls. Calls to a client that does not read fail, and a rollout server
 that does not read loses its stream.
 """
 
@@ -57,10 +57,10 @@ class Relay:
         *,
         max_messages: int = MAX_MESSAGES,
     ) -> None:
-        """Takes callbacks for a client's arrival and departure; `clock` limits its hello.
+        """Takes callbacks for a client's arrival and departure.
 
-        `on_arrival` returns why the client is rejected, or "". At most `max_messages` wait for one
-        client or server.
+        `on_arrival` returns why the client is rejected, or "". By `clock`, a client must send its
+        hello within 10 seconds. At most `max_messages` messages wait for one client or server.
         """
         self._max_messages, self._clock = max_messages, clock
         self._on_arrival, self._on_departure = on_arrival, on_departure
@@ -191,7 +191,7 @@ def raise_failure(reader: asyncio.Task[None]) -> None:
 def _answer(
     answers: Outbox[fleet_pb2.EnvironmentAnswer], answer: fleet_pb2.EnvironmentAnswer
 ) -> None:
-    """Sends an answer; ends the server's stream if it does not read, and the server reconnects."""
+    """Sends an answer; if the server does not read, ends its stream, and the server reconnects."""
     if not answers.put(answer):
         answers.close()
 

@@ -37,7 +37,7 @@ class SetAside:
 
     @classmethod
     def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, or all if none is named.
+        """Sets the `named` groups aside, or all groups if none is named; puts the others back.
 
         Raises ProtocolError for a group that is not in the batch.
         """
@@ -101,7 +101,7 @@ class SetAside:
 
 
 def way_past(batch: FormedBatch, config: Config) -> str:
-    """Returns advice for the user on how to pass over a batch at which the trainer always fails."""
+    """Returns advice for the user on how to skip a batch at which the trainer always fails."""
     return (
         f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "
         f"unless `slipstream set-aside {config.run_dir} {batch.version}` takes it out"

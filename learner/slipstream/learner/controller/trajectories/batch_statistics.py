@@ -1,4 +1,4 @@
-"""Statistics of the trajectories of a batch: pure functions.
+"""Statistics of the trajectories of a batch.
 
 Only the controller computes them; the trainer reports only statistics of the training itself.
 """
@@ -72,7 +72,10 @@ def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over `episodes` that have it; of counts, over all of them."""
+    """Returns the mean of each metric over the `episodes` that have it.
+
+    The mean of a count of branches or of ignored settings is over all `episodes`.
+    """
     values: dict[str, list[float]] = {}
     for name, value in (item for each in episodes for item in each.items()):
         values.setdefault(name, []).append(value)

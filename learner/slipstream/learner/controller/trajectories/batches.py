@@ -34,8 +34,8 @@ def version_of(
 
     `recorded` is the journal's record of that step. `trainer` is the timeline of the weights before
     the step, `newest` the newest timeline of the run. If the digest is the recorded one, the
-    recorded version is returned; another digest begins a new timeline. Without a record, or with
-    one of a timeline before the trainer's, the version is in the trainer's timeline.
+    recorded version is returned; another digest begins a new timeline. Without a record, or if the
+    record's timeline is older than the trainer's, the version is in the trainer's timeline.
     """
     if recorded is None or recorded.version.incarnation < trainer:
         return PolicyVersion(trainer, step)
@@ -135,7 +135,7 @@ class BatchFormer:
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """Returns the path of the first missing batch file from `step` on; None if none is missing.
+        """Returns the path of the first missing batch file from `step` on, or None if all exist.
 
         A batch that is still being written does not count as missing: `recorded` waits for it.
         """
@@ -177,7 +177,7 @@ class BatchFormer:
             await self.recorded(step)
 
     async def form(self) -> FormedBatch | None:
-        """Returns the next batch for the trainer, durable and acknowledged; None if none is ready.
+        """Returns the trainer's next batch, durable and acknowledged, or None if none is ready.
 
         Raises RunFailed if the journal cannot be written.
         """
@@ -347,7 +347,7 @@ def _batch_of(
 
 
 def _identity(report: trainer_pb2.StepReport) -> tuple[object, ...]:
-    """Returns the identity of a report; if two are equal, one report was sent twice."""
+    """Returns the identity of a report; two reports with the same identity are one, sent twice."""
     version = version_from_pb(report.version)
     return *_batch_of(report), version, report.weight_digest
 

@@ -70,9 +70,9 @@ class Claim:
 def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -> Claim:
     """Returns what a delivery states about itself; never raises.
 
-    The server is the one in `known` with the epoch in the delivery's id; otherwise it is the server
-    that the decoded trajectory names, or unknown. If a delivery has more than `largest_bytes`, or
-    cannot be decoded, only its id is read.
+    The server is the server in `known` with the epoch in the delivery's id. If there is none, it is
+    the server that the decoded trajectory names, or unknown. If a delivery has more than
+    `largest_bytes`, or cannot be decoded, only its id is read.
     """
     name = TrajectoryName.parse(delivery.trajectory_id)
     epoch = 0 if name is None else name.epoch
@@ -372,7 +372,7 @@ class Inspector:
         return trajectory
 
     def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """Returns why a trajectory is rejected whose adapter is wrong, or "" if it is right.
+        """Returns why the trajectory's adapter is wrong, or "" if it is right.
 
         Callers do not check trajectories of withdrawn groups, which are never trained.
         """
@@ -382,7 +382,7 @@ class Inspector:
         return f"adapter {trajectory.adapter!r} sampled it, not {entry.spec.adapter!r}"
 
     def _send_away(self, server: ServerKey, cause: str) -> None:
-        """Tells a server that delivers nothing valid to leave; if it is the last, fails the run."""
+        """Orders a server without valid deliveries to leave, or fails the run if it is the last."""
         fault = (
             f"rollout server {server.server_id} produces nothing but trajectories that cannot "
             f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
@@ -410,7 +410,7 @@ class Inspector:
         )
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
-        """Quarantines a delivery; `is_counted`: whether the ledger already has its tokens."""
+        """Quarantines a delivery; `is_counted` says whether the ledger already has its tokens."""
         claim = read_claim(delivery, self._fleet.epochs, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id

@@ -1,4 +1,4 @@
-"""Takes trajectories from the queue into the lease book, and ends those that no batch needs.
+"""Takes trajectories from the queue into the lease book, and ends trajectories that no batch needs.
 
 Consumes: deliveries of the queue. Produces: complete groups, journal records, acknowledgements.
 Waits for: the next delivery. Unblocked by: the queue. A trajectory that no batch holds is
@@ -284,7 +284,8 @@ class Intake:
     def _give_up(self, group: Group, members: Sequence[int], failure: Failure) -> None:
         """Marks members as failed for good; sets the whole group aside if too few are left.
 
-        All members have the same prompt, so if it is too long the group is set aside, too.
+        If the prompt is too long, the group is set aside as well, since all members have the same
+        prompt.
         """
         is_too_long = failure.kind is FailureKind.PROMPT_TOO_LONG
         if is_too_long or not self._book.give_up(group, members):
@@ -359,14 +360,14 @@ class Intake:
 
 
 def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode is progress of the run: not if cancelled or failed by one of `OUTAGES`."""
+    """Whether an episode counts as progress: not if it was cancelled or failed in an outage."""
     failure = trajectory.failure
     is_outage = failure is not None and failure.kind in OUTAGES
     return trajectory.status is not Status.CANCELLED and not is_outage
 
 
 class GroupFilter:
-    """Dynamic sampling: `filter` leaves out a complete group from which nothing can be learnt.
+    """Dynamic sampling: `filter` leaves out a complete group that teaches nothing.
 
     If too many groups are left out while one batch is formed, the run ends as solved, or fails.
     """
