@@ -1,7 +1,7 @@
-"""`python -m slipstream.rollout_server`: runs one rollout server.
+"""Runs one rollout server: `python -m slipstream.rollout_server`.
 
-Exit codes: 0 means that the server drained, 1 that something broke (the cause is on stderr), 2 a
-ConfigError (wrong settings, or the controller refuses the server), 4 that vLLM's engine did not
+The exit code is 0 after a normal stop, 1 after a failure (stderr has the cause), 2 after a
+ConfigError (wrong settings, or the controller refuses the server), and 4 if vLLM's engine did not
 start.
 """
 
@@ -54,12 +54,12 @@ class _NotStarted(Exception):
     """Raised if vLLM's engine did not start; `__cause__` is the reason."""
 
 
-# Output kept of each environment worker; older lines are removed.
+# Bytes of output that are kept for each environment worker; older lines are removed.
 WORKER_LOG_BYTES = 16 << 20
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one server until it is asked to stop; returns the exit code."""
+    """Runs one rollout server until a signal or the controller stops it; returns the exit code."""
     options = _parse(arguments)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -86,9 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_settings(path: Path, max_episodes: int | None) -> Config:
-    """Returns the settings in `path`; `max_episodes`, unless None, replaces the file's value.
+    """Returns the settings in the file `path`; `max_episodes`, unless None, replaces its value.
 
-    Raises ConfigError if they are invalid.
+    Raises ConfigError if the settings are invalid.
     """
     overrides = [] if max_episodes is None else [f"rollout_server.max_episodes={max_episodes}"]
     return load_config(path, overrides)
@@ -172,7 +172,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         async with _metrics(config, engine, server_id):
             await server.run(stop)
     except* EngineDied as died:
-        # Every open request has failed with it.
+        # Every open request has failed with the same error.
         said = str(_leaves(died)[0])
         raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
     finally:
@@ -198,7 +198,7 @@ def _worker_limits(settings: RolloutServerSection) -> WorkerLimits:
 
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:
-    """Prints the causes in `group`, a SlipstreamError in one line; returns the exit code."""
+    """Prints each cause in `group`, a SlipstreamError as one line; returns the exit code."""
     causes = _leaves(group)
     for cause in causes:
         if isinstance(cause, SlipstreamError):

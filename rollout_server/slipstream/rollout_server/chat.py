@@ -35,13 +35,13 @@ class ChatMessage(NamedTuple):
 
     @classmethod
     def from_pb(cls, message: environment_pb2.ChatMessage) -> ChatMessage:
-        """Returns the chat message in the wire form that an environment sends."""
+        """Returns the chat message that an environment sent as `message`."""
         parts = (part.image if part.HasField("image") else part.text for part in message.parts)
         return cls(message.role, message.content, message.tool_call_id, parts=tuple(parts))
 
     @property
     def images(self) -> tuple[bytes, ...]:
-        """The images of the message, in order."""
+        """The encoded images of the message, in order."""
         return tuple(part for part in self.parts if isinstance(part, bytes))
 
     @property
@@ -50,7 +50,10 @@ class ChatMessage(NamedTuple):
         return len(self.content) + sum(len(part) for part in self.parts if isinstance(part, str))
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the message in OpenAI's form, without empty fields."""
+        """Returns the message in OpenAI's form, without optional fields that are empty.
+
+        A marker stands for each image.
+        """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
             message["content"] = [
@@ -73,9 +76,9 @@ class ChatMessage(NamedTuple):
         return message
 
 
-# The stand-in for a reply whose tokens are known, in a history; no template may change its text.
+# Stands for a reply whose tokens are known in a history; no template may change its text.
 REPLY = ChatMessage("assistant", PLACEHOLDER)
-# The stand-in for a result, with an id that every template takes.
+# Stands for the result of a tool, with an id that every template takes.
 RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 

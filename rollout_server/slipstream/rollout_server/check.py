@@ -1,7 +1,8 @@
 """Checks that vLLM accepts a run's settings: `python -m slipstream.rollout_server.check < FILE`.
 
-Values are checked against the types of vLLM's arguments, parsers against its lists of parsers. With
-a parser of tool calls the chat template is tried too. No weights are read, no engine is started.
+Values are checked against the types of vLLM's arguments, and names of parsers against vLLM's lists.
+If a parser of tool calls is set, the chat template is tried too. No weights are read, and no engine
+is started.
 """
 
 import os
@@ -22,7 +23,7 @@ def main() -> int:
     """Checks the settings; returns 0, or 2 with the first fault as the last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     server = config.rollout_server
-    # vLLM reads these when it is imported.
+    # vLLM reads these variables when it is imported.
     os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
     try:
         from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems

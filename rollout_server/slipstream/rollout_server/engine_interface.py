@@ -17,19 +17,19 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 
 
 class EngineDied(SlipstreamError):
-    """The inference engine has ended; nothing can be generated until the server restarts."""
+    """Raised if the inference engine has ended or hangs; nothing can be generated any more."""
 
 
 class GenerationFailed(SlipstreamError):
-    """The engine is alive but could not serve this request."""
+    """Raised if the engine could not serve a request; other requests may succeed."""
 
 
 class RequestRefused(GenerationFailed):
-    """Raised for a request that the engine refuses as invalid: its sender is at fault."""
+    """Raised if the engine refuses a request as invalid: the sender of the request is at fault."""
 
 
 class FinishReason(Enum):
-    """Why a generation ended."""
+    """The reason why a generation ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,15 +40,16 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are sampled, and the limits of an episode.
+    """The settings with which replies are sampled, and the limits of an episode.
 
-    `temperature` 0 takes the most probable token; `top_k` 0 is no limit. `max_episode_tokens`
-    counts context and sampled tokens of each branch, `total_tokens` those of all branches.
-    `max_turns` counts the replies of all branches; 0 means 256. With `ignore_eos` a reply does not
-    end at the end-of-text token. `max_prompt_tokens` limits the context before the first reply;
-    with 0, it need only leave room for one token of that reply. A reply also ends with the first of
-    `stop_token_ids`, and with the token that completes the first of the texts in `stop`. `adapter`
-    names the adapter that samples, or is "" if the run has at most one.
+    `temperature` 0 takes the most probable token; `top_k` 0 means no limit. `max_episode_tokens`
+    limits the context and sampled tokens of each branch, `max_total_tokens` those of all branches;
+    0 means `max_episode_tokens`. `max_turns` limits the replies of all branches; 0 means 256. With
+    `ignore_eos` a reply does not end at the end-of-text token. `max_prompt_tokens` limits the
+    context before the first reply; with 0, that context need only leave room for one token of the
+    reply. A reply also ends at the first token in `stop_token_ids`, and at the token that completes
+    one of the texts in `stop`. `adapter` names the adapter that samples, or is "" if the run has at
+    most one.
     """
 
     temperature: float
@@ -69,7 +70,7 @@ class Sampling:
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
-        """Returns the settings of a message; each field is the message's field of the same name."""
+        """Returns the settings in `message`, whose fields have the same names."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             value = getattr(message, field.name)
@@ -84,7 +85,7 @@ class Sampling:
 
     @property
     def distribution(self) -> dict[str, float]:
-        """The settings that decide which token is drawn, by the names of vLLM and of its API."""
+        """The settings of the distribution that tokens are drawn from, by vLLM's names for them."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 
@@ -93,11 +94,11 @@ class Generation:
     """One reply, or the part of it that was sampled before it was cancelled or failed.
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
-    each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` of
-    the prompt came from the prefix cache. `expert_ids` is [tokens, layers, experts per token], or
-    None if the engine does not record experts. It holds the experts of each token from index
-    `experts_from` on, as the token was first computed. The last sampled token was never computed
-    and is left out.
+    each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` is
+    the number of prompt tokens that came from the prefix cache. `expert_ids` is [tokens, layers,
+    experts per token], or None if the engine does not record experts. It has the experts of the
+    tokens of prompt and reply from the request's index `experts_from` on, as they were first
+    computed. The last sampled token was never computed and is left out.
     """
 
     token_ids: TokenArray
@@ -109,7 +110,7 @@ class Generation:
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:
-        """The values of each sampled token, by the trajectory's fields of `SAMPLED_ARRAYS`."""
+        """The arrays with one value for each sampled token, by the names in `SAMPLED_ARRAYS`."""
         return {"behavior_logprobs": self.logprobs}
 
     @classmethod
@@ -125,12 +126,13 @@ PartSize: TypeAlias = Literal["chunks", "large", "tokens"]
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How the text of a reply is decoded, and the options of a single request.
+    """The options of a single request, and of the decoding of its reply's text.
 
-    `stop` are stop texts besides those of `Sampling`. `num_logprobs` most probable tokens are
-    returned for each position, besides the sampled token; None means none. With `is_streamed`,
-    parts of the size `parts` are yielded while the reply is sampled. With `by_start` the initial
-    model samples, see `Engine.keeps_start`. With `with_stop` the text includes the stop text.
+    `stop` has stop texts in addition to those in `Sampling`. `num_logprobs` is the number of most
+    probable tokens that are returned for each position in addition to the sampled token; with None,
+    parts have no `top_logprobs`. With `is_streamed`, parts of the size `parts` are yielded while
+    the reply is sampled. With `by_start` the initial model samples (see `Engine.keeps_start`). With
+    `with_stop` the text includes the stop text.
     """
 
     is_streamed: bool = False
@@ -148,8 +150,8 @@ class TextOptions:
 class TextPart:
     """A part of a reply: new tokens and their text; the last part has the whole `generation`.
 
-    `top_logprobs` are vLLM's, one mapping for each token, if the request has `num_logprobs`.
-    `stop_reason` is the stop text or token that ended the reply.
+    `top_logprobs` is vLLM's list with one mapping for each token, or None if the request has no
+    `num_logprobs`. `stop_reason` is the stop text or stop token that ended the reply, or None.
     """
 
     token_ids: Sequence[int]
@@ -163,10 +165,11 @@ class TextPart:
 class EngineUse:
     """The counters of an engine since its start.
 
-    `generated_tokens` counts all tokens that the engine returned, without those of probes;
-    `returned_tokens` those of generations that ended, `judged_tokens` those of judges' replies.
-    `drafted_tokens` were proposed by speculative decoding, `accepted_tokens` of them were kept.
-    `steps` counts the steps that sampled tokens.
+    `generated_tokens` counts all tokens that the engine returned, except for probes.
+    `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only tokens of
+    judges' replies. `busy_s` is the time with at least one open request. `drafted_tokens` counts
+    the tokens that speculative decoding proposed, `accepted_tokens` the proposed tokens that were
+    kept. `steps` counts the steps that sampled tokens.
     """
 
     generated_tokens: int
@@ -181,16 +184,17 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """How an engine loaded new weights, and how many seconds each stage took.
+    """The way in which an engine loaded new weights, and the seconds of each stage.
 
-    `by_plan` says that a copy plan loaded the weights, not vLLM's loader. `pause_s` lasted until
-    the engine had paused; with a plan, buckets arrive meanwhile. In `receive_s` a worker waited for
-    buckets, idle; `load_s` is the rest of its time. `wire_s` lasted from the start of the first
-    broadcast on the worker that joined last to the end of the last broadcast; 0 if it cannot be
-    timed. `already_resumed` says that the engine was idle and has the new version already, so that
-    `resume` takes no time. `takes_deltas` says that the next update may be a delta. `began_s` is
-    the monotonic time at which the current step had ended and the copies began; 0 if unknown.
-    `staged` says that all buckets had arrived before the copies began.
+    `by_plan` says that a copy plan loaded the weights, not vLLM's loader. `pause_s` is the time
+    until the engine had paused; with a plan, buckets arrive meanwhile. `receive_s` is the time for
+    which a worker waited idle for buckets, and `load_s` the rest of that worker's time. `wire_s` is
+    the time from the start of the first broadcast on the worker that joined last to the end of the
+    last broadcast, or 0 if it cannot be measured. `already_resumed` says that the engine was idle
+    and has the new version already, so that `resume` takes no time. `takes_deltas` says that the
+    next update may be a delta. `began_s` is the monotonic time at which the engine's current step
+    had ended and the copies began, or 0 if unknown. `staged` says that all buckets had arrived
+    before the copies began.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -207,9 +211,9 @@ class LoadedWeights:
     def stages(self, prepare_s: float, paused_at_s: float | None) -> fleet_pb2.PublishStages:
         """Returns the message that reports how long each stage of the publish took.
 
-        `prepare_s`: seconds of preparation. `paused_at_s`: monotonic time from which requests
-        waited, from which the seconds until the current engine step ended are counted; None if none
-        waited.
+        `prepare_s` is the time of the preparation. `paused_at_s` is the monotonic time from which
+        requests waited, or None if no request waited. The message's `steps_s` is the time from
+        then until the engine's current step had ended.
         """
         return fleet_pb2.PublishStages(
             prepare_s=prepare_s,
@@ -227,12 +231,12 @@ class LoadedWeights:
 class Engine(Protocol):
     """An inference engine whose weights can be replaced while its requests wait.
 
-    It starts paused, with weights that must not be served.
+    An engine starts paused, with weights that must not be served.
     """
 
     @property
     def num_workers(self) -> int:
-        """The number of ranks that the engine occupies in a communicator."""
+        """The number of ranks that the engine's workers occupy in a weight communicator."""
 
     @property
     def max_model_len(self) -> int:
@@ -240,7 +244,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the newest `resume`, or None before the first."""
+        """The version that `resume` was last called with, or None before the first call."""
 
     @property
     def keeps_start(self) -> bool:
@@ -269,9 +273,9 @@ class Engine(Protocol):
     ) -> Generation:
         """Samples at most `max_tokens` tokens; waits while the engine is paused.
 
-        `images` are those of the prompt, in which their tokens are already inserted. An engine that
-        records experts returns those of the tokens from index `experts_from` on. Raises
-        GenerationFailed when this request cannot be served, EngineDied when no request can.
+        `images` are the images of the prompt, which already has their image tokens. An engine that
+        records experts returns the experts of the tokens from index `experts_from` on. Raises
+        GenerationFailed if this request cannot be served, and EngineDied if no request can be.
         """
 
     def stream(
@@ -285,7 +289,7 @@ class Engine(Protocol):
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
-        """Samples like `generate`, and yields tokens and text in parts; read all of them."""
+        """Samples like `generate`; yields tokens and text in parts, all of which must be read."""
 
     async def cancel(self, request_id: str) -> None:
         """Ends an open generation, paused or not; `generate` returns the tokens so far."""
@@ -303,17 +307,18 @@ class Engine(Protocol):
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """Joins the communicator and prepares to receive a whole set of weights; may run unpaused.
+        """Joins the communicator and prepares to receive new weights; requests may run meanwhile.
 
-        An empty `layout` means the layout of the previous publish. After a WeightSyncError the
-        weights are unchanged.
+        An empty `layout` means the layout of the previous publish. `first_rank` is the rank of the
+        engine's first worker. Raises WeightSyncError if the preparation fails; the weights are then
+        unchanged.
         """
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """Pauses and loads the weights of `prepare_weights`; samples nothing until `resume`.
 
-        If these weights may not be used, call `pause` instead of `resume`. After a WeightSyncError
-        the weights are unusable, but the next publish may try again.
+        If these weights may not be used, call `pause` instead of `resume`. Raises WeightSyncError
+        if the update fails; the weights are then unusable, but the next publish may try again.
         """
 
     async def resume(self, version: PolicyVersion) -> None:
@@ -324,7 +329,8 @@ class Engine(Protocol):
     ) -> LogprobArray:
         """Returns the log-probability of every token but each sequence's first, in one flat array.
 
-        `adapters` names the adapter of each sequence; a missing name means "".
+        `adapters` has the name of each sequence's adapter; "" or a missing name means no named
+        adapter.
         """
 
     async def watch(self) -> None:

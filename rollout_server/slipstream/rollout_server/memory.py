@@ -46,7 +46,10 @@ def free_bytes() -> tuple[int, int]:
 
 
 class ProcessMemory:
-    """Resident bytes of this process and all processes below it; each counts its shared pages."""
+    """Measures the resident memory of this process and its descendants.
+
+    Shared pages count in each process that shares them.
+    """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -54,7 +57,7 @@ class ProcessMemory:
         self._bytes = 0
 
     def resident_bytes(self) -> int:
-        """Returns the bytes at the last scan, which is at most 5 s old."""
+        """Returns the resident bytes at the last scan; scans again if that is more than 5 s ago."""
         now = time.monotonic()
         if now - self._looked_s >= _LOOK_S:
             self._looked_s = now
@@ -76,11 +79,12 @@ MOST_OF_SHARE = 1 / 6
 
 
 def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
-    """Returns the fraction of a GPU's memory for vLLM: the engine's share less a staged update.
+    """Returns the fraction of a GPU's memory for vLLM: the engine's share minus a staged update.
 
-    `wire_bytes` is the size of an update, all of which each worker of an engine receives. Nothing
-    is subtracted if updates are not staged, or if "auto" finds the update too large. Raises
-    ConfigError if `debug.stage_on_server` is true and leaves vLLM nothing.
+    `wire_bytes` is the size of an update, all of which each worker of an engine receives;
+    `gpu_bytes` is the GPU's memory. Nothing is subtracted if updates are not staged, or if the
+    setting is "auto" and the update too large. Raises ConfigError if `debug.stage_on_server` is
+    true and leaves vLLM nothing.
     """
     share = config.rollout_server.gpu_memory_utilization
     stage, part = config.staging, wire_bytes / gpu_bytes

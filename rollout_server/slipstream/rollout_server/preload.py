@@ -14,15 +14,16 @@ from slipstream.rollout_server import process
 def preload(arguments: Sequence[str]) -> None:
     """Imports the modules that a server with these command-line `arguments` needs.
 
-    A fork server calls it before it forks.
+    The fork server calls this function before it forks rollout servers.
     """
     import_engine(load_config(Path(arguments[arguments.index("--config") + 1])))
 
 
 def import_engine(config: Config) -> None:
-    """Imports vLLM, or ends this process when that takes too long.
+    """Imports vLLM and the modules of the server.
 
-    Raises ConfigError if a package that vLLM imports is broken.
+    Ends this process with code NOT_STARTED if that exceeds `rollout_server.start_timeout_s`. Raises
+    ConfigError if a package that vLLM imports is broken.
     """
     on_cpu = process.is_cpu_build()
     os.environ.update(process.engine_environment(config, on_cpu=on_cpu))
@@ -32,5 +33,5 @@ def import_engine(config: Config) -> None:
             importlib.import_module(f"slipstream.rollout_server.{name}")
         importlib.import_module("transformers")
         if on_cpu:
-            # The engine would import it.
+            # The engine would import this module at its start.
             importlib.import_module("vllm.v1.worker.cpu_worker")

@@ -1,4 +1,4 @@
-"""The processes below the server: their environment variables, and how they end with the server."""
+"""Child processes of the server: their environment variables, and how they end with the server."""
 
 import atexit
 import contextlib
@@ -19,7 +19,7 @@ from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFol
 from slipstream.core.machine.process import die_with_parent, flush_output, open_variables
 from slipstream.core.settings.config import Config
 
-# Parts of the errors for an engine process that is gone: vLLM's, and that of `Engine.watch`.
+# Parts of the messages with which vLLM and `Engine.watch` report that the engine process is gone.
 _GONE = ("See stack trace (above)", "engine process is gone")
 
 _QUIET = {
@@ -32,7 +32,8 @@ _QUIET = {
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 # The number of outputs that vLLM handles before any other task has its turn. At a pause each
-# request has one, and the answer to the pause comes behind them: 128 outputs take 3 to 8 ms.
+# request has an output, and the answer to the pause is queued behind these outputs: 128 of them
+# take 3 to 8 ms.
 _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 
 # An environment may fork: gRPC's handlers would then wait for its threads, some of which wait for
@@ -49,13 +50,13 @@ def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
     # The user's own level shows more of vLLM in the server's log.
     variables |= {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "WARNING")}
     if config.algorithm.agreement == "bits":
-        # Rows must not depend on those beside them, nor attention on how many keys there are.
+        # A row must not depend on the other rows of a batch, nor attention on the number of keys.
         variables |= {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if on_cpu else {"VLLM_BATCH_INVARIANT": "1"}
     if not on_cpu:
         return variables | ALL_BITS if config.model.dtype == "float32" else variables
     if settings.is_eager(on_cpu=True):
-        # Log-probabilities would compile a kernel at the first request even in eager mode, and die
-        # without a compiler.
+        # Even in eager mode, the first request for log-probabilities would compile a kernel, which
+        # fails without a compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
     variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -77,7 +78,7 @@ def engine_folder() -> Iterator[Path]:
 
 
 def check_companions() -> None:
-    """Raises ConfigError if torchvision or torchaudio is installed but broken: vLLM would fail."""
+    """Raises ConfigError if torchvision or torchaudio is installed but cannot be imported."""
     for name in ("torchvision", "torchaudio"):
         try:
             importlib.import_module(name)
@@ -90,12 +91,15 @@ def check_companions() -> None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is the build for CPUs; does not import vLLM."""
+    """Returns whether the installed vLLM is the build for CPUs; does not import vLLM."""
     return bool(installed(["vllm-cpu"]))
 
 
 def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
-    """Returns all environment variables of an environment worker, which connects with `token`."""
+    """Returns the environment variables of an environment worker, which connects with `token`.
+
+    They are the server's own `variables` without secrets, and the token.
+    """
     return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
@@ -120,9 +124,9 @@ def limited_start(limit_s: float) -> Iterator[None]:
 
 
 def describe_engine_death(said: str, *, oom_kills: int) -> str:
-    """Returns why the engine died, from its error `said` and the kernel's count of OOM kills.
+    """Returns the text that says why the engine died; `said` is the text of its error.
 
-    `oom_kills` is the value of `kernel_oom_kills` at the engine's start.
+    `oom_kills` is the value of `kernel_oom_kills` when the engine was started.
     """
     if not any(words in said for words in _GONE):
         return said
@@ -142,7 +146,7 @@ def leave(code: int) -> NoReturn:
 
 
 def bind_children() -> None:
-    """Makes Linux kill every process that is forked later when its parent ends, for any reason.
+    """Makes Linux kill each child process that is forked from now on as soon as its parent ends.
 
     vLLM's engine process does not notice the end of its parent.
     """
@@ -156,7 +160,7 @@ def bind_children() -> None:
         die_with_parent()
         # Else Python would tell the server's event loop of the child's signals.
         signal.set_wakeup_fd(-1)
-        # Ctrl-C in a terminal must reach the server alone, which stops the engine after its
+        # Ctrl-C in a terminal must reach only the server, which stops the engine after its
         # requests have ended.
         os.setpgrp()
         if os.getppid() != parent:

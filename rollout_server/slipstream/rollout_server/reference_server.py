@@ -3,7 +3,7 @@
 Waits for: the server. Unblocked by: its answer, or `timeout_s` after the last retry.
 
 `python -m slipstream.rollout_server.reference_server < FILE` checks the server that the settings
-name: it must have the policy's tokenizer, room for an episode, and give log-probabilities.
+name: it must have the policy's tokenizer and room for an episode, and give log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from slipstream.core.types import ReferenceLogprobs, check_reference
 if TYPE_CHECKING:
     pass
 
-# Largest answer: bytes of one log-probability with its token, and of all the rest.
+# Largest answer: bytes for one log-probability with its token, and for all the rest.
 _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
 
 # Token ids that one call turns into text.
 _BLOCK = 4096
-# Characters of two texts that an error shows.
+# Characters that an error shows of each of two texts.
 _SHOWN = 40
 
 
 class ReferenceFailed(Exception):
-    """The server gave no log-probabilities; the episode that asked fails with this cause."""
+    """Raised if the server gave no log-probabilities; the episode that asked for them fails."""
 
 
 class ScoredSequence(NamedTuple):
@@ -61,19 +61,19 @@ class _Answer(msgspec.Struct):
 
 
 class ReferenceServer:
-    """The connection to one server; all episodes of a rollout server share it.
+    """The connection to the reference model's server; all episodes of a rollout server share it.
 
-    At most `max_open` calls are open at one time. The openai package repeats a call up to
-    `max_retries` times after 408, 409, 429, 5xx, a broken connection or `timeout_s`.
+    At most `max_open` calls are open at one time. The openai package retries a call up to
+    `max_retries` times after status 408, 409, 429 or 5xx, a broken connection or `timeout_s`.
     """
 
     def __init__(
         self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int, max_tokens: int
     ) -> None:
-        """Asks for `top_k` most probable tokens at each position of a sequence.
+        """Opens the client; calls will ask for the `top_k` most probable tokens at each position.
 
-        Their ids must be below `vocab_size`, unless that is 0 (unknown). Sequences have at most
-        `max_tokens`. Raises ConfigError if the API key's file cannot be read.
+        Token ids in answers must be below `vocab_size`, unless that is 0 (unknown). Sequences have
+        at most `max_tokens`. Raises ConfigError if the API key's file cannot be read.
         """
         self.client = openai_client(
             settings.base_url,
@@ -88,11 +88,14 @@ class ReferenceServer:
         self.name = f"the reference model {settings.model} at {settings.base_url}"
 
     async def aclose(self) -> None:
-        """Closes the connections."""
+        """Closes all connections to the server."""
         await self.client.close()
 
     async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:
-        """Returns the log-probabilities of all sampled tokens, in order; raises ReferenceFailed."""
+        """Returns the log-probabilities of all sampled tokens, in the order of `sequences`.
+
+        Raises ReferenceFailed if a call fails or an answer cannot be used.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._one(sequence)) for sequence in sequences]
@@ -123,7 +126,7 @@ class ReferenceServer:
         return found
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
-        """Returns the log-probabilities of the sampled tokens, or why the answer cannot be used."""
+        """Returns the log-probabilities of sampled tokens, or a text: why `data` cannot be used."""
         tokens, top_k = sequence.token_ids, self._top_k
         try:
             choices = msgspec.json.decode(data, type=_Answer).choices
@@ -157,9 +160,9 @@ class ReferenceServer:
 
 
 async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
-    """Checks that the server can give log-probabilities for the run's episodes.
+    """Checks that the reference model's server can give log-probabilities for the run's episodes.
 
-    Raises ConfigError, which says what the server lacks.
+    Raises a ConfigError that says what the server lacks.
     """
     quick = settings.model_copy(update={"max_retries": 1})
     assert config.reference is not None
@@ -202,8 +205,8 @@ async def _check_tokenizer(
     settings: ReferenceServerSection,
     tokenizer: Any,  # noqa: ANN401 - transformers has no type for it
 ) -> None:
-    """Compares the text of every token. Raises ConfigError for the first that differs."""
-    # These calls of vLLM's are beside /v1, not below it.
+    """Raises ConfigError if the server's tokenizer decodes any token otherwise than `tokenizer`."""
+    # vLLM serves this call next to /v1, not below it.
     root = settings.base_url.rstrip("/").removesuffix("/v1")
     for start in range(0, len(tokenizer), _BLOCK):
         ids = list(range(start, min(start + _BLOCK, len(tokenizer))))
@@ -231,7 +234,10 @@ def _tokenizer(config: Config) -> Any:  # noqa: ANN401 - transformers has no typ
 
 
 def main() -> int:
-    """Checks the server; returns 0, or 2 with the first fault as the last line of stderr."""
+    """Checks the reference model's server.
+
+    Returns 0, or 2 after printing the first fault as the last line of stderr.
+    """
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     settings = config.reference.server if config.reference is not None else None
     assert settings is not None, "the settings name no server of a reference"

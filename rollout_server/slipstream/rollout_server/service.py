@@ -1,7 +1,8 @@
 """The whole server: engine, environments, queue, and one session after another.
 
 Consumes: the address of the controller. Produces: a running server, until it is asked to stop.
-Waits for: the controller to answer. Unblocked by: its welcome, or the limit of that wait.
+Waits for: the controller to answer. Unblocked by: the controller's welcome, or
+`controller.fleet_timeout_s`.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
-# The bound of the message; whatever comes after these may be sampled again.
+# Most trajectory ids in a ServerHello; trajectories beyond this number may be sampled again.
 MAX_UNDELIVERED = 16384
 _WELCOME_LIMIT_S = 20.0
 # Status codes with which a controller refuses a server: another attempt would not help.
@@ -69,7 +70,7 @@ class _Joined:
 
 
 class RolloutServer:
-    """Joins the controller, and joins it again in a new epoch after every lost stream."""
+    """Joins the controller, and rejoins it in a new epoch after every lost stream."""
 
     def __init__(
         self,
@@ -80,7 +81,10 @@ class RolloutServer:
         renderer: Renderer,
         gateway: WorkerGateway,
     ) -> None:
-        """Loads the credentials; raises ConfigError if they or the weights' storage do not work."""
+        """Loads the credentials, and opens the storage of weights if the server reads from it.
+
+        Raises ConfigError if either fails.
+        """
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
         self._engine, self._renderer = engine, renderer
@@ -95,8 +99,9 @@ class RolloutServer:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller orders it to leave, then drains.
 
-        Raises ConfigError when the address and the secrets do not fit or the controller refuses the
-        server, RunFailed when no controller answers for `controller.fleet_timeout_s`.
+        Raises ConfigError if the address needs other credentials or the controller refuses the
+        server, and RunFailed if no controller of this run welcomes the server within
+        `controller.fleet_timeout_s`. After the first welcome, errors come in an exception group.
         """
         async with AsyncExitStack() as stack:
             channel = open_channel(self._address, self._credentials)
@@ -144,9 +149,12 @@ class RolloutServer:
         stop: asyncio.Event,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Runs one session after another, until one ends drained or `stop` is set between two."""
+        """Runs one session after another, until one ends drained or `stop` is set between two.
+
+        Raises RunFailed if the controller of a later session runs another run.
+        """
         following: _Joined | None = joined
-        # Sessions whose last trajectories wait for room in the queue: a controller may make some.
+        # Sessions whose last trajectories wait for room in the queue, which a later session may make.
         waiting: list[Session] = []
         while following is not None:
             if following.welcome.run_id != joined.welcome.run_id:
@@ -183,9 +191,9 @@ class RolloutServer:
     ) -> _Joined | None:
         """Returns a stream that the controller welcomed, in a new epoch, or None if `stop` is set.
 
-        `undelivered` has the ids of trajectories that the controller may lack. Raises RunFailed
-        without a welcome within `controller.fleet_timeout_s`, ConfigError if the controller
-        refuses.
+        `undelivered` has the ids of trajectories that the controller may lack. Raises RunFailed if
+        no welcome comes within `controller.fleet_timeout_s`, and ConfigError if the controller
+        refuses the server.
         """
         deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
         cause = told = ""
@@ -238,7 +246,10 @@ class RolloutServer:
         )
 
     def _open_traces(self, stack: AsyncExitStack, run_id: str) -> ServerTraces:
-        """Returns the sender of spans, which `stack` closes."""
+        """Returns the sender of spans, which `stack` closes.
+
+        Returns `NO_TRACES` if `tracking.traces_url` is unset.
+        """
         url = self._config.tracking.traces_url
         if url is None:
             return NO_TRACES
@@ -250,10 +261,10 @@ class RolloutServer:
         return ServerTraces(traces, self._server_id)
 
     def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
-        """Returns the connection to the reference's server, which `stack` closes.
+        """Returns the connection to the reference model's server, which `stack` closes.
 
-        Returns None if the settings name no such server. Raises ConfigError when its key cannot be
-        read.
+        Returns None if the settings name no such server. Raises ConfigError if the file of its API
+        key cannot be read.
         """
         section = self._config.reference
         if section is None or section.server is None:
@@ -269,7 +280,10 @@ class RolloutServer:
 
 
 async def wait_for_controller(address: str, limit_s: float) -> None:
-    """Returns when a process listens at `address`. Raises ConfigError if none does in time."""
+    """Waits until a process listens at `address` (HOST:PORT).
+
+    Raises ConfigError if none does within `limit_s`.
+    """
     host, port = address_parts(address)
     cause = "no answer"
     deadline_s = time.monotonic() + limit_s

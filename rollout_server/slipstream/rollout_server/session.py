@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _MAX_OUTGOING = 65_536
 _FLUSH_PERIOD_S = 0.02
-# Seconds for episodes that were cancelled, until the queue has their trajectories, and for the
+# Time limits for cancelled episodes to end, for the queue to send its trajectories, and for the
 # controller to end the stream.
 CANCEL_S, FLUSH_S, GOODBYE_S = 5.0, 5.0, 2.0
 
@@ -48,7 +48,7 @@ JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.Controll
 
 
 class End(Enum):
-    """How an epoch ended."""
+    """The way in which an epoch ended."""
 
     DRAINED = "drained"
     LOST = "lost"
@@ -61,7 +61,7 @@ class OutgoingMessages:
         self._queue: asyncio.Queue[fleet_pb2.ServerMessage | None] = asyncio.Queue(_MAX_OUTGOING)
 
     def put(self, message: fleet_pb2.ServerMessage) -> None:
-        """Adds a message at the end of the queue."""
+        """Adds a message at the end of the queue. Raises asyncio.QueueFull if the queue is full."""
         self._queue.put_nowait(message)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class SessionServices:
     sender: TrajectorySender
     environments: Environments
     agents: Agents
-    # Answers for the reference model; None if no server does.
+    # The server of the reference model; None if the run has none.
     reference: ReferenceServer | None = None
     # What the server fetched from storage; None if it takes weights from the trainer.
     stored: StoredWeights | None = None
@@ -94,8 +94,9 @@ class SessionServices:
 class Session:
     """Serves one epoch, from the welcome to the end of the stream.
 
-    After `stop` or a drain order running episodes may end; then the epoch ends as DRAINED. If the
-    stream ends, running episodes may end within the heartbeat's limit; then it ends as LOST.
+    After `stop` or a drain order, running episodes have `rollout_server.drain_timeout_s` to end;
+    the epoch then ends as DRAINED. If the stream ends first, they have the controller's
+    `heartbeat_timeout_s`; the epoch then ends as LOST.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class Session:
         self._reason = "it was told to stop"
 
     async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
-        """Serves until the stream ends, `stop` is set or a drain order comes; returns how it ended.
+        """Serves until the stream ends, `stop` is set or a drain order comes.
 
-        When it returns, no episode is running.
+        Returns the way in which the epoch ended, after running episodes have ended or have been
+        cancelled.
         """
         publishing = self._group.create_task(self._orders.run())
         heart = self._group.create_task(self._beat())
@@ -170,7 +172,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all trajectories of this epoch are in the queue."""
+        """Whether no lease is open, so that all trajectories of this epoch are in the queue."""
         return self._dispatcher.is_idle
 
     def abandon(self) -> None:
@@ -180,8 +182,8 @@ class Session:
     async def _let_finish(self, reader: asyncio.Task[None]) -> None:
         """Reports to the controller that the server drains; then lets running episodes end.
 
-        Returns after `rollout_server.drain_timeout_s` at the latest; at once when `reader` ends or
-        the controller gives the episodes no time.
+        Returns when no episode runs any more, when `reader` ends, when the controller gives the
+        episodes no time, or after `rollout_server.drain_timeout_s`.
         """
         draining = fleet_pb2.Draining(reason=self._reason)
         self._outbox.put(fleet_pb2.ServerMessage(draining=draining))
@@ -265,7 +267,10 @@ class Session:
 def hello(
     server_id: ServerId, epoch: int, config: Config, engine: Engine, *, process: int
 ) -> fleet_pb2.ServerHello:
-    """Returns the first message of a server on its stream; `process` is the same in all epochs."""
+    """Returns the first message of a server on its stream.
+
+    `process` is a number that identifies this server process in all of its epochs.
+    """
     return fleet_pb2.ServerHello(
         server_id=server_id,
         server_epoch=epoch,

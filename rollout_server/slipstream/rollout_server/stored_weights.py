@@ -49,8 +49,9 @@ _DIGEST_BYTES = 32
 class Fetched:
     """A weight version fetched from storage to the file at `path`, and the cost of the fetch.
 
-    `delta` describes a file that has only the changes to a base; it is None for a file with all
-    weights.
+    `delta` describes a file that has only the changes to a base version; it is None for a file with
+    all weights. The fetch read `num_links` whole versions and deltas: `num_bytes` in all, in
+    `seconds`.
     """
 
     layout: weights_pb2.WeightLayout
@@ -65,9 +66,9 @@ class StoredWeights:
     """Keeps a file with the newest fetched version; `fetch` may be called on any thread.
 
     The file holds all buckets, one after the other. A fetch that fails midway invalidates the file,
-    and the next fetch begins with a whole version. A delta is written to a second file, of changes.
-    If the disk has no room for the second file, the fetch fails, but the first file has the new
-    version, which the next fetch returns whole.
+    and the next fetch begins with a whole version. The changes of a delta are written to a second
+    file. If the disk has no room for the second file, the fetch fails, but the first file has the
+    new version, which the next fetch returns whole.
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
@@ -77,7 +78,7 @@ class StoredWeights:
         self._limit_s = weights.storage_deadline_s
         self._path, self._changes_path = folder / "weights", folder / "changes"
         self._lock = threading.Lock()
-        # The name of what the file holds; b"" for no version.
+        # Content name of the version in the file; b"" if the file has no version.
         self._held = b""
 
     def forget(self) -> None:
@@ -89,10 +90,10 @@ class StoredWeights:
     ) -> Fetched:
         """Updates the file to the version of the manifest `stored`; returns the weights to load.
 
-        `base` is the content name of the engine's weights if it takes deltas, else b"". The result
-        is a delta if the file held the same weights and the manifest's links continue from them,
-        otherwise the whole file. Setting `abandoned` ends the fetch. Raises WeightSyncError when an
-        object in storage is missing, late or not as the manifest says, and when the disk is full.
+        `base` is the content name of the engine's weights if the engine takes deltas, else b"". The
+        result is a delta if the file held the same weights and the manifest's links continue from
+        them, otherwise the whole file. Setting `abandoned` ends the fetch. Raises WeightSyncError
+        if an object in storage is missing, late or not as the manifest says, or the disk is full.
         """
         until = Until.after(self._limit_s, abandoned)
         started_s = time.monotonic()
@@ -121,9 +122,9 @@ class StoredWeights:
     def _write(
         self, changes: JoinedChanges, base: bytes, file: _Buckets
     ) -> weights_pb2.Delta | None:
-        """Writes the file of changes; returns the delta, or None if all buckets would be whole.
+        """Writes the file of changes; returns the delta, or None if every bucket would be whole.
 
-        Raises WeightSyncError when the disk is full; the file of all buckets keeps its version.
+        Raises WeightSyncError if the disk is full; the file of all buckets keeps its version.
         """
         try:
             return changes.write(self._changes_path, base, file.elements)
@@ -161,10 +162,10 @@ class StoredWeights:
         changes: JoinedChanges | None,
         until: Until,
     ) -> int:
-        """Applies a link of a manifest to the file; returns the number of bytes that it fetched.
+        """Applies a manifest's link (a version or a delta) to the file; returns the bytes fetched.
 
-        A link is a whole version or a delta. Adds the changed elements to `changes`, if given.
-        Raises WeightSyncError for a wrong digest.
+        Adds the indices of changed elements to `changes`, if given. Raises WeightSyncError for a
+        wrong digest or a missing bucket.
         """
         self._held = b""
         changed = list(link.delta.changed) if link.HasField("delta") else None
@@ -213,11 +214,15 @@ class _Buckets:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Closing it would be an error while the traceback of one still holds a view.
+        # Closing the map would fail while the traceback of an error still holds a view of it.
         del self._bytes, self._map
 
     def put(self, place: int, data: memoryview, changed: int) -> Places | None:
-        """Writes a bucket: whole (returns None), or `changed` elements (returns their indices)."""
+        """Writes `data` to bucket `place`: the whole bucket, or `changed` elements of it.
+
+        Returns the indices of the changed elements, or None for a whole bucket. Raises
+        WeightSyncError if `data` is malformed.
+        """
         bucket = self.buckets[place]
         if len(data) == bucket.num_bytes:
             self._at(place)[:] = np.frombuffer(data, dtype=np.uint8)
@@ -240,7 +245,7 @@ class _Buckets:
 
 
 def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
-    """Returns the links after the version whose content name is `held`, else all links."""
+    """Returns the links after the version whose content name is `held`, or all if none has it."""
     for place in range(len(links) - 1, -1, -1):
         if held and content_name(links[place].bucket_digests) == held:
             return list(links[place + 1 :])
@@ -252,7 +257,7 @@ def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
 
 
 class JoinedChanges:
-    """Collects the elements of each bucket that changed over several versions; 4 bytes each.
+    """Collects which elements of each bucket changed over several versions; 4 bytes for each.
 
     changes = JoinedChanges(buckets)
     changes.add(place, places)  # for each bucket of each version
@@ -265,7 +270,7 @@ class JoinedChanges:
         self._places: list[list[npt.NDArray[np.uint32]] | None] = [[] for _ in buckets]
 
     def add(self, place: int, places: Places | None) -> None:
-        """Adds changed elements of bucket `place`; None stands for all of its elements."""
+        """Adds the indices of changed elements of bucket `place`; None stands for all elements."""
         earlier = self._places[place]
         if places is None or earlier is None:
             self._places[place] = None
@@ -281,7 +286,7 @@ class JoinedChanges:
         the disk is full.
         """
         joined = [self._joined(place) for place in range(len(self._buckets))]
-        # A number with which the bucket travels whole.
+        # Changed elements of each bucket; a bucket that came whole counts all of its elements.
         counts = [
             bucket.num_bytes // ELEMENT_BYTES if places is None else len(places)
             for bucket, places in zip(self._buckets, joined, strict=True)
@@ -327,9 +332,9 @@ class FetchOrders:
         """`stored` is None for a server that takes its weights from the trainer."""
         self._stored, self._report, self._group = stored, report, group
         self._abandoned = threading.Event()
-        # The publish whose version lies in the file.
+        # The publish whose version is in the file.
         self._ready: tuple[str, Fetched] | None = None
-        # The name of what the engine serves, if it takes changes of that; b"" during an update.
+        # Content name of the weights that the engine serves, if it takes deltas to them, else b"".
         self._served = b""
 
     def start(self, order: fleet_pb2.PreparePublish) -> None:
@@ -339,7 +344,7 @@ class FetchOrders:
         self._group.create_task(self._fetch(order, self._abandoned))
 
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
-        """Returns `message`; an order to receive gets the fetched version's layout, file and delta.
+        """Returns `message`; adds layout, file and delta of the fetched version to a receive order.
 
         After a failed probe the next fetch starts from a whole version. After an abort the next
         update is loaded whole.

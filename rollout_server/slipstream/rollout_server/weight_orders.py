@@ -46,7 +46,7 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-# The phases that may follow, besides FAILED, which no other follows: the next publish begins anew.
+# The phases that may follow each phase. FAILED may follow any phase, and ends the publish.
 _NEXT = {
     Phase.RECEIVING: (Phase.LOADED,),
     Phase.LOADED: (Phase.PROBING, Phase.SERVING),
@@ -97,7 +97,7 @@ class WeightOrders:
         # Publish ids of orders that may still wait in the queue: aborts, unprobed commit.
         self._aborted = deque[str](maxlen=_MAX_ABORTED)
         self._committed = ""
-        # An abort ends it: it waits for the other members of its publish.
+        # The engine's preparation waits for the publish's other members; an abort cancels it.
         self._preparing = Abandonable()
         self._pauses, self._rest = PauseClock(), PauseClock()
         # Whether the engine rests: neither `wake` nor new weights came since the order to rest.
@@ -110,11 +110,14 @@ class WeightOrders:
 
     @property
     def paused_s(self) -> float:
-        """The seconds during which generation was paused for new weights, or rested."""
+        """The seconds so far in which the engine was paused for new weights or rested."""
         return self._pauses.total_s + self._rest.total_s
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
-        """Queues an order; `run` carries it out after the orders before it."""
+        """Queues an order, which `run` carries out in turn; never blocks.
+
+        An abort also cancels a running preparation of its publish at once.
+        """
         kind = order.WhichOneof("message")
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
@@ -173,7 +176,7 @@ class WeightOrders:
                 await self._wake()
 
     async def _wake(self) -> None:
-        """Resumes a resting engine, unless a publish has done so or its weights may not be used."""
+        """Resumes a resting engine, unless a publish did so or its weights may not be used."""
         may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
         if self._rests and may_sample and self.version is not None:
             self._rests = False
@@ -206,9 +209,9 @@ class WeightOrders:
         )
 
     async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
-        """Prepares the engine while old weights serve; the wait for other members is no pause.
+        """Prepares the engine, which serves the old weights until all members have joined.
 
-        Raises WeightSyncError when preparing fails or the publish is aborted meanwhile.
+        Raises WeightSyncError if the preparation fails or the publish is aborted meanwhile.
         """
         if order.order.publish_id in self._aborted:
             raise WeightSyncError("the publish was abandoned")
@@ -223,7 +226,7 @@ class WeightOrders:
             # The commit was on its way before the failure was reported.
             return
         if publish_id in self._aborted:
-            # The controller abandoned the publish; its abort may lie behind this order.
+            # The controller abandoned the publish; its abort may be queued behind this order.
             await self._discard(publish_id, "the publish was abandoned")
             return
         if publish is None or not is_known or publish.phase is not Phase.LOADED:
@@ -285,7 +288,7 @@ class WeightOrders:
             await self._reject(verdict.message)
 
     async def _reject(self, reason: str) -> None:
-        """Stops using rejected weights: no token that they sampled may be trained."""
+        """Pauses; cancels all episodes, since no token of rejected weights may be trained."""
         log.error("the new weights are rejected: %s", reason)
         if self._publish is not None:
             self._publish.move(Phase.FAILED)
@@ -305,7 +308,7 @@ class WeightOrders:
         await self._engine.pause()
 
     async def _resume(self, version: PolicyVersion, stages: fleet_pb2.PublishStages) -> float:
-        """Serves `version`; returns the seconds that generation was paused."""
+        """Resumes the engine with `version`; returns the seconds for which it was paused."""
         begun_s, self._rests = time.monotonic(), False
         await self._engine.resume(version)
         now_s = time.monotonic()
@@ -364,7 +367,7 @@ class PauseClock:
 
 
 class Abandonable:
-    """Runs one call at a time: `run` awaits it, `abandon` cancels it."""
+    """Runs one call at a time, which `abandon` can cancel."""
 
     def __init__(self) -> None:
         self._abandoned: asyncio.Future[None] | None = None
@@ -375,7 +378,7 @@ class Abandonable:
             self._abandoned.set_result(None)
 
     async def run(self, call: Coroutine[Any, Any, None]) -> bool:
-        """Awaits `call` and raises its error; returns False if `abandon` cancelled it."""
+        """Awaits `call` and raises its error; returns False if `abandon` cancelled it, else True."""
         abandoned = self._abandoned = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(call)
         try:
