@@ -154,7 +154,7 @@ class RolloutServer:
         Raises RunFailed if the controller of a later session runs another run.
         """
         following: _Joined | None = joined
-        # Sessions whose last trajectories wait for room in the queue, which a later session may make.
+        # Sessions whose last trajectories wait for room in the queue: a controller may make room.
         waiting: list[Session] = []
         while following is not None:
             if following.welcome.run_id != joined.welcome.run_id:

@@ -378,7 +378,7 @@ class Abandonable:
             self._abandoned.set_result(None)
 
     async def run(self, call: Coroutine[Any, Any, None]) -> bool:
-        """Awaits `call` and raises its error; returns False if `abandon` cancelled it, else True."""
+        """Awaits `call` and raises its error; returns True, or False if `abandon` cancelled it."""
         abandoned = self._abandoned = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(call)
         try:

@@ -1,7 +1,7 @@
 """Answers HTTP requests of agents through ASGI applications, part by part.
 
 Consumes: a request. Produces: the parts of its answer. Waits for: the application. Unblocked by:
-its next message, or its end.
+the application's next message, or its end.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ MODELS_PATH = "/v1/models"
 _JSON: Headers = (("content-type", "application/json"),)
 _RETRY: Headers = (("retry-after", "1"),)
 _BAD, _NOT_FOUND, _BROKEN, _BUSY = 400, 404, 500, 503
-# Bytes of a request for each token that its prompt may have, and for all the rest. To read a larger
-# one would hold up other episodes, only to find that it is too long.
+# Bytes of a request for each token that its prompt may have, and for all the rest. Parsing a larger
+# request would delay other episodes, and its prompt is too long anyway.
 _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
 # Largest part of an answer; a message that carries one must stay below 16 MiB.
 _MAX_PART = 4 << 20
@@ -47,7 +47,7 @@ _AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
 
 
 class Answering:
-    """Answers HTTP requests of agents by ASGI applications, which sample through a `Recorder`."""
+    """Answers HTTP requests of agents with ASGI applications, which sample through a `Recorder`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Answering:
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
-        """Yields the parts of the answer to a request; `recorder` records its tokens."""
+        """Yields the parts of the answer to `http`; `recorder` records the tokens of the reply."""
         path = http.path.partition("?")[0]
         most = _OTHER_BYTES + _BYTES_PER_TOKEN * recorder.sampling.max_episode_tokens
         if len(http.body) > most:
@@ -139,7 +139,7 @@ class Answering:
         if _uses_tools(ruled.body) and not self._has_tools:
             raise RefusedRequest(NEED_PARSER)
         if path == MESSAGES_PATH and not ruled.body.get("tools"):
-            # vLLM would want its parser of calls for "auto".
+            # For "auto", vLLM would demand a parser of tool calls.
             ruled.body.pop("tool_choice", None)
         ruled.body["model"] = self._model
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
@@ -149,7 +149,7 @@ class Answering:
 
 
 def _uses_tools(body: dict[str, Any]) -> bool:
-    """Whether the model may call tools in its reply to a request."""
+    """Returns whether the model may call tools in its reply to a request."""
     return bool(body.get("tools")) and body.get("tool_choice") not in ("none", {"type": "none"})
 
 
@@ -174,12 +174,12 @@ def _encoded(asked: dict[str, Any]) -> bytes:
 
 
 class _Exchange:
-    """One request to an ASGI application, and the messages that it sends back."""
+    """One request to an ASGI application, and the messages that the application sends back."""
 
     def __init__(
         self, method: str, path: str, body: bytes, hung_up: asyncio.Event, extra: Headers = ()
     ) -> None:
-        """Takes the request, headers for the answer, and an event that is set on a hang-up."""
+        """`extra` has more headers for the answer; `hung_up` is set when the client hangs up."""
         self._scope = _scope(method, path)
         self._body: bytes | None = body
         self._hung_up = hung_up
@@ -193,7 +193,7 @@ class _Exchange:
     async def run(
         self, application: Application, context: Context
     ) -> AsyncGenerator[HttpPart, None]:
-        """Runs the application and yields its answer in parts.
+        """Runs the application in `context`, and yields its answer in parts.
 
         A part has the bytes that the application has sent since the previous part, up to a limit.
         """

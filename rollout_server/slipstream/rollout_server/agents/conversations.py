@@ -62,14 +62,14 @@ class AgentTurn:
 
 @dataclass(eq=False)
 class AgentCall:
-    """An open call: the prompt for the engine, and where its tokens will be recorded."""
+    """An open call: the prompt for the engine, and the branch that will record the tokens."""
 
     branch: ConversationBranch
     # The tokens that the model reads; the last of them are the call's own.
     prompt: list[int]
     context: list[int]
     is_append: bool
-    # Those of the prompt.
+    # The images of the prompt.
     images: list[PlacedImage] = field(default_factory=list)
     is_over: bool = False
 
@@ -78,7 +78,8 @@ class AgentCall:
 class _Node:
     """One message in the tree of conversations.
 
-    Its turns are the replies to conversations that consist of the messages from the root to here.
+    `turns` has the turns whose conversation, reply included, consists of the messages from the root
+    to this one.
     """
 
     children: dict[MessageKey, _Node] = field(default_factory=dict)
@@ -122,9 +123,9 @@ class Conversations:
     ) -> Found | None:
         """Returns the last turn of the longest conversation that `messages` continue, or None.
 
-        Only conversations under the same `settings` count. The turn `previous` is preferred if
-        `messages` continue it. Among turns with equal messages, one that a call under `name` can
-        extend is preferred.
+        `settings` is the text of the template values of the call; only conversations with the same
+        text count. The turn `previous` is preferred if `messages` continue it. Among turns with
+        equal messages, a turn that a call in a branch called `name` can extend is preferred.
         """
         node, found = self._roots.get(settings), None
         for num_messages, key in enumerate(messages[:-1], start=1):
@@ -139,7 +140,7 @@ class Conversations:
         return found
 
     def why_branch(self, settings: str, messages: Sequence[MessageKey]) -> Beginning:
-        """Returns why a request begins a branch: "new" for the first one, else another cause."""
+        """Returns why a request begins a branch: "new" for a first request, else another cause."""
         depth, node = self._walk(settings, messages)
         deepest = max((self._walk(each, messages)[0] for each in self._roots), default=0)
         if all(each.role in _SYSTEM for each in messages[:deepest]):
@@ -171,7 +172,7 @@ class Conversations:
     ) -> AgentCall:
         """Opens a call, whose prompt is the conversation up to the end of `turn`, then `context`.
 
-        If `turn` is None, the prompt is `context` alone. The call extends the branch of `turn` if
+        If `turn` is None, the prompt is only `context`. The call extends the branch of `turn` if
         that branch ends with `turn`, has no open call and is called `name`; else it begins a
         branch. The offsets of `images` count from the start of `context`.
         """
@@ -275,9 +276,9 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
 
 
 def reply_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[MessageKey, ...]]:
-    """Returns for each message of a reply the keys under which a client may send it back.
+    """Returns the keys that each message of a reply may have when a client sends it back.
 
-    Clients may leave the reasoning out.
+    These are the key of the message and, if it has reasoning, the key without the reasoning.
     """
     found: list[tuple[MessageKey, ...]] = []
     for message in messages:

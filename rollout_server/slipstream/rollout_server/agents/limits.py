@@ -14,9 +14,10 @@ MAX_JUDGE_CALLS = 64
 
 
 def judge_sampling(sampling: Sampling) -> Sampling:
-    """Returns the settings of a judge's replies: `sampling`, but greedy, with other limits.
+    """Returns `sampling` changed for a judge's replies: greedy, and with other limits.
 
-    `max_episode_tokens` bounds each of its conversations; MAX_JUDGE_CALLS bounds their number.
+    `max_episode_tokens` limits each conversation with the judge, and MAX_JUDGE_CALLS the number of
+    replies and of conversations.
     """
     return dataclasses.replace(
         sampling,
@@ -45,8 +46,8 @@ class Refusal:
 class ReplyRoom:
     """The token budget of a call.
 
-    `new_tokens` is the limit of its reply. `reserved_tokens` are its new context and its reply
-    together, which count against the episode's limit until the call ends.
+    `new_tokens` limits the tokens of the call's reply. `reserved_tokens` is the sum of `new_tokens`
+    and the call's new context; it counts against the episode's limit until the call ends.
     """
 
     new_tokens: int
@@ -63,7 +64,7 @@ class Use:
     branches: int = 0
 
 
-# The call must wait: another call may leave room.
+# Means that the call must wait, since an open call may leave room for it.
 WAIT = None
 
 
@@ -73,8 +74,8 @@ def room(
     """Returns a call's token budget, or a Refusal if the episode's limits rule the call out.
 
     Returns WAIT while open calls reserve tokens that this call needs. `prompt` is the number of
-    tokens of the whole prompt. `context` is the number that the call adds, which `use` does not
-    count yet. `is_new` says that the call begins a branch.
+    tokens of the whole prompt. `context` is the number of tokens that the call adds, which `use`
+    does not count yet. `is_new` says that the call begins a branch.
     """
     if use.turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"
@@ -105,7 +106,11 @@ def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
 
 @dataclass(frozen=True)
 class HttpCall:
-    """A request of an agent; `number` grows within an episode, `branch` names the endpoint."""
+    """An HTTP request of an agent.
+
+    `number` ascends within an episode. `branch` is the branch name of the endpoint that the agent
+    used, or "" if it has none.
+    """
 
     number: int
     method: str
@@ -116,7 +121,7 @@ class HttpCall:
 
 @dataclass(frozen=True)
 class HttpPart:
-    """A part of the answer; only the first part has `status` and `headers`."""
+    """A part of the answer to an `HttpCall`; only the first part has `status` and `headers`."""
 
     body: bytes
     is_last: bool
@@ -140,7 +145,7 @@ class ServedCall:
     has_tools: bool = False
     settings: str = ""
     keys: Sequence[MessageKey] = ()
-    # The turn that its messages continue, if any.
+    # The turn that the messages of the request continue, if any.
     found: Found | None = None
     # The turn that the request names as the previous one, or None.
     previous: AgentTurn | None = None
@@ -148,14 +153,14 @@ class ServedCall:
     stored_items: list[Any] | None = None
     call: AgentCall | None = None
     room: ReplyRoom | None = None
-    # Samples the reply, also when the client has stopped to read.
+    # Samples the reply, even if the client has stopped reading.
     sampling: asyncio.Task[None] | None = None
     turn: AgentTurn | None = None
     refusal: Refusal | None = None
-    # What the client was sent; it is read when a later call may continue this one.
+    # The answer that the client was sent; it is parsed when a later call may continue this call.
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
-    # Whether `body` has its last part; the whole of a stream is told by its events.
+    # Whether `body` has its last part; the end of a stream is seen by its events.
     is_whole: bool = False
     is_answered: bool = False
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)

@@ -63,10 +63,11 @@ class LimitReached(Exception):
 
 
 class Recorder:
-    """Records the calls of one episode: those of its agent, or those of its judge.
+    """Records the calls of one episode's agent, or the calls of its judge.
 
-    A call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`. At the end of
-    the episode `cancel` ends open calls, and `settled` waits until all their tokens are recorded.
+    The life of a call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`. At
+    the end of the episode `cancel` ends open calls, and `settled` waits until all their tokens are
+    recorded.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class Recorder:
         self.conversations = Conversations()
         self._responses = StoredResponses()
         self.sampling, self.template_values, self.is_judge = sampling, template_values, is_judge
-        # Calls that asked for something that is ignored, by its name.
+        # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
         # Seconds with at least one reply under way.
         self.generation_s = 0.0
         self._num_sampling, self._since_s = 0, 0.0
-        # Takes the begin of each reply, in Unix seconds, and its tokens when they are sampled.
+        # Called when a reply has been sampled, with its Unix time of start and number of tokens.
         self.on_reply: Callable[[float, int], None] = lambda _begin_s, _num_tokens: None
         # Whether a call was refused for a limit.
         self.was_refused = False
@@ -154,7 +155,7 @@ class Recorder:
             await asyncio.wait(self._tasks)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Expands a request that continues a stored response; see `StoredResponses.expand`."""
+        """Expands `body` if it continues a stored response; see `StoredResponses.expand`."""
         self._read_replies()
         return self._responses.expand(body)
 
@@ -268,7 +269,7 @@ class Recorder:
             self._release(opened)
 
     def _check_images(self, images: Sequence[PlacedImage]) -> None:
-        """Raises LimitReached if images are more, or larger, than an episode may have."""
+        """Raises LimitReached if the episode has too many images, or one with too many bytes."""
         known = {image.data for branch in self.conversations.branches for image in branch.images}
         known |= {image.data for image in images}
         most, largest = self.sampling.max_images, self.sampling.max_image_bytes
@@ -311,7 +312,7 @@ class Recorder:
         )
 
     def _read_replies(self) -> None:
-        """Adds to `conversations` the replies that clients have received since the last call."""
+        """Adds the replies that clients have received by now to `conversations`."""
         waiting = []
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
@@ -333,10 +334,10 @@ class Recorder:
         self._unread = waiting
 
     def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
-        """Returns the reply to a call and its messages' keys, or None if nobody can continue it.
+        """Returns the reply to a call and its messages' keys, or None if it cannot be continued.
 
-        A tool call that is malformed or cut off cannot be sent back as it was sampled: the request
-        after it begins a branch.
+        A tool call that is malformed or cut off cannot be sent back as it was sampled; the next
+        request then begins a branch.
         """
         try:
             reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)

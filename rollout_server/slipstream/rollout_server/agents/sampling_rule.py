@@ -43,7 +43,7 @@ _FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"
 
 
 class RefusedRequest(Exception):
-    """A request that cannot be served; the message names the value and what to do.
+    """Raised for a request that cannot be served; the message names the value and what to do.
 
     `code` and `param` are the fields of that name in an error of OpenAI's API.
     """
@@ -82,7 +82,7 @@ def rule(
             raise RefusedRequest(f"{name} must be 1, got {body[name]!r}: send one call for each")
     most = body.get("top_logprobs")
     if isinstance(most, int) and most < 0:
-        # vLLM takes it for all of the vocabulary.
+        # vLLM takes a negative number for the whole vocabulary.
         raise RefusedRequest(f"top_logprobs must be at least 0, got {most}", param="top_logprobs")
     if body.get("use_beam_search"):
         raise RefusedRequest("use_beam_search is refused: replies are sampled")
@@ -190,6 +190,6 @@ class StoredResponses:
 
 
 def items_of(body: dict[str, Any]) -> list[Any]:
-    """Returns the input of a request as a list of items."""
+    """Returns the input of the request `body` as a list of items."""
     given = body.get("input")
     return list(given) if isinstance(given, list) else [{"role": "user", "content": given}]

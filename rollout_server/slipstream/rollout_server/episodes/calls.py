@@ -63,7 +63,8 @@ class Opening:
 class AgentEnd:
     """The result of an agent.
 
-    `shares` has factors on the advantage, `rewards` own rewards; both by branch name.
+    `shares` has the factor on each branch's advantage, and `rewards` the reward of each branch that
+    has its own; both by branch name.
     """
 
     reward: float
@@ -75,7 +76,8 @@ class AgentEnd:
 class StreamSession:
     """One episode at its environment, which answers on a stream.
 
-    `reset` and `step` raise EnvironmentFailed.
+    `reset`, `step`, `next_call` and `reply_part` raise EnvironmentFailed if the environment fails
+    or does not answer in time.
     """
 
     def __init__(
@@ -90,13 +92,13 @@ class StreamSession:
         """`on_timeout` gets the error of a call that timed out, and returns the error to raise.
 
         `on_close` is called with True if the environment answered a step or, for an agent, gave a
-        result.
+        result; otherwise with False.
         """
         self._table = table
         self._key = episode_key
         self._timeout_s, self._on_timeout, self._on_close = timeout_s, on_timeout, on_close
         self._was_judged = False
-        # What the agent says, once it is followed.
+        # The calls and the result of an agent, once they were asked for.
         self._answers: Answers | None = None
 
     async def reset(self, task_index: int, seed: int) -> Opening:
@@ -179,7 +181,7 @@ class StreamSession:
             await self._table.call(message, timeout_s=self._timeout_s)
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Returns the error for the timeout `late`; it says where the agent hangs, if known."""
+        """Returns the error for the timeout `late`, which says where the agent hangs, if known."""
         return await self._on_timeout(late)
 
     def close(self) -> None:
@@ -245,7 +247,10 @@ def check_tools(tools: str, *, takes_tools: bool) -> None:
 
 
 def _tools(text: str) -> str | None:
-    """Returns the tools in a message: None if the text is empty, "" if it is an empty list."""
+    """Returns the tools in a message: None if the text is empty, "" if it is an empty list.
+
+    Raises EnvironmentFailed if the text is invalid.
+    """
     if not text:
         return None
     try:
@@ -287,7 +292,11 @@ class CallTable:
     async def call(
         self, command: environment_pb2.WorkerCommand, *, timeout_s: float
     ) -> environment_pb2.WorkerMessage:
-        """Sends `command` and waits for its answer. Raises EnvironmentFailed when there is none."""
+        """Sends `command`, and returns its answer.
+
+        Raises EnvironmentFailed if no answer comes within `timeout_s`, the answer reports a
+        failure, or the stream has ended.
+        """
         number = self.notify(command)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()
@@ -317,7 +326,10 @@ class CallTable:
         return answers
 
     def notify(self, command: environment_pb2.WorkerCommand) -> int:
-        """Sends `command` without waiting for its answer; returns the id of the call."""
+        """Sends `command` without waiting for its answer; returns the id of the call.
+
+        Raises EnvironmentFailed if the stream has ended.
+        """
         if self._end is not None:
             raise EnvironmentFailed(self._end.kind, str(self._end))
         command.call_id = next(self._numbers)
@@ -364,7 +376,7 @@ def misused(cause: str) -> EnvironmentFailed:
 
 
 def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFailed) -> None:
-    """Queues an answer, or nothing if the queue is full; into the last place it puts a failure."""
+    """Queues an answer; drops it if the queue is full, and puts a failure into the last place."""
     if answers.full():
         return
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):

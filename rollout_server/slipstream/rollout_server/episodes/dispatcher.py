@@ -1,4 +1,4 @@
-"""Runs leases: all members of a group at once; failed attempts are repeated, each is delivered.
+"""Runs leases: all members of a group at a time; repeats failed attempts, and delivers each.
 
 Consumes: leases. Produces: trajectories in the queue, one report when a lease is over. Waits for: a
 free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an episode's end,
@@ -30,7 +30,7 @@ _QUEUE_WARNING_S = 10.0
 @dataclass(eq=False)
 class _Group:
     lease: Lease
-    # Members without a last trajectory; a cancelled one does not count.
+    # Members without a final trajectory; a cancelled trajectory is not final.
     unfinished: set[int]
     # The first attempt that no member has begun.
     next_attempt: int
@@ -41,10 +41,10 @@ class _Group:
 class Dispatcher:
     """Runs the leases of one server epoch.
 
-    A lease begins with `start`; its episodes run, and their trajectories wait in the queue; then
-    `closed(report)` is called. `cancel` ends it earlier. For new weights, `hold` makes trajectories
-    wait until `settle(passed=...)`. At the end call `drain`, then `wait_idle`, or `cancel_all` and,
-    if the queue stays full, `abandon`.
+    A lease begins with `start`. Its episodes run, and their trajectories are put into the queue;
+    then `closed(report)` is called. `cancel` ends a lease earlier. For new weights, `hold` makes
+    trajectories wait until `settle(passed=...)`. At the end call `drain`, then `wait_idle`, or
+    `cancel_all` and, if the queue stays full, `abandon`.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Dispatcher:
             await episode.cancel()
 
     def drain(self) -> None:
-        """Starts no more attempts; running episodes may end, others go back to the controller."""
+        """Stops starting attempts; running episodes may end, other members go to another server."""
         self._draining = True
 
     async def cancel_all(self) -> None:
-        """Ends all episodes."""
+        """Cancels all open leases; see `cancel`."""
         for group_id in tuple(self._groups):
             await self.cancel(group_id)
 
@@ -124,7 +124,7 @@ class Dispatcher:
     def settle(self, *, passed: bool) -> None:
         """Ends `hold`: delivers the held trajectories.
 
-        They are marked as cancelled if the new weights did not pass their probe.
+        With `passed` False, these trajectories are marked as cancelled.
         """
         if self._verdict is not None:
             self._verdict.set_result(passed)
@@ -178,7 +178,7 @@ class Dispatcher:
                 return
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
-        """Runs one attempt; returns None if a cancel or a drain came before it began."""
+        """Runs one attempt; returns None if a cancel or a drain came before the attempt began."""
         ledger = self._services.ledger
         ledger.waiting_episodes += 1
         try:

@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 class PromptTooLong(Exception):
-    """The first messages leave no room for a reply."""
+    """Raised if the first messages are too long: they leave no room, or exceed their own limit."""
 
 
 class Ask(Protocol):
@@ -45,7 +45,7 @@ class Ask(Protocol):
 
 
 class Give(Protocol):
-    """Records the tokens of a reply that the environment gives."""
+    """A function that records the tokens of a reply that the environment gives."""
 
     def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
         """Returns the tokens as a `Generation`; `is_cut` says that a limit cut the reply off."""
@@ -66,7 +66,7 @@ class EnvironmentTalk:
         generate: Callable[[int], Awaitable[Generation]],
         give: Give,
     ) -> None:
-        """`generate` samples and records a reply of at most the number of tokens that it gets."""
+        """`generate` samples and records a reply; its argument is the limit in tokens."""
         self._session, self._recording, self._sampling = session, recording, sampling
         self._renderer, self._agents, self._ask = renderer, agents, ask
         self._generate, self._give = generate, give
@@ -218,7 +218,7 @@ class History:
         self._replies: list[ChatMessage] = []
         self._num_read = 0
         self._call_ids: set[str] = set()
-        # The images of the newest context, by their places in it.
+        # The images of the newest context, with their offsets in that context.
         self.images: list[PlacedImage] = []
 
     def add(self, reply: ChatMessage, messages: Sequence[ChatMessage]) -> None:
@@ -255,10 +255,13 @@ class History:
         return self._renderer.reply(text, self._messages, self.inputs)
 
     def continuation(self, last_token: int) -> list[int]:
-        """Returns the tokens between the last reply and the next one, if it `can_continue`."""
+        """Returns the tokens between the last reply and the next one; call it if `can_continue`.
+
+        `last_token` is the last token of that reply.
+        """
         said, new = self._messages[: self._num_read], self._messages[self._num_read :]
         if self.inputs.tools and not self._renderer.has_place_for_results(self.inputs):
-            # Earlier results stand behind their calls.
+            # Earlier results follow their calls.
             said = [*self._whole(said[:-1]), REPLY]
         tokens = self._renderer.continuation(said, new, last_token, self.inputs)
         return self._with_images(tokens, new)

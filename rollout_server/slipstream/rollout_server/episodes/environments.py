@@ -69,7 +69,7 @@ class HostedEnvironment:
         self._outcome: fleet_pb2.EnvironmentReport | None = None
 
     async def run(self) -> None:
-        """Keeps the workers alive until it is cancelled."""
+        """Runs the workers and restarts dead workers, until this call is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._alone.run())
             for index in range(self._num_workers):
@@ -171,7 +171,10 @@ class ClientEnvironments:
         )
 
     async def run(self) -> None:
-        """Opens the stream whenever a session needs it; the calls of a broken stream fail."""
+        """Opens the stream whenever a session needs it, until this call is cancelled.
+
+        The open calls of a broken stream fail.
+        """
         while True:
             await self._wanted.wait()
             stream = self._stub.CallEnvironments(self._outgoing(), metadata=self._metadata)
@@ -234,9 +237,10 @@ class Environments:
             task.cancel()
 
     def order(self, order: fleet_pb2.EnvironmentOrder) -> None:
-        """Loads or unloads an environment; does nothing if a client serves it.
+        """Loads or unloads an environment; loads nothing if a client serves the environment.
 
-        If it is already loaded with the same spec, only the report on loading is repeated.
+        If the environment is already loaded with the same spec, only the report on loading is
+        repeated.
         """
         spec = order.spec
         known = self._hosted.get(spec.name)
@@ -267,7 +271,10 @@ async def _as_it_is(error: EnvironmentFailed) -> EnvironmentFailed:
 
 
 class LoneWorkers:
-    """Gives each episode a worker of its own; a worker ends when no other episode waits for it."""
+    """Runs workers that serve one episode at a time.
+
+    A worker ends when its episode does not pass, or no other episode waits.
+    """
 
     def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
         """Takes the function that makes workers; at most `count` of them run at one time.
@@ -280,16 +287,16 @@ class LoneWorkers:
         self._numbers = itertools.count()
 
     async def run(self) -> None:
-        """Gives workers to the waiting episodes until it is cancelled."""
+        """Gives workers to the waiting episodes, until this call is cancelled."""
         async with asyncio.TaskGroup() as group:
             for index in self._indices:
                 group.create_task(self._keep(index))
 
     async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
-        """Waits for a worker of its own; returns the worker, and the turn that the caller must end.
+        """Waits for a worker that serves no other episode; returns it, and the turn to be ended.
 
-        Turns with a higher `attempt` go first. Raises EnvironmentFailed when the worker cannot load
-        the environment.
+        The caller must end the turn. Turns with a higher `attempt` go first. Raises
+        EnvironmentFailed if the worker cannot load the environment.
         """
         worker = asyncio.get_running_loop().create_future()
         turn = LoneTurn((-attempt, next(self._numbers)), worker)

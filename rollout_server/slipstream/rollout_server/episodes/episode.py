@@ -1,8 +1,8 @@
-"""One episode: environment and model answer each other until it ends or reaches a limit.
+"""One episode: environment and model answer each other until the end or a limit.
 
 An agent calls the model itself (`AgentTalk`). Consumes: a session of an environment, an engine.
-Produces: one trajectory, whatever happens. Waits for: the environment, or the agent's calls, and
-the engine. Unblocked by: their answers, the environment's limit, `cancel`.
+Produces: one trajectory, unless the engine dies. Waits for: the environment, or the agent's calls,
+and the engine. Unblocked by: their answers, the environment's limit, `cancel`.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-# Requests under this prefix go to the frozen starting model.
+# Requests under this prefix go to the initial model, which is frozen.
 JUDGE_PATH = "/judge/"
 # Seconds between two attempts after an infrastructure failure, so that a lost client or controller
 # can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
@@ -136,7 +136,7 @@ class AgentTalk:
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
     def _recorder_of(self, path: str) -> Recorder:
-        """Returns the recorder of a call to `path`: the episode's own or that of its judge.
+        """Returns the recorder of a call to `path`: the agent's or the judge's.
 
         Raises EnvironmentFailed if there is no judge, or if it was called too often. The same call
         would fail again, so the episode ends with the cause.
@@ -198,20 +198,20 @@ class _Cancelled(Exception):
 
 
 class Episode:
-    """One attempt; `run` may be called once, and `cancel` from another task ends it early."""
+    """One attempt of a group's member; `run` may be called once, and `cancel` ends it early."""
 
     def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
         self._task, self._lease = task, task.lease
         self._services = services
         self._recording = Recording()
         self._cancelled = False
-        # The environment's answer that is awaited now.
+        # The call to the environment that is being awaited.
         self._waiting: asyncio.Future[Any] | None = None
         self._generating = False
         self._num_calls = 0
 
     async def run(self) -> Trajectory:
-        """Runs to the end and returns the trajectory, which also says how the episode failed.
+        """Runs to the end, and returns the trajectory, which says why a failed episode failed.
 
         Raises only EngineDied, which ends the server.
         """
@@ -287,7 +287,10 @@ class Episode:
         return await talk.run(opening, TemplateInputs(opening.tools, lease.template_values))
 
     async def _serve_agent(self, session: StreamSession, max_reply_tokens: int) -> Status:
-        """Answers the agent's calls until it returns; then records its conversations."""
+        """Answers the agent's calls until it returns, then records its conversations.
+
+        Returns how the episode ended. Raises EnvironmentFailed if the agent fails.
+        """
         task, lease, recording = self._task, self._lease, self._recording
         api = await self._ask(self._services.agents.api())
         engine, values = self._services.engine, read_values(lease.template_values)
@@ -373,8 +376,9 @@ class Episode:
     def _give(self, tokens: Sequence[int], *, is_cut: bool) -> Generation:
         """Records a reply that the environment gave in place of the model.
 
-        Its log-probabilities are 0, since the environment would give the same reply again. Its
-        version is the one that the engine serves now.
+        The reply's log-probabilities are 0, since the environment would give the same reply again.
+        Its version is the version that the engine serves now. Raises GenerationFailed before the
+        first version.
         """
         version = self._services.engine.version
         if version is None:
@@ -390,7 +394,7 @@ class Episode:
         return generation
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:
-        """Awaits the environment's answer; `cancel` interrupts it."""
+        """Awaits the answer to `call`. Raises _Cancelled if `cancel` is called meanwhile."""
         self._waiting = waiting = asyncio.ensure_future(call)
         if self._cancelled:
             waiting.cancel()

@@ -12,9 +12,9 @@ from slipstream.v1 import fleet_pb2
 class EpochCounters:
     """The counters of one server epoch.
 
-    While no token is on its way, two sums are equal. One is the tokens that the engine sampled plus
-    those of replies that environments gave; the other is the tokens of ended episodes, open
-    episodes and judges.
+    While no token is in flight between engine and episodes, two sums are equal. The first adds the
+    tokens that the engine sampled and the tokens of replies that environments gave; the second adds
+    the tokens of ended episodes, open episodes and judges.
     """
 
     def __init__(self, use: EngineUse) -> None:
@@ -60,7 +60,10 @@ class EpochCounters:
     def report(
         self, use: EngineUse, *, sent: Amount, queued_bytes: int, paused_s: float
     ) -> fleet_pb2.ServerReport:
-        """Returns the counters as a message; `sent` and `paused_s` are totals of this epoch."""
+        """Returns the counters as a message; `sent` and `paused_s` are totals of this epoch.
+
+        `use` has the engine's counters now, and `queued_bytes` is the present size of the queue.
+        """
         # Tokens inside the engine belong to open requests. Without open requests a difference of
         # the counters is an error, which must show.
         inside = use.generated_tokens - use.returned_tokens

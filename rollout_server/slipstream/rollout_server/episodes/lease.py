@@ -53,12 +53,12 @@ class Lease:
     max_attempts: int
     # Seconds within which the environment must answer one call.
     timeout_s: float
-    # The environment's values for the chat template, a JSON object; "": none.
+    # The environment's values for the chat template, a JSON object; "" for no values.
     template_values: str = ""
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
-        """Returns the lease in a message; `defaults` apply if the message has no sampling settings.
+        """Returns the lease in `message`; `defaults` apply if it has no sampling settings.
 
         Raises ProtocolError for an unknown purpose, or for invalid values for the chat template.
         """
@@ -97,12 +97,12 @@ class EpisodeTask:
 
     @property
     def key(self) -> str:
-        """The episode's name at its environment, unique in the run."""
+        """The key that names the episode to its environment; unique in the run."""
         epoch = self.identity.server_epoch
         return f"{self.lease.group_id}.{self.member}.{self.attempt}.{epoch:x}"
 
     def is_trained(self, status: Status) -> bool:
-        """Whether an episode that ends with `status` is trained on."""
+        """Returns whether an episode that ends with `status` is trained on."""
         has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
         return self.lease.purpose is Purpose.TRAINING and has_reward
 
@@ -116,7 +116,11 @@ def trajectory_of(
     renderer: Renderer,
     num_experts: int,
 ) -> Trajectory:
-    """Closes the recording and returns the trajectory; `renderer` decodes its texts."""
+    """Closes `recording`, and returns the trajectory of the attempt.
+
+    `renderer` decodes the trajectory's texts. `num_experts` is the number of experts in each
+    mixture-of-experts layer.
+    """
     identity, lease = task.identity, task.lease
     recording.close()
     prompt = recording.token_ids[: recording.prompt_tokens]

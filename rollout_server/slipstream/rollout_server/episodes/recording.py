@@ -21,8 +21,8 @@ from slipstream.rollout_server.agents.conversations import ConversationBranch, C
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.rollout_server.reference_server import ScoredSequence
 
-# Largest number of an environment's metrics that a trajectory carries, and of our own, and of
-# characters in their names.
+# Largest number of an environment's metrics in a trajectory, and of our own metrics there; and the
+# largest number of characters in a metric's name.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
 # The metric of an episode that counts the tokens that its judge sampled.
@@ -42,7 +42,7 @@ class Recording:
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
     # Whether the environment gave the replies.
     is_given: bool = False
-    # The environment's own limit of each reply; 0: the run's limit.
+    # The environment's own limit of each reply in tokens; 0 means the run's limit.
     max_reply_tokens: int = 0
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
@@ -50,21 +50,21 @@ class Recording:
     last_text: str | None = None
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    # Our own metrics, besides the environment's.
+    # Our own metrics, in addition to the environment's.
     counts: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
     # Turns for which the environment gave a reward.
     num_rewarded: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
-    # Conversations that are over, in the order of their runs; () as long as there is only one.
+    # Conversations that have ended, in the order of their runs; () during the first conversation.
     ended_branches: tuple[Branch, ...] = ()
-    # The images that the model saw, each once, by their indices, and where they are.
+    # The index of each image that the model saw, and the places of the images.
     images: dict[bytes, int] = field(default_factory=dict)
     image_places: list[ImagePlace] = field(default_factory=list)
-    # The number of tokens before the conversation that goes on.
+    # The number of tokens before the current conversation.
     start: int = 0
-    # What the server of a reference model says of the sampled tokens.
+    # The log-probabilities of the sampled tokens under the reference model.
     reference: ReferenceLogprobs | None = None
 
     @property
@@ -84,14 +84,14 @@ class Recording:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """All conversations in the order of their tokens, or () if there is only one."""
+        """All conversations in the order of their tokens, or () if none has ended yet."""
         runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
         last = (Branch(runs),) if self.ended_branches and runs else ()
         return self.ended_branches + last
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:
-        """The values of all sampled tokens, by field name of `SAMPLED_ARRAYS`.
+        """The arrays with one value for each sampled token, by the names in `SAMPLED_ARRAYS`.
 
         An optional field is left out if any reply lacks it.
         """
@@ -104,12 +104,12 @@ class Recording:
 
     @property
     def short_metrics(self) -> dict[str, float]:
-        """The metrics, cut to the number and the length of names that a trajectory allows."""
+        """The metrics, truncated to the number and the length of names that a trajectory allows."""
         named = [*self.metrics.items()][:_MAX_METRICS] + [*self.counts.items()][:_MAX_METRICS]
         return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
 
     def clip(self, text: str) -> str:
-        """Returns `text`, cut to the most bytes of text for this record's number of tokens."""
+        """Returns `text`, truncated to the most bytes for a trajectory with this many tokens."""
         data = text.encode()
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
@@ -146,11 +146,14 @@ class Recording:
         )
 
     def judged(self, num_tokens: int) -> None:
-        """Counts the tokens of a reply of the episode's judge, for the metrics alone."""
+        """Counts the tokens of a reply of the episode's judge; only metrics have this number."""
         self.counts[JUDGE_TOKENS] += num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
-        """Returns how many more tokens the current (with `is_new`: a new) conversation may have."""
+        """Returns how many tokens may be added to the current conversation, below 1 if none.
+
+        With `is_new`, the number is for a new conversation.
+        """
         if is_new and max(len(self.branches), 1) >= sampling.max_branches:
             return 0
         used = 0 if is_new else len(self.token_ids) - self.start
@@ -168,7 +171,7 @@ class Recording:
         self.start = len(self.token_ids)
 
     def sequences(self) -> list[ScoredSequence]:
-        """Returns the tokens of each branch, or of the only conversation; call `close` before."""
+        """Returns the tokens of each branch, or of the only conversation; call `close` first."""
         found, run, token = [], 0, 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
@@ -185,7 +188,7 @@ class Recording:
 
     @property
     def conversation_images(self) -> list[PlacedImage]:
-        """The images of the current conversation; their offsets count from its start."""
+        """The images of the current conversation; offsets count from the conversation's start."""
         known = list(self.images)
         return [
             PlacedImage(place.offset - self.start, known[place.image])
@@ -194,13 +197,13 @@ class Recording:
         ]
 
     def add_context(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> None:
-        """Appends tokens for the model to read; the offsets of `images` count from their start."""
+        """Appends tokens for the model to read; offsets of `images` count from the first token."""
         self._place(images)
         self.token_ids += token_ids
         self.run_lengths.append(len(token_ids))
 
     def _place(self, images: Sequence[PlacedImage]) -> None:
-        """Records where images lie in the tokens that are appended next.
+        """Records where images are in the tokens that are appended next.
 
         The offsets of `images` count from the start of these tokens.
         """

@@ -24,7 +24,7 @@ from slipstream.rollout_server.chat import (
     TemplateInputs,
 )
 
-# Prompts that are cached, since the members of a group begin together. A long one takes a megabyte.
+# Number of cached prompts: the members of a group begin together. A long prompt takes a megabyte.
 _CACHED_PROMPTS = 128
 # Longest text between two replies that is cached: longer ones, mostly tool results, hardly recur.
 _CACHED_CHARACTERS = 1000
@@ -49,11 +49,11 @@ TOOLS = json.dumps(
 
 
 class RenderingFailed(Exception):
-    """The chat template cannot render a conversation, or an image is refused; the text says why."""
+    """Raised if the template cannot render a conversation, or an image is refused; says why."""
 
 
 class Renderer:
-    """The tokenizer of one model folder."""
+    """Renders and decodes texts with the tokenizer of one model folder."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Renderer:
         """Loads the tokenizer. Raises ConfigError if its chat template is missing or does not work.
 
         `template` is a file that replaces the tokenizer's own template; `values` are passed to it
-        by name. `images` is None if the model sees none.
+        by name. `images` expands image tokens, and is None if the model sees no images.
         """
         from transformers import AutoTokenizer
 
@@ -100,7 +100,7 @@ class Renderer:
     def prompt(
         self, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
     ) -> list[int]:
-        """Returns the tokens before the first reply.
+        """Returns the tokens of `messages`, which precede the first reply.
 
         Raises RenderingFailed if the template raises an error.
         """
@@ -115,9 +115,9 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens between a sampled reply and the next one.
 
-        `history` ends with the sampled reply (`REPLY`); `messages` follow it. The token with which
-        the template ends a reply is left out if it is `last_token`, and included if the reply was
-        cut off.
+        `history` ends with the sampled reply (`REPLY`); `messages` follow it. `last_token` is the
+        last token of that reply: if it is the token with which the template ends a reply, the
+        result lacks this token. Raises RenderingFailed if the template fails.
         """
         tail = self._tail((*history, *messages), inputs)
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
@@ -147,11 +147,11 @@ class Renderer:
         return [*self._tokenise(said + end), *([] if end or last is None else [last])]
 
     def _end_of_reply(self, inputs: TemplateInputs) -> tuple[str, str]:
-        """Returns the text that the template writes after the last reply, and the end of a reply.
+        """Returns the text that the template writes after a last reply, and the end of a reply.
 
-        This end is white space and the special token that follows it. It is searched at the start
-        of that text, then at the start of the text before a next user message; it is "" if neither
-        has it.
+        The end of a reply is a special token, with the white space before it. It is taken from the
+        start of that text, or else from the start of the text between a reply and the next user
+        message; it is "" if neither begins with a special token.
         """
         asked = ChatMessage("user", "a")
         closing = self._tail((asked, REPLY), inputs, is_closed=True)
@@ -165,7 +165,7 @@ class Renderer:
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Returns `tokens` of `messages` with image tokens inserted, and images with offsets.
+        """Returns `tokens` of `messages` with image tokens inserted, and the images with offsets.
 
         Raises RenderingFailed for a model without vision, or for bytes that are no image.
         """
@@ -199,7 +199,7 @@ class Renderer:
         return RESULT.content in tail
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
-        """Whether `messages` have more characters than `num_tokens` tokens can stand for.
+        """Returns whether `messages` have more characters than `num_tokens` tokens can stand for.
 
         The check is cheap; tokenising such a long text would delay all other episodes.
         """
@@ -211,11 +211,11 @@ class Renderer:
         return self._decode(token_ids, skip_special_tokens=True)
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """Returns text like `decode_all`, cached since many episodes begin with these tokens."""
+        """Returns text like `decode_all`; results are cached, since episodes share prompts."""
         return self._prompt_text(tuple(token_ids))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of any tokens, special ones too, for people to read."""
+        """Returns the text of any tokens, special tokens included, for people to read."""
         return self._decode(token_ids, skip_special_tokens=False)
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -226,7 +226,10 @@ class Renderer:
     def _tail(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
-        """Returns the rendered text after the last placeholder for a reply."""
+        """Returns the rendered text after the last placeholder for a reply.
+
+        Raises RenderingFailed if the template fails or leaves out the placeholder.
+        """
         _, found, tail = self._text(messages, inputs, is_closed=is_closed).rpartition(PLACEHOLDER)
         if not found:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
@@ -235,7 +238,10 @@ class Renderer:
     def _text(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
-        """Returns the rendered text, which ends with a generation prompt unless `is_closed`."""
+        """Returns the rendered text, which ends with a generation prompt unless `is_closed`.
+
+        Raises RenderingFailed if the template raises an error.
+        """
         from jinja2.exceptions import TemplateError
 
         values = self._values

@@ -1,6 +1,6 @@
 """A rollout server's spans: episodes, their model calls, deliveries, loads of weights.
 
-They belong to the traces of groups and publishes, whose other spans the controller sends.
+These spans belong to traces of groups and publishes, whose other spans the controller sends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class ServerTraces:
-    """Sends the spans of training episodes and of publishes; sends nothing without `traces`."""
+    """Sends the spans of training episodes and of publishes; sends nothing without `traces`.
+
+    Each `begin_s` is a Unix time in seconds.
+    """
 
     def __init__(self, traces: Traces | None = None, server: str = "") -> None:
         """Takes the exporter of spans, if there is one, and the name of this rollout server."""
@@ -75,7 +78,7 @@ class ServerTraces:
         )
 
     def publish(self, report: fleet_pb2.PublishReport) -> None:
-        """Sends the spans of a publish if `report` says that this server serves it or failed."""
+        """Sends the spans of a publish if `report` says that it is served here or has failed."""
         phases = (fleet_pb2.PUBLISH_PHASE_SERVING, fleet_pb2.PUBLISH_PHASE_FAILED)
         if self._traces is None or report.phase not in phases:
             return

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _MAX_QUEUED_COMMANDS = 65_536
 _READ_BYTES = 65536
-# Bytes in the longest pipe that Linux grants: as many may wait when the logs are closed.
+# Bytes in the longest pipe that Linux grants: as many may be unread when the logs are closed.
 _MAX_PIPE_BYTES = 1 << 20
 _HEALTH_PERIOD_S = 0.5
 # Seconds within which any working disk takes a full pipe of each worker.
@@ -42,7 +42,7 @@ class BoundedLog:
     """A log in two files of at most `max_bytes` / 2 each: `path`, and `PATH.1` with older lines.
 
     At least the last `max_bytes` / 2 of the output are thus kept. A file begins with a whole line,
-    unless one line alone is longer than a file. Existing files are continued.
+    unless a single line is longer than a file. Existing files are continued.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -88,8 +88,8 @@ class BoundedLog:
 class WorkerLogs:
     """Writes the logs of all workers of a server until `close`.
 
-    It copies their pipes in its own thread, so that a worker that prints never waits for the
-    server's loop. A pipe has the output of one worker and of all processes that it has started.
+    A separate thread copies the workers' pipes, so that a worker that prints never waits for the
+    server's event loop. A pipe has the output of one worker and of all its child processes.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WorkerLogs:
             os.close(write)
 
     async def watch(self) -> None:
-        """Raises RunFailed when the thread has ended: workers would wait for their full pipes."""
+        """Waits, and raises RunFailed when the thread has ended: full pipes would block workers."""
         while self._thread.is_alive():
             await asyncio.sleep(_HEALTH_PERIOD_S)
         raise RunFailed("the output of environment workers is not logged any more: see above")
@@ -197,7 +197,7 @@ class WorkerStream:
 
 
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
-    """The service to which workers connect: a unix socket in a folder of mode 0700, with tokens."""
+    """The service to which workers connect with tokens, by a unix socket in a private folder."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """One environment worker as a process: its start, its calls, its end and the cause of the end.
 
-The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker below it. When
-the keeper ends, all that the environment has started ends too, also when the server is killed. If a
-keeper is killed, its orphans are reparented to the server, which is a subreaper and ends them.
+The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker as its child.
+When the keeper ends, every process that the environment has started ends too, even if the server is
+killed. If a keeper is killed, its orphans are reparented to the server, which is a subreaper and
+ends them.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from slipstream.rollout_server.process import worker_environment
 # Seconds that a keeper needs, on a busy machine, to end all processes below it.
 _STOP_LIMIT_S = 30.0
 _MAX_CAUSE_BYTES = 1000
-# Seconds between two looks at what a killed keeper has left.
+# Seconds between two checks for the orphans of a killed keeper.
 _LOOK_S = 0.02
 
 
@@ -47,7 +48,7 @@ NO_LIMITS = WorkerLimits()
 
 
 class WorkerProcess:
-    """Owns a keeper process and two memory files: its worker's calls, and its cause of death.
+    """Owns a keeper process and two memory files: its worker's calls, and why the worker ended.
 
     `close` ends the process and frees the files.
     """
@@ -136,6 +137,6 @@ class WorkerProcess:
         """Ends the processes that a killed keeper has left behind."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
-                # A keeper that starts has a session of its own, and is not known yet.
+                # A keeper that is being started has a session of its own, and is not known yet.
                 while self._num_starting or kill_orphans(self._keepers):
                     await asyncio.sleep(_LOOK_S)

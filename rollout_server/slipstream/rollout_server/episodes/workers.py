@@ -45,7 +45,7 @@ class EnvironmentWorker:
         *,
         try_reset: bool = False,
     ) -> None:
-        """`suspects` records the tasks that were lost with the worker, and those that have passed.
+        """`suspects` records the tasks that the worker lost at its end, and the tasks that passed.
 
         With `try_reset` the worker counts as loaded only when its first task has answered `reset`
         and, for an agent, made its first call, which is not answered.
@@ -63,7 +63,7 @@ class EnvironmentWorker:
 
     @property
     def table(self) -> CallTable:
-        """The calls to this worker; available once it has connected."""
+        """The table of calls to this worker; may be read only after the worker has connected."""
         return self._stream.table.result()
 
     @property
@@ -79,9 +79,10 @@ class EnvironmentWorker:
         *,
         closed: Callable[[bool], None] = lambda _: None,
     ) -> StreamSession:
-        """Opens a session; at its end `closed` is called.
+        """Opens the session of an episode, each call of which is limited to `timeout_s`.
 
-        Its argument is True if the environment gave a verdict and the worker lives.
+        At the end of the session `closed` is called, with True if the environment gave a verdict
+        and the worker is still alive.
         """
 
         def on_close(was_judged: bool) -> None:
@@ -103,8 +104,9 @@ class EnvironmentWorker:
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
         """Runs until the worker has ended, and returns the cause.
 
-        `loaded` is called with the number of tasks when the environment has loaded. Open calls fail
-        with the cause that is returned. A cancellation of `run` ends the process too.
+        `index` is part of the name of the worker's log. `loaded` is called with the number of tasks
+        when the environment has loaded. Open calls fail with the cause that is returned. A
+        cancellation of `run` ends the process too.
         """
         try:
             self._process = await self._start(index)
@@ -224,16 +226,17 @@ class EnvironmentWorker:
         self._process.end()
 
     async def _examine(self, key: str, late: EnvironmentFailed) -> EnvironmentFailed:
-        """Returns the error to raise for the timeout `late`; says which code hangs, if known.
+        """Returns the error to raise for the timeout `late`; it says which code hangs, if known.
 
-        Ends a worker that does not answer. The error may be that of a worker that has ended.
+        Ends a worker that does not answer a ping. If the worker has ended meanwhile, the error
+        returned is the cause of its end.
         """
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
             answer = await self.table.call(ping, timeout_s=PING_S)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
-                # The worker ended meanwhile: another episode may have found that this one hangs.
+                # The worker ended meanwhile: another episode may have found that this one hangs it.
                 return self._hang if self._hang and key == self._culprit else error
         else:
             return _at(late, answer.pong.place)
@@ -267,7 +270,7 @@ class Suspects:
         self._lost: Counter[int] = Counter()
 
     def runs_alone(self, task: int) -> bool:
-        """Whether episodes of this task get a worker of their own."""
+        """Returns whether episodes of this task get a worker of their own."""
         return task in self._suspected
 
     def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:

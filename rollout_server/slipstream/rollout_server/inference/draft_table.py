@@ -1,7 +1,7 @@
 """N-gram drafts for speculative decoding, made from an engine's own texts, and their length.
 
-Members of a group, earlier epochs of a task and a reply itself repeat text. A table maps the hash
-of each n-gram (n is in `RUNS`) to the tokens that followed it last. A draft is the tokens that
+Text recurs within a reply, in replies of the same group and in earlier epochs. A table maps the
+hash of each n-gram (n is in `RUNS`) to the tokens that followed it last. A draft is the tokens that
 followed the longest known n-gram at the end of a reply. A wrong draft does no harm: the engine
 samples from its own distribution anyway. All shapes are static and nothing is read back, so no step
 waits for the host.
@@ -21,28 +21,28 @@ from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES
 
 # Most tokens of a step with drafts: the most episodes fill it with one drafted token each.
 MOST_STEP_TOKENS = 2 * MOST_DRAFTED_EPISODES
-# Steps of a trial that were planned before it began, or with the caches of the trial before.
+# First steps of a trial, which do not count: they were planned before the trial began.
 _SKIPPED = 4
 
-# Lengths of the runs under which text is entered, in tokens. The longest that is found counts. An
-# engine verifies as many tokens for each reply, so that a guess from one token costs nothing.
+# Lengths n of the n-grams, in tokens; the longest n-gram that the table has counts. An engine
+# verifies equally many tokens for each reply, so a guess from one token costs nothing.
 RUNS = (8, 3, 1)
 # Entries of the table, a power of two; a newer entry takes the slot of an older one. With drafts of
 # 4 tokens they take 100 MB.
 SLOTS = 1 << 22
-# Most tokens of a prompt that are entered, the newest; what is before them was mostly part of
-# earlier texts.
+# Only the last tokens of a prompt, at most this many, are entered; the tokens before them were
+# mostly part of earlier texts.
 PROMPT_TOKENS = 8192
 _LONGEST = max(RUNS)
-# The lowest bit of a hash of which its slot is made: the highest bits mix all tokens.
+# The lowest bit of a hash that selects its slot: the highest bits mix all tokens.
 _SLOT_BITS = 40
 
 
 class DraftTable:
     """Maps the n-grams of an engine's texts to the tokens that followed them.
 
-    The caller passes the texts as rows of a table of tokens; `places` and `ends` are column
-    indices.
+    The caller passes the texts as rows of a table of tokens, [rows, columns]. `rows` has row
+    indices; `places` and `ends` have column indices, one for each entry of `rows`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DraftTable:
     def enter(
         self, texts: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Stores the tokens from each place on as the draft of the n-grams that end before it.
+        """Stores the tokens from each place on as the draft of the n-grams before that place.
 
         Skips places where `counts` is False. The caller must set it to False where fewer tokens
         follow than a draft has: otherwise replies that advance together would use each other's
@@ -76,7 +76,7 @@ class DraftTable:
         self._drafts[slots] = drafts[:, None].expand(-1, len(RUNS), -1)
 
     def draft(self, texts: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Returns drafts, int64 [texts, draft tokens], of the texts that end before `ends`.
+        """Returns drafts, int64 [rows, draft tokens], that continue the texts before `ends`.
 
         Where no n-gram is known, the draft repeats the last token.
         """

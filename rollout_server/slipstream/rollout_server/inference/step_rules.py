@@ -28,19 +28,19 @@ def prompts_wait(
     most_steps: int,
     replies_per_prompt: int = REPLIES_PER_PROMPT,
 ) -> bool:
-    """Whether the next step leaves the `num_ready` prompts waiting, although it has room for them.
+    """Returns whether the `num_ready` prompts must wait, although the next step has room for them.
 
-    The first of them has waited for `num_steps` steps. No prompt waits in an engine without
-    replies.
+    The first of these prompts has waited for `num_steps` steps. No prompt waits in an engine
+    without replies.
     """
     return num_steps < most_steps and 0 < num_ready * replies_per_prompt < num_replies
 
 
 class PromptGathering:
-    """Decides by `holds`, called before each step, whether prompts wait to be prefilled together.
+    """Decides whether prompts wait to be prefilled together; call `holds` before each step.
 
-    If `holds` is false, the step takes every prompt that is ready. No prompt is therefore held for
-    more than `most_steps` steps.
+    If `holds` returns False, the step takes every prompt that is ready. No prompt is therefore
+    held for more than `most_steps` steps.
     """
 
     def __init__(self, most_steps: int, *, replies_per_prompt: int = REPLIES_PER_PROMPT) -> None:
@@ -49,7 +49,7 @@ class PromptGathering:
         self._num_steps = 0
 
     def holds(self, *, num_ready: int, num_replies: int) -> bool:
-        """Whether prompts must wait in the step that is planned now; counts that step."""
+        """Returns whether prompts must wait in the step that is planned now; counts that step."""
         waits = prompts_wait(
             num_ready=num_ready,
             num_replies=num_replies,
@@ -61,8 +61,8 @@ class PromptGathering:
         return waits
 
 
-# Number of prompt tokens, besides the replies, in the largest captured step. A larger step keeps a
-# GPU busy for about as long as it takes to start its kernels.
+# Number of prompt tokens, in addition to the replies, in the largest captured step. A larger step
+# keeps a GPU busy for about as long as it takes to start its kernels.
 PROMPT_TOKENS = 4096
 # (distance between two sizes, number of tokens up to which it holds). Steps are padded to the next
 # size. The sizes up to 512 are vLLM's own.

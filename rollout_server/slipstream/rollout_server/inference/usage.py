@@ -33,7 +33,7 @@ class UseClock:
 
 
 # Seconds without a step after which an engine with requests counts as hung. The limit is longer
-# than compiling kernels takes, and shorter than the run waits for a batch.
+# than compiling kernels takes, and shorter than the limit for which the run waits for a batch.
 SILENCE_LIMIT_S = 300.0
 
 
@@ -48,7 +48,8 @@ class EngineWatchdog:
     def check(self, *, heard_s: float, num_requests: int) -> None:
         """Raises EngineDied when the engine had requests and made no step within the limit.
 
-        `heard_s` is the time.monotonic of its last step. `num_requests` is 0 while it is paused.
+        `heard_s` is the time.monotonic of the engine's last step. `num_requests` is the number of
+        open requests, or 0 while the engine is paused.
         """
         now_s = time.monotonic()
         if not num_requests:

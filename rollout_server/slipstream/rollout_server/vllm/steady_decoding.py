@@ -31,7 +31,7 @@ _FOLLOWED = "0.32.0"
 
 
 def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bool:
-    """Whether this module can handle requests of `scheduler` in the middle of a reply."""
+    """Returns whether this module can handle requests of `scheduler` in the middle of a reply."""
     if version.partition("+")[0] != _FOLLOWED:
         log.warning("all steps are vLLM's: it is %s, not %s", version, _FOLLOWED)
         return False
@@ -95,7 +95,7 @@ class SteadyRequest:
 
     @staticmethod
     def fits(request: Request, parameters: SamplingParams) -> bool:
-        """Whether `request` needs nothing but tokens: no grammar, images or other extras."""
+        """Returns whether `request` needs only tokens: no grammar, images or other extras."""
         return not (
             request.use_structured_output
             or request.has_encoder_inputs
@@ -104,7 +104,7 @@ class SteadyRequest:
         )
 
     def is_between(self, token_ids: list[int]) -> bool:
-        """Whether a step sampled a single token, which neither starts nor ends the reply."""
+        """Returns whether a step sampled one token, which neither starts nor ends the reply."""
         request = self._request
         return (
             len(token_ids) == 1
@@ -133,7 +133,7 @@ class SteadyRequest:
 
 
 def plans_ahead(scheduler: Scheduler) -> bool:
-    """Whether `scheduler` plans a step before it knows the tokens of the previous step."""
+    """Returns whether `scheduler` plans a step before it knows the tokens of the previous step."""
     return isinstance(scheduler, AsyncScheduler)
 
 
@@ -153,7 +153,7 @@ class SteadyPlanner:
 
     @staticmethod
     def fits(scheduler: Scheduler) -> bool:
-        """Whether `plan` does everything that vLLM would do in a step that only decodes."""
+        """Returns whether `plan` does everything that vLLM would do in a step that only decodes."""
         return not (
             scheduler.needs_kv_cache_zeroing
             or scheduler.defer_block_free
@@ -246,7 +246,7 @@ class SteadyPlanner:
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
-    """Whether the next step has a prefill in any case, which other prompts may then join.
+    """Returns whether the next step has a prefill in any case, which other prompts may then join.
 
     This is so in the middle of a chunked prefill, or when a waiting request asks for
     log-probabilities of its prompt: such requests are probes of new weights.

@@ -177,7 +177,7 @@ def scores_of(
 
 
 def is_read_by_us(options: TextOptions) -> bool:
-    """Whether `ReplyText`, not vLLM, detokenises a reply without stop texts.
+    """Returns whether `ReplyText`, not vLLM, detokenises a reply without stop texts.
 
     vLLM detokenises one token at a time, and the tokens of log-probabilities too. That takes most
     of the server's time; detokenising all new tokens at once takes next to none.

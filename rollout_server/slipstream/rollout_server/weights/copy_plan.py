@@ -277,7 +277,7 @@ def _pair(
 
 
 def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `destination` has the bits that a copy of `source` would give it."""
+    """Returns whether `destination` has the bits that a copy of `source` would give it."""
     bits = _BITS[destination.element_size()]
     expected = source.to(destination.device, destination.dtype)
     return torch.equal(destination.view(bits), expected.view(bits))
@@ -324,7 +324,7 @@ class Replay:
             batch.copy(batch.sources, batch.destinations)
 
     def only_copies(self, place: int) -> bool:
-        """Whether copies alone complete the bucket's parameters, without quantisation."""
+        """Returns whether copies alone complete the bucket's parameters, without quantisation."""
         return place not in self._unfinished
 
     def forget_buffers(self) -> None:

@@ -67,7 +67,7 @@ class Staging:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether all buckets have arrived. Raises WeightSyncError if receiving has failed."""
+        """Returns whether all buckets have arrived. Raises WeightSyncError if receiving failed."""
         assert self._thread is not None
         if self._thread.is_alive():
             return False

@@ -198,7 +198,7 @@ class PromptRenderer:
         return tokens[1:] if tokens[:1] == [last] else tokens
 
     def _takes_results(self, params: ChatParams) -> bool:
-        """Whether the template renders tool results after a reply, not inside the reply's calls."""
+        """Returns whether the template renders tool results after a reply, not inside its calls."""
         if self._has_place is None:
             try:
                 text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)

@@ -71,7 +71,7 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
-    """Whether vLLM makes a float32 copy of the attention sinks after each load.
+    """Returns whether vLLM makes a float32 copy of the attention sinks after each load.
 
     FlashInfer and b12x compute with such a copy unless the parameter itself is float32 (0.32.0).
     """

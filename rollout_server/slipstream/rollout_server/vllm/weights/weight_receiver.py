@@ -211,7 +211,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._staging.clear()
 
     def is_ready(self) -> bool:
-        """Whether an update can be received now. Raises WeightSyncError if it never can."""
+        """Returns whether an update can be received now. Raises WeightSyncError if it never can."""
         if self._joining is None or self._incoming is None:
             raise WeightSyncError("no update was announced")
         if self._receiver is None:
