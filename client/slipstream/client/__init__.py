@@ -1,6 +1,6 @@
-"""The names that users of Slipstream import, and its `__version__`.
+"""The names that users of Slipstream import, and `__version__`.
 
-`Client` is imported when it is first named, so that the other names stay light.
+`Client` is imported on its first use, so that importing the other names is fast.
 """
 
 from typing import TYPE_CHECKING

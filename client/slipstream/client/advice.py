@@ -1,4 +1,4 @@
-"""Lines of text on where the time of a run's newest step went, and what other settings would gain.
+"""Describes where a run's newest step spent its time, and what other settings would gain.
 
 `profile_lines` predicts the speed of a run before its start, from the profile of an earlier run.
 """
@@ -26,7 +26,7 @@ from slipstream.core.step_simulation import Profile, Setting
 
 
 def time_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Returns lines on where the time of the newest step went, or [] before the first step."""
+    """Returns lines on how the newest step spent its time, or [] before the first step."""
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:
         return []

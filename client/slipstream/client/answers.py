@@ -1,4 +1,4 @@
-"""Converts between the values that an environment takes or returns and protocol messages.
+"""Converts values that an environment returns to messages, and messages to its arguments.
 
 An error names the value that cannot be sent. environment.proto states the bounds of messages.
 """
@@ -47,7 +47,7 @@ def _reply_limit(limit: object) -> int:
 
 
 def observation(opening: object, reply_limit: object) -> pb.Observation:
-    """Converts the result of `reset`, and the environment's `max_reply_tokens`.
+    """Converts the result of `reset` and the environment's `max_reply_tokens` to a message.
 
     Raises EnvironmentFailed, which names the first value that cannot be sent.
     """
@@ -106,7 +106,10 @@ def verdict(result: object) -> pb.Verdict:
 
 
 def agent_observation(reply_limit: object) -> pb.Observation:
-    """Returns the observation of an agent, which has nothing but its `max_reply_tokens`."""
+    """Returns the observation of an agent, which contains only the limit of reply tokens.
+
+    Raises EnvironmentFailed if the limit is neither None nor at least 1.
+    """
     return _bounded(pb.Observation(is_agent=True, max_reply_tokens=_reply_limit(reply_limit)))
 
 
@@ -211,9 +214,9 @@ def _given(reply: object, source: str) -> str:
 
 
 def content_parts(content: object) -> list[pb.ContentPart]:
-    """Converts `content`, a list of parts; raises ValueError if it or a part has another form.
+    """Converts a list of text and image parts; raises ValueError if the list or a part is invalid.
 
-    An image file is read here: the message holds its bytes.
+    An image file is read here, so that the message holds its bytes.
     """
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"content must be a text or a list of parts, got {_show(content)}")

@@ -1,4 +1,7 @@
-"""The command line; heavy imports wait until the arguments are known, so `--help` is instant."""
+"""Parses the command line and runs its command.
+
+Heavy imports wait until the arguments are known, so `--help` is instant.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only when it is asked for."""
+    """Prints the version, which is looked up only when this option is given."""
 
     def __call__(
         self,
@@ -103,7 +106,10 @@ class _ShellCompletion(argparse.Action):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns a command's arguments; overrides of the configuration may stand among options."""
+    """Returns a command's arguments; settings (section.key=value) may stand among options.
+
+    Exits with code 2 if the command line is wrong.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [text for text in rest if "=" in text and not text.startswith("-")]
@@ -398,7 +404,7 @@ def _set_program(
 def _call(
     reference: str, names: Sequence[str], named: Sequence[str], arguments: argparse.Namespace
 ) -> Any:  # noqa: ANN401 - an exit code, or what gives it when it is awaited
-    """Imports a function and calls it; without `names` it gets the whole `arguments`."""
+    """Imports a function and calls it; without `names`, passes the whole `arguments`."""
     module, _, name = reference.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not names:

@@ -1,4 +1,4 @@
-"""The client of a running controller: submits and serves environments, asks for status, stops.
+"""Calls a running controller: submits and serves environments, asks for status, stops the run.
 
 Waits for: answers of the controller, each with a deadline. `serve` and `watch` wait as long as the
 run lasts; a lost controller has `reconnect_timeout_s` to come back.
@@ -73,10 +73,11 @@ logger = logging.getLogger(__name__)
 
 
 class Client:
-    """A connection to the controller of one run.
+    """A connection to the controller of one run, open inside an `async with` block.
 
     All methods raise ConfigError for a call that cannot work (no controller there, a wrong token, a
-    refused argument). They raise SlipstreamError when the controller fails. Messages are one line.
+    refused argument). They raise SlipstreamError when the controller fails. An error's message is
+    one line.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class Client:
         tls_key: Path | None = None,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
-        """`address` is host:port; hosts other than this one need `token_file` and `tls_ca`.
+        """Takes the controller's `address`, host:port; other hosts need `token_file` and `tls_ca`.
 
-        A run with `security.tls_client_ca` asks for `tls_certificate` with its `tls_key` too.
-
-        `serve` and `watch` wait up to `reconnect_timeout_s` for a controller that they lost.
+        A run with `security.tls_client_ca` needs `tls_certificate` and `tls_key` too. `serve` and
+        `watch` wait up to `reconnect_timeout_s` for a controller that they lost. Raises ConfigError
+        for an invalid address or file, or a missing one.
         """
         address_parts(address)
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
@@ -137,14 +138,14 @@ class Client:
         python: Path | None = None,
         adapter: str = "",
     ) -> EnvironmentStatus:
-        """Has the rollout servers run "package.module:Class" in worker processes of their own.
+        """Adds an environment that the rollout servers run in worker processes; returns its status.
 
-        `name` is by default the class's name in lower case. `weight` is the environment's share of
-        the trained groups, `timeout_s` the limit of one reset or step, `adapter` a name in
-        lora.adapters. The servers look for the module in the folder `search_path` of their
-        machines, by default the path of this process's working directory. `python` is the workers'
-        interpreter there, by default the servers' own. Raises EnvironmentFailed when no worker
-        could load the environment and reset its first task.
+        `reference` is "package.module:Class", `name` by default the class's name in lower case.
+        `weight` is the environment's share of the trained groups, `timeout_s` the limit of one
+        reset or step, `adapter` a name in lora.adapters. The servers look for the module in the
+        folder `search_path` of their machines, by default the path of this process's working
+        directory. `python` is the workers' interpreter there, by default the servers' own. Raises
+        EnvironmentFailed when no worker could load the environment and reset its first task.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -354,7 +355,7 @@ class ReconnectLimit:
     """Waits between attempts to reach a lost controller, longer each time, up to a limit."""
 
     def __init__(self, limit_s: float = RECONNECT_TIMEOUT_S) -> None:
-        """Sets the time, `limit_s`, after which a lost controller is no longer called."""
+        """Allows attempts for `limit_s` seconds after the controller was lost."""
         self.served = False
         self._limit_s = limit_s
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)

@@ -1,4 +1,4 @@
-"""Compares two runs: what differs in their settings, and their curves side by side."""
+"""Compares two runs: shows the settings that differ, and their curves side by side."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 
-# What the table shows of the metrics; the page has curves of all.
+# The metrics in the table; the page has curves of all metrics.
 CURVES = (
     *("reward_mean", "reward_heldout", "lag_mean", "generated_tokens_per_s"),
     *("trained_tokens_per_s", "step_s", "training_s", "entropy", "kl", "grad_norm"),
     *("reply_tokens_mean", "truncated_fraction"),
 )
-# Newest steps over which the table has means.
+# Number of newest points over which the table has means.
 LAST = 10
-# Settings that two runs never share, and by which nothing else differs.
+# Settings that differ between any two runs and change nothing else.
 _OF_EACH = ("run.name", "run.dir")
 _MISSING = "–"
 MOST_CHARACTERS = 48
@@ -78,7 +78,10 @@ def compare(folders: Sequence[Path], out: Path | None) -> int:
 
 
 def read_run(folder: Path) -> ComparedRun:
-    """Reads a run's settings and metrics, also while it runs; raises ConfigError without them."""
+    """Reads a run's settings and metrics, also while the run goes on.
+
+    Raises ConfigError if the settings cannot be read, or there are no metrics yet.
+    """
     folder = folder.resolve()
     config = load_config(settings_of(folder))
     curves: dict[str, dict[float, float]] = {}
@@ -111,7 +114,7 @@ def _flat(settings: dict[str, JsonValue], prefix: str = "") -> Iterator[tuple[st
 
 
 def differences(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields the settings that differ."""
+    """Yields a row for each setting that differs between two runs."""
     for name in dict.fromkeys([*one.settings, *other.settings]):
         texts = [_text(run.settings.get(name)) for run in (one, other)]
         if texts[0] != texts[1] and name not in _OF_EACH:
@@ -123,9 +126,9 @@ def _text(value: JsonValue) -> str:
 
 
 def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields a row for each metric: its mean in each run over the last `LAST` points.
+    """Yields a row for each metric of `CURVES`: its mean in each run over the last `LAST` points.
 
-    Points after the last step of the run that is behind do not count.
+    Points after the last step that both runs have reached do not count.
     """
     for name in CURVES:
         both = [run.curves.get(name, []) for run in (one, other)]

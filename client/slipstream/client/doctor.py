@@ -1,6 +1,6 @@
-"""`slipstream doctor`: looks at a machine, and says what to change before a run fails on it.
+"""Implements `slipstream doctor`, which says what to change on a machine before a run fails on it.
 
-This process checks the machine itself; checks that need heavy imports are other programs.
+This process checks the machine itself; checks that need heavy imports run as other programs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REDIS_REMEDY = "install redis and hiredis"
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:
-    """Prints all findings; returns 1 if one of them is a problem.
+    """Prints all findings; returns 1 if one of them is a problem, else 0.
 
     Raises ConfigError for an invalid configuration file.
     """
@@ -97,7 +97,7 @@ async def examine(config: Config | None) -> list[Finding]:
 
 
 async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
-    """Returns the findings about one instance of a role, which has the settings of its command."""
+    """Returns the findings about one instance of a role, with the settings of its command."""
     overrides, is_learner = arguments.overrides, arguments.role == LEARNER
     if is_learner:
         overrides = [*learner_overrides(arguments.master), *overrides]
@@ -124,7 +124,10 @@ async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
 
 
 async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[Finding]:
-    """Returns the findings that a module prints; one problem if it fails or misses `limit_s`."""
+    """Runs a Python module and returns the findings that it prints.
+
+    Returns a single problem if the module fails or does not end within `limit_s`.
+    """
     ended = await run_program([sys.executable, "-m", module], limit_s=limit_s)
     if ended.code is None:
         return [problem("torch", f"{module} did not end within {limit_s:g} s", "see nvidia-smi")]
@@ -135,7 +138,7 @@ async def ask_program(module: str, *, limit_s: float = PROGRAM_LIMIT_S) -> list[
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """Returns the last line of the doctor's text: how many problems and hints there are."""
+    """Returns the last line of the doctor's text, with the numbers of problems and hints."""
     problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
     hints = sum(found.verdict is Verdict.ADVICE for found in findings)
     what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"
@@ -155,10 +158,10 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
-    """Serves this node's setup to the other nodes, and records which of them compared theirs."""
+    """Serves this node's setup to the other nodes, and records which nodes compared theirs."""
 
     def __init__(self, setup: status_pb2.Setup, others: int) -> None:
-        """Takes this node's setup, and the number of other nodes, each of which asks for it."""
+        """Takes this node's setup, and the number of other nodes, which all ask for the setup."""
         self._setup, self._others = setup, others
         self.askers: set[str] = set()
         self.all_asked = asyncio.Event()
@@ -211,7 +214,10 @@ async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
 
 @contextlib.contextmanager
 def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Keeps a file in run.dir during the block; yields the new run id in it and the file's name."""
+    """Keeps a file in run.dir during the block; yields a new run id, its content, and its name.
+
+    Raises ConfigError if the file cannot be written.
+    """
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     path = config.run.dir / f".{run_id}"
     made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]

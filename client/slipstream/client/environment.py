@@ -1,4 +1,4 @@
-"""The classes with which users write an environment, which gives tasks and judges replies.
+"""The classes from which users derive an environment, which gives tasks and judges replies.
 
 An agent is an environment that calls the model itself.
 """
@@ -24,8 +24,8 @@ BRANCH_NAME = re.compile(r"[A-Za-z0-9._:+-]{1,64}")
 class Message:
     """One chat message; a dict `{"role": ..., "content": ...}` works as well.
 
-    The result of a tool has the role "tool", and the id of the call that it answers. `content` is a
-    text, or parts with images: see docs/guides/environments.md.
+    The result of a tool has the role "tool" and, as `tool_call_id`, the id of the call that it
+    answers. `content` is a text, or a list of parts with images: see docs/guides/environments.md.
     """
 
     role: str
@@ -34,7 +34,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The texts of the content, without its images."""
+        """Text of the content; the texts of several parts are joined, and images are left out."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part["text"] for part in self.content if part.get("type") == "text")
@@ -47,7 +47,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool in a reply; `arguments` is raw text if that is no JSON object."""
+    """A call of a tool in a reply; `arguments` is a dict, or raw text that is no JSON object."""
 
     id: str
     name: str
@@ -55,9 +55,9 @@ class ToolCall:
 
 
 class Reply(str):
-    """The whole text of a reply, and its parts as the run's parsers have read them.
+    """The whole text of a reply, with the parts that the run's parsers found in it.
 
-    `content` is the text without reasoning and calls. Without a parser it is the whole text.
+    `content` is the text without reasoning and tool calls. Without a parser it is the whole text.
     """
 
     content: str
@@ -72,7 +72,7 @@ class Reply(str):
         reasoning: str = "",
         tool_calls: Sequence[ToolCall] = (),
     ) -> Reply:
-        """Makes a reply of `text`; `content` None means the whole text."""
+        """Makes a reply of `text`, which is also the `content` if `content` is None."""
         reply = super().__new__(cls, text)
         reply.content = text if content is None else content
         reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
@@ -81,10 +81,10 @@ class Reply(str):
 
 @dataclass(frozen=True)
 class ResetResult:
-    """The beginning of an episode: what the model reads first, and the tools that it may call.
+    """The beginning of an episode: the first messages to the model, and the tools it may call.
 
-    `reply`, if given, is used instead of a reply of the model: a demonstration, on which the model
-    is trained as if it had sampled it.
+    `reply`, if given, takes the place of the model's first reply. The model is trained on this
+    demonstration as if it had sampled it.
     """
 
     messages: Messages
@@ -102,8 +102,8 @@ class StepResult:
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` are what
     the model reads next: required when the episode continues (`done=False`), refused otherwise.
     `metrics` are averaged over episodes and reported. `tools`, if given, replace the episode's
-    tools from the next reply on. `reply` is used instead of the model's next reply, as in
-    ResetResult.
+    tools from the next reply on. `reply`, if given, takes the place of the model's next reply, as
+    in ResetResult.
     """
 
     reward: float = 0.0
@@ -151,11 +151,11 @@ class Environment(Generic[Task]):
         raise NotImplementedError(f"{type(self).__name__} must define tasks()")
 
     def reset(self, task: Task) -> Opening | Awaitable[Opening]:
-        """Begins an episode; returns what the model reads first, or a ResetResult to add tools."""
+        """Begins an episode; returns the first messages, or a ResetResult that also has tools."""
         raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
     def step(self, reply: Reply) -> StepResult | Awaitable[StepResult]:
-        """Judges a reply of the model."""
+        """Judges a reply of the model; returns its reward and whether the episode has ended."""
         raise NotImplementedError(f"{type(self).__name__} must define step()")
 
     def close(self) -> Awaitable[None] | None:
@@ -229,8 +229,8 @@ def _iterate(tasks: object) -> Iterator[Task]:
 class Endpoint:
     """The address at which one episode calls the model, with the API of OpenAI or of Anthropic.
 
-    It serves only this episode: afterwards every call is refused (401). Any name of a model
-    works.
+    It serves only this episode: after the episode's end every call is refused (401). Any name of a
+    model works.
 
         openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
         anthropic.AsyncAnthropic(base_url=endpoint.anthropic_url, api_key=endpoint.api_key)
@@ -247,19 +247,19 @@ class Endpoint:
         return f"{self.anthropic_url}/v1"
 
     def branch(self, name: str) -> Endpoint:
-        """Returns the endpoint whose conversations carry `name`; see `AgentOutcome.shares`.
+        """Returns an endpoint for conversations of the branch `name`; see `AgentOutcome.shares`.
 
-        Raises ValueError for a name that is not 1 to 64 letters, digits and ._:+-
+        Raises ValueError unless `name` has 1 to 64 letters, digits and characters of "._:+-".
         """
         if BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")
         return Endpoint(f"{self._root}/b/{name}", self.api_key)
 
     def judge(self) -> Endpoint:
-        """Returns the endpoint of the model that the run started with, at temperature 0.
+        """Returns the endpoint of the run's initial model, which answers at temperature 0.
 
-        It needs `lora.publish = "adapters"`, and `asks_start` in the agent's class. None of its
-        tokens are trained.
+        It needs `lora.publish = "adapters"` in the settings, and `asks_start = True` in the agent's
+        class. The model is not trained on any of its tokens.
         """
         return Endpoint(f"{self._root}/judge", self.api_key)
 

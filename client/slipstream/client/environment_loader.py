@@ -1,8 +1,8 @@
-"""Loads an environment from "package.module:Class", and finds the line where its code is or failed.
+"""Loads an environment from "package.module:Class", and finds the line that its code runs.
 
 `CallTracker` records which calls a worker is answering. Consumes: the begin and end of each call.
 Produces: a `CallRecord`, which the server reads when the worker has ended or no longer answers.
-Waits for: a call, on a thread, since the worker's own loop may be blocked. Unblocked by: the next
+Waits for: a call, in a thread, since the worker's own loop may be blocked. Unblocked by: the next
 call.
 """
 
@@ -23,17 +23,17 @@ from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
-# Seconds between two looks at the place in the code, which may be as old.
+# Seconds between two looks at the line of code that runs; a recorded line may be as old.
 _LOOK_PERIOD_S = 0.2
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
 _OWN_FOLDER = Path(__file__).parent
-# The built-in environments, where they are installed beside the client as a library.
+# Folder of the built-in environments if they are installed, like the client, as a library.
 _BUILTIN_FOLDER = str(_OWN_FOLDER.with_name("environments"))
 
 
 def environment_failed(cause: str) -> EnvironmentFailed:
-    """Returns the EnvironmentFailed of a failure that is the environment's fault."""
+    """Returns an error that blames the environment; `cause` becomes one line of limited length."""
     line = " ".join(cause.split())
     if len(line) > MAX_CAUSE_CHARACTERS:
         line = line[: MAX_CAUSE_CHARACTERS - 3] + "..."
@@ -57,10 +57,10 @@ def describe(error: BaseException) -> str:
 
 
 def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnvironment:
-    """Imports the class and makes an instance; raises EnvironmentFailed with the cause.
+    """Imports the class `reference` and makes an instance with the JSON object `args_json`.
 
-    `search_path` goes before Python's own path, and stays there: the environment may import more
-    modules later.
+    Raises EnvironmentFailed with the cause if that fails. `search_path` is put before Python's own
+    path and stays there: the environment may import more modules later.
     """
     module_name, colon, class_name = reference.partition(":")
     if not (module_name and colon and class_name):
@@ -173,9 +173,10 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
-    """Returns file, line and function of the innermost frame, if possible in an environment's code.
+    """Returns file, line and function of the innermost frame that is in an environment's code.
 
-    `frames` begins with the innermost one. Returns "" without frames.
+    If no frame is, the innermost frame is taken. `frames` begins with the innermost frame. Returns
+    "" without frames.
     """
     own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
     for code, line in (own or frames)[:1]:

@@ -48,7 +48,7 @@ class _Episode:
     has_begun: bool = False
     # The calls and the run, if the environment is an agent.
     agent: AgentEpisode | None = None
-    # Answers the reset, step or call of an agent that is waited for now.
+    # The task that answers the current reset, step or agent call.
     running: asyncio.Task[object] | None = None
     # Whether `close` has cancelled that call.
     abandoned: bool = False
@@ -56,12 +56,12 @@ class _Episode:
 
 
 class EpisodeHost:
-    """The open episodes of one environment."""
+    """Runs the episodes of one environment, as a rollout server commands."""
 
     def __init__(
         self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
     ) -> None:
-        """Takes the environment; without one the first command must be Load.
+        """Takes the environment; if it is None, the first command must be Load.
 
         `tracker` records every call. Raises EnvironmentFailed if the environment gives no tasks.
         """
@@ -72,7 +72,7 @@ class EpisodeHost:
 
     @property
     def num_tasks(self) -> int:
-        """The number of tasks; 0 if they are no sequence, or before an environment is loaded."""
+        """Number of tasks; 0 if `tasks()` gave an iterator, or before an environment is loaded."""
         return self._tasks.num_tasks if self._tasks is not None else 0
 
     @property
@@ -81,7 +81,7 @@ class EpisodeHost:
         return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
 
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
-        """Returns the answer to one command; an error of the environment is an answer too.
+        """Carries out one command and returns its answer; an environment's error becomes an answer.
 
         A FollowAgent command is answered by the agent's next call, or by its result.
         """
@@ -122,7 +122,7 @@ class EpisodeHost:
         return message
 
     async def close_all(self) -> None:
-        """Closes every open episode, within 5 s; writes failures only to stderr."""
+        """Closes every open episode within 5 s; reports failures only on stderr."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await asyncio.gather(*(self._close_loudly(key) for key in self._episodes))
@@ -143,7 +143,7 @@ class EpisodeHost:
         return "" if episode is None or episode.agent is None else episode.agent.place()
 
     def _place(self, key: str) -> str:
-        """Returns the line of code where episode `key` is, or "" if none of it runs here now."""
+        """Returns the line of code where episode `key` is, or "" if none of its code runs now."""
         episode = self._episodes.get(key)
         if episode is None:
             return ""
@@ -223,7 +223,7 @@ class EpisodeHost:
 
 
 async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello) -> WorkerCall:
-    """Opens a stream and sends `hello`; reading the stream raises if it was refused."""
+    """Opens a stream and sends `hello`; if the server refuses it, reading the stream raises."""
     message = pb.WorkerMessage(hello=hello)
     call = open_call()
     try:
@@ -288,12 +288,12 @@ async def answer_commands(
 
 
 async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs user code; everything that it raises becomes EnvironmentFailed."""
+    """Runs user code; turns everything that the code raises into EnvironmentFailed."""
     this = asyncio.current_task()
     assert this is not None
     episode.running = this
     episode.idle.clear()
-    # The run of an agent is noted for itself: `this` only waits for it.
+    # The tracker records the run of an agent separately: `this` only waits for it.
     tracker = episode.tracker if episode.agent is None else None
     if tracker is not None:
         tracker.begin(episode.key, this)

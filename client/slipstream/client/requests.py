@@ -1,4 +1,4 @@
-"""The commands that ask a running controller for something, and print its answers."""
+"""Implements the commands that ask a running controller for something and print its answers."""
 
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ def connect(arguments: argparse.Namespace) -> Client:
 
 
 async def submit(arguments: argparse.Namespace) -> int:
-    """Runs `slipstream submit`: adds an environment to the run, prints its state; returns 0."""
+    """Runs `slipstream submit`: adds an environment to the run and prints its state; returns 0."""
     try:
         args = json.loads(arguments.args)
     except (ValueError, RecursionError) as error:

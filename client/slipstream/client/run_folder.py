@@ -1,4 +1,4 @@
-"""The folder of a run: whether a run may begin or resume there, and which command writes it.
+"""Checks whether a run may begin or resume in a folder, and locks the folder for one command.
 
 A step that is trained again must reproduce the recorded step, whose digest is compared. Leased
 groups keep their tasks, seeds and deadlines. So a resumed run must keep some settings as they are
@@ -143,7 +143,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
-    """Raises ConfigError while a process holds the lock of `path`; a missing file has none.
+    """Raises ConfigError while a process holds the lock of `path`; a missing file is not locked.
 
     A free lock is released at once, so that the command that writes the folder can take it.
     """
@@ -186,7 +186,7 @@ def check_unwritten(target: Path) -> None:
 def version_to_export(folder: Path, step: int | None) -> int:
     """Returns `step`, or the newest version if it is None.
 
-    Raises ConfigError if the checkpoint of this version is incomplete.
+    Raises ConfigError if the checkpoint of this version is missing or incomplete.
     """
     checkpoints = folder / CHECKPOINTS
     steps, over = complete_steps(checkpoints), passed_over(checkpoints)
@@ -232,7 +232,7 @@ def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
-    """Makes `folder` and holds its lock in the block; raises ConfigError(`refusal`) if taken.
+    """Makes `folder` and holds its lock in the block; raises ConfigError(`refusal`) if it is held.
 
     The lock ends with this process at the latest: children do not inherit it.
     """
@@ -250,7 +250,7 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 
 
 def make_run_folder(config: Config) -> None:
-    """Makes the run's folder, readable only by its owner; raises ConfigError if it cannot.
+    """Makes the run's folder, readable only by its owner; raises ConfigError if that fails.
 
     The folder will hold prompts, replies and weights. An existing folder keeps its permissions.
     """
@@ -258,7 +258,7 @@ def make_run_folder(config: Config) -> None:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> Path:
-    """Makes `path` and the folders above it, and returns it; raises ConfigError if it cannot."""
+    """Makes `path` and the folders above it, and returns it; raises ConfigError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
@@ -267,7 +267,10 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
 
 
 def write_config(config: Config, folder: Path) -> Path:
-    """Writes the resolved settings to `folder`/config.toml; only the owner may read them."""
+    """Writes the resolved settings to `folder`/config.toml; only the owner may read them.
+
+    Returns the file's path. Raises ConfigError if the file cannot be written.
+    """
     path = make_folder(folder) / CONFIG
     partial = path.with_name(f"{CONFIG}.partial")
     try:
@@ -336,14 +339,14 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
-    """Returns, by setting, whether checkpoints hold a critic, and whether a refreshed reference."""
+    """Returns whether checkpoints hold a critic and a refreshed reference, each by its setting."""
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
 
 
 def _adapters(config: Config) -> dict[str, str | None]:
-    """Returns the adapter of each environment and evaluation by its name."""
+    """Returns the adapter of each environment and evaluation, by the name in its section."""
     trained = {section.name: section.adapter for section in config.environments}
     return trained | {section.name: section.adapter for section in config.evaluations}
 

@@ -1,4 +1,4 @@
-"""The status and the events of a run, as plain values."""
+"""Defines the status and the events of a run as plain values."""
 
 import json
 from dataclasses import dataclass, fields
@@ -29,16 +29,16 @@ class EvaluationRound:
 
 @dataclass(frozen=True)
 class EnvironmentStatus:
-    """One environment of a run."""
+    """The status of one environment or evaluation of a run."""
 
     name: str
-    # Empty: a client serves it.
+    # Empty if a client serves it.
     reference: str
     args: dict[str, JsonValue]
     weight: float
     # pending, ready or suspended.
     state: str
-    # Number of tasks; 0: they have no end.
+    # Number of tasks, or 0 if they have no end.
     num_tasks: int
     # Why it is suspended, or what went wrong last.
     cause: str
@@ -49,13 +49,13 @@ class EnvironmentStatus:
     reward_mean: float
     # training or evaluation.
     purpose: str
-    # The newest complete round of an evaluation, or None before the first one, and for training.
+    # The newest complete round of an evaluation; None before its first round, and for training.
     newest_round: EvaluationRound | None
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """One rollout server; its counts begin at its start."""
+    """The status of one rollout server; its counts begin at the server's start."""
 
     server_id: str
     # joining, loading, serving, stale, draining, dead or left.
@@ -66,7 +66,7 @@ class ServerStatus:
     leased_groups: int
     open_episodes: int
     generated_tokens: int
-    # Tokens that were drafted, and those of them that were accepted; see `rollout_server.drafts`.
+    # Tokens that were drafted, and how many of them were accepted; see `rollout_server.drafts`.
     drafted_tokens: int
     accepted_tokens: int
     queued_bytes: int
@@ -88,7 +88,7 @@ class Ledger:
     evaluated: int
     # Tokens of batches that could not be trained.
     set_aside: int
-    # Tokens of judges that the run's own servers are.
+    # Tokens that the run's own servers sampled as judges.
     judged: int
     queued: int
     in_flight: int
@@ -119,11 +119,11 @@ class RunStatus:
     ledger: Ledger
     # Metrics of the newest finished step.
     metrics: dict[str, float]
-    # The reason why the next lease waits; empty: it does not wait.
+    # The reason why the next lease waits, or empty if it does not wait.
     lease_wait: str
     # Bytes of the queue that are used or that leased episodes may still need.
     reserved_bytes: int
-    # The newest version with a reported checkpoint; 0: none.
+    # The newest version with a reported checkpoint, or 0 if there is none.
     checkpoint_step: int
 
     @property
@@ -183,10 +183,11 @@ def event_from_pb(message: status_pb2.Event) -> Event:
 
 
 def _from_pb(kind: type[Mirror], *messages: Message, **values: object) -> Mirror:
-    """Returns a `kind` whose fields are `values`, or else those of the same name in `messages`.
+    """Returns a `kind` whose fields are `values`, or else fields of the same name in `messages`.
 
-    A field is read from the first message that has it. An enum is read as its name in lower case,
-    without the enum's prefix, or as its number if this version does not know it; a map as a dict.
+    A field is read from the first message that has it. An enum becomes its name in lower case,
+    without the enum's prefix, or its number as text if this version does not know it. A map becomes
+    a dict.
     """
     for field in fields(kind):
         if field.name not in values:

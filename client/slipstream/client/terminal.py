@@ -1,4 +1,4 @@
-"""Makes text of models, environments and servers safe for this terminal."""
+"""Prints lines to this terminal, with text of models, environments and servers made safe."""
 
 import errno
 import os
@@ -12,19 +12,19 @@ from slipstream.core.errors import RunFailed
 
 
 def plain(text: str, *, indent: int = 0) -> str:
-    """Returns `text` with escapes for all that a terminal would interpret; indents further lines.
+    """Returns `text` with escapes for all characters that a terminal would interpret.
 
     Every character that is not printable is escaped: controls, characters that turn the writing
-    direction, and lone surrogates.
+    direction, and lone surrogates. Lines after the first are indented by `indent` spaces.
     """
     lines = text.split("\n")
     return ("\n" + " " * indent).join(map(_visible, lines))
 
 
 def say(text: str) -> None:
-    """Prints a line; a closed stdout, as when piped to `head`, is no failure.
+    """Prints a line to stdout; ignores that stdout is closed, as when piped to `head`.
 
-    Raises RunFailed when it cannot be written for another reason, such as a full disk.
+    Raises RunFailed if stdout cannot be written for another reason, such as a full disk.
     """
     try:
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""The worker process: runs one environment for a rollout server.
+"""Runs one environment for a rollout server, as a worker process.
 
     python -m slipstream.client.worker --connect unix:PATH
     python -m slipstream.client.worker --check package.module:Class --args '{"digits": 3}'
@@ -39,8 +39,8 @@ NEED_ADAPTERS = (
 def main(argv: list[str] | None = None) -> int:
     """Runs the worker or the check; returns the exit code.
 
-    0 means that the stream ended or the check passed, 1 that there was no connection, 2 that the
-    check failed.
+    0 means that the stream ended, 1 that no server answered or the connection was lost, 130 Ctrl-C.
+    A check ends the process itself: with 0 if it passed, with 2 if it failed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.client.worker", description="Runs one environment."
@@ -162,7 +162,7 @@ class _Check:
         self._main_thread = threading.get_ident()
 
     async def run(self) -> str:
-        """Makes the check; returns a line on tasks and first step, or that the class was loaded."""
+        """Makes the check; returns a line on tasks and first step, or only on the loaded class."""
         from slipstream.client.terminal import counted
 
         options, key = self._options, {"episode_key": CHECK}

@@ -1,8 +1,8 @@
-"""The open episodes of agents in one process, the runs of their code and the gateway they share.
+"""Runs the code of agents for the open episodes of one process, which share one HTTP gateway.
 
-Each run is a task of the event loop or has a thread of its own. Consumes: a task, an endpoint.
-Produces: the result of `run`, or the error that it raised. Waits for: the agent. Unblocked by: the
-end of its run, or `end`, which interrupts it.
+An async `run` is a task of the event loop; a plain `run` has a thread of its own. Consumes: a task
+of the environment, an endpoint. Produces: the result of `run`, or the error that it raised. Waits
+for: the agent. Unblocked by: the end of its run, or `end`, which interrupts the run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 # Seconds that a run may take to end after it was interrupted.
 END_LIMIT_S = 10.0
-# Runs that did not end with their episodes; beyond this number no episode begins.
+# Once so many runs outlive their episodes, no new episode begins.
 MAX_LEFT_RUNS = 256
-# Told when the code of a run begins and ends to work, which it does while it waits for no reply.
+# Called with True when the code of a run works, with False when it waits for a reply or has ended.
 OnBusy = Callable[["asyncio.Task[Any]", bool], None]
 
 
 class AgentEpisode:
-    """One episode of an agent: each `next()` returns a call of the agent, the last one its result.
+    """One episode of an agent: `next()` returns each call of the agent, then the result of `run`.
 
     The first `next()` starts `run`; `part()` passes the parts of replies to the agent. `end` ends
     the episode at any time. Calls to the endpoint are refused as soon as `run` has returned.
@@ -55,7 +55,10 @@ class AgentEpisode:
         self._is_busy = False
 
     async def next(self) -> pb.AgentCall | pb.AgentResult:
-        """Returns the agent's next call, or the result of `run` when it ends; raises its error."""
+        """Waits for the agent's next call and returns it, or the result of `run` after its end.
+
+        Raises the error that `run` raised, or EnvironmentFailed if the result is invalid.
+        """
         if self._run is None:
             self._run = AgentRun(self._environment, self._task, self._endpoint)
             self._note_busy(True)
@@ -92,7 +95,7 @@ class AgentEpisode:
 
 
 class AgentEpisodes:
-    """Opens the agents' episodes of one `EpisodeHost`; the first one starts the HTTP gateway."""
+    """Opens and ends the agents' episodes of one `EpisodeHost`; they share one HTTP gateway."""
 
     def __init__(self) -> None:
         self._gateway: Gateway | None = None
@@ -117,7 +120,7 @@ class AgentEpisodes:
         return AgentEpisode(environment, task, self._gateway, on_busy=on_busy)
 
     async def end(self, episode: AgentEpisode, key: str) -> None:
-        """Ends an episode; a run that does not end is left alone, and named on stderr."""
+        """Ends episode `key`; names its run on stderr if the run goes on after `END_LIMIT_S`."""
         left = await episode.end(END_LIMIT_S)
         if left is not None:
             self._left.append(left)
@@ -129,14 +132,14 @@ class AgentEpisodes:
             )
 
     async def close(self) -> None:
-        """Closes the gateway; the next episode starts another one."""
+        """Closes the gateway; the next episode starts a new gateway."""
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await gateway.close()
 
 
 class EpisodeOver(SystemExit):
-    """Raised in the thread of a plain `run`, at any line of Python, when its episode has ended."""
+    """Interrupts a plain `run` in its thread, at any line of Python, when its episode has ended."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +203,10 @@ class AgentRun:
         return bool(done)
 
     async def _await_run(self, run: Callable[[], object], *, in_thread: bool) -> _Outcome:
-        """Returns the outcome of `run`, even a SystemExit: raised, it would end the event loop.
+        """Runs `run` to its end and returns the outcome, perhaps an error such as SystemExit.
 
-        Raises CancelledError if this task is cancelled.
+        Raised here, a SystemExit would end the event loop. Raises CancelledError if this task is
+        cancelled.
         """
         try:
             if in_thread:
@@ -243,9 +247,9 @@ class AgentRun:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raises EpisodeOver in `thread`, where the thread's next line of Python runs.
+    """Raises EpisodeOver in `thread` at the thread's next line of Python.
 
-    A thread that has ended is left alone: another thread may have its id by now.
+    Does nothing if the thread has ended: another thread may have its id by now.
     """
     if thread.ident is not None and thread.is_alive():
         raised = ctypes.py_object(EpisodeOver)

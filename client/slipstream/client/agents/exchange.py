@@ -1,8 +1,8 @@
-"""The calls of one agent's episode, between its HTTP connections and the rollout server.
+"""Passes the calls of one agent's episode between its HTTP connections and the rollout server.
 
-Consumes: HTTP requests, the server's commands. Produces: answers to both. Waits for: the next call,
-the next part of a reply, a reader of that part. Unblocked by: these, a client that hangs up, or
-`end`.
+Consumes: HTTP requests, parts of the server's replies. Produces: calls for the server, parts for
+the connections. Waits for: the next call, the next part of a reply, a reader of that part.
+Unblocked by: a request, a part, a client that hangs up, or `end`.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from slipstream.v1 import environment_pb2 as pb
 
 # Calls of one episode that may be read, or wait for their replies, at one time.
 MAX_OPEN_CALLS = 64
-# Bytes of bodies of one episode that are read, or wait for the server, at one time.
+# Bytes of request bodies of one episode that are read, or wait for the server, at one time.
 MAX_WAITING_BYTES = 32 << 20
 
 
 class TooManyCalls(Exception):
-    """Raised when an episode has too many open calls, or too many bytes of waiting requests.
+    """The episode has too many open calls, or too many bytes of waiting requests.
 
     The limits are MAX_OPEN_CALLS and MAX_WAITING_BYTES.
     """
@@ -27,31 +27,31 @@ class TooManyCalls(Exception):
 
 @dataclass(eq=False)
 class PendingCall:
-    """One call, from its request to the last part of its reply."""
+    """One call of the model by an agent, from its request to the last part of its reply."""
 
     number: int
-    # Parts of the reply, each with the future that tells the server that its client took it. None:
-    # there will be no more.
+    # Parts of the reply, each with a future that is set when the client has taken the part. None
+    # means that no more parts come.
     parts: asyncio.Queue[tuple[pb.ReplyPart, asyncio.Future[None]] | None] = field(
         default_factory=asyncio.Queue
     )
 
 
 class CallExchange:
-    """The calls of one episode.
+    """The open calls of one episode of an agent.
 
-    A call is counted by reading() while its body arrives, and queued by open(). The server takes it
-    by next(), answers by part() until is_last, and close() forgets it. A close() before the last
-    part means that the client hung up. After end() next() returns None, open calls get no more
-    parts, and new calls are refused.
+    `reading` counts a call while its body arrives, and `open` queues it. The rollout server's side
+    takes it with `next` and answers with `part` until a part has `is_last`; then `close` forgets
+    it. A `close` before the last part means that the client hung up. After `end`, `next` returns
+    None, open calls get no more parts, and the gateway refuses new calls.
     """
 
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
-        """Calls `on_waiting` with True when the first call opens, False when the last closes."""
+        """Takes a callback: True when a first call opens, False when the last one closes."""
         self._on_waiting = on_waiting
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
-        # Requests whose bodies are read, and the bytes of these so far.
+        # Number of requests whose bodies are being read, and of the bytes read of them so far.
         self.num_reading = self._read_bytes = 0
         # Messages that the server has not taken yet.
         self._outbox: list[pb.AgentCall] = []
@@ -61,14 +61,15 @@ class CallExchange:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """The bytes of request bodies that are being read, or that wait for the server."""
+        """Number of bytes of request bodies that are being read, or that wait for the server."""
         return self._read_bytes + sum(len(message.body) for message in self._outbox)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[bytes], None]]:
-        """Reserves a call while its body is read; yields a function that counts a part of the body.
+        """Reserves a call while its body is read; yields a function to call with each part of it.
 
-        The context manager and the function raise TooManyCalls.
+        Entering the block raises TooManyCalls beyond MAX_OPEN_CALLS, the function beyond
+        MAX_WAITING_BYTES.
         """
         if len(self._calls) + self.num_reading >= MAX_OPEN_CALLS:
             raise TooManyCalls
@@ -89,7 +90,10 @@ class CallExchange:
             self._read_bytes -= num_bytes
 
     def open(self, request: pb.AgentCall) -> PendingCall:
-        """Numbers a request, and queues it for the server."""
+        """Numbers a request, queues it for the server, and returns the open call.
+
+        Must not be called after `end`.
+        """
         assert not self.has_ended
         self._num_calls += 1
         request.call = self._num_calls
@@ -100,7 +104,7 @@ class CallExchange:
         return call
 
     def close(self, call: PendingCall) -> None:
-        """Removes a call; tells the server if it has taken the call but not sent the last part."""
+        """Removes a call; if the server still answers it, tells the server that it is abandoned."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return
@@ -113,7 +117,7 @@ class CallExchange:
         self._waits_less()
 
     async def next(self) -> pb.AgentCall | None:
-        """Returns the next message for the server, or None after `end`."""
+        """Waits for the next message for the server and returns it; returns None after `end`."""
         while not self._outbox and not self.has_ended:
             self._changed.clear()
             await self._changed.wait()

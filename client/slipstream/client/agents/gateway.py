@@ -1,8 +1,8 @@
 """The HTTP server on loopback through which agents reach the model.
 
 Consumes: HTTP requests of agents, parts of replies. Produces: calls of episodes, HTTP responses.
-Waits for: a request, its body, the parts of its reply. Unblocked by: these, a client that hangs up,
-or the end of the episode.
+Waits for: a request, its body, the parts of its reply. Unblocked by: their arrival, a client that
+hangs up, or the end of the episode.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 8 << 20
 # Bytes of a request before its body.
 MAX_HEAD_BYTES = 64 << 10
-# Seconds in which a request is whole, after its first byte, or that of its connection.
+# Seconds within which a request must be complete, from its first byte or from its connection on.
 REQUEST_LIMIT_S = 60.0
 MAX_CONNECTIONS = 2048
-# Seconds in which an agent comes again after an error that may pass.
+# Seconds after which an agent should repeat a call that was refused for now (Retry-After).
 RETRY_S = 1
 # Seconds for which an idle connection stays open. Clients drop theirs earlier.
 KEEP_ALIVE_S = 300
-# Headers that the server's half reads; none that could hold a secret.
+# Request headers that are passed on to the rollout server; none of them can hold a secret.
 PASSED_HEADERS = {b"accept", b"anthropic-beta", b"anthropic-version", b"content-type"}
 PASSED_HEADERS |= {b"user-agent", b"x-request-id"}
-# Headers of a reply that belong to another connection.
+# Hop-by-hop headers, which concern one connection only and are not passed on.
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade"}
 
 Scope: TypeAlias = Mapping[str, Any]
@@ -52,7 +52,7 @@ Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(eq=False)
 class _Refusal(Exception):
-    """An error response; `kind` and `code` are its fields `type` and `code`, for both APIs."""
+    """An error response; `kind` and `code` become the fields `type` and `code` of its JSON body."""
 
     status: int
     kind: str
@@ -71,10 +71,10 @@ class _Connection(H11Protocol):
         resting: dict[_Connection, None],
         **options: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
-        """Takes the time limit for a request to arrive, and the idle connections, `resting`.
+        """Takes the seconds in which a request must be complete, and the idle connections.
 
-        `resting` begins with the connection that is idle longest; this one is closed if a new
-        connection makes more than `most`.
+        `resting` begins with the connection that has been idle longest. That connection is closed
+        when a new connection exceeds the limit `most`.
         """
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting
@@ -132,7 +132,7 @@ class _Server(uvicorn.Server):
 
 
 class Gateway:
-    """Serves the endpoints of all open episodes of this process, in the loop that creates it."""
+    """Serves the endpoints of a process's open episodes, as a task of the running event loop."""
 
     def __init__(
         self, *, request_limit_s: float = REQUEST_LIMIT_S, max_connections: int = MAX_CONNECTIONS
@@ -211,7 +211,10 @@ class Gateway:
             await _relay(exchange, call, receive, send)
 
     def _accept(self, scope: Scope) -> tuple[CallExchange, pb.AgentCall]:
-        """Returns the episode that a request belongs to, and the call without its body."""
+        """Returns the exchange of the episode of a request, and the call without a body.
+
+        Raises _Refusal for a request that is not a valid call of an open episode.
+        """
         path: str = scope["path"]
         token, _, rest = path.removeprefix("/").partition("/")
         known = self._exchanges.get(token)
@@ -254,7 +257,7 @@ class _HungUp(Exception):
 
 
 async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, send: Send) -> None:
-    """Passes the parts of a reply on as they come; a client that hangs up ends its call."""
+    """Sends the parts of a reply as they come; a client that hangs up ends its call."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -287,7 +290,10 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
 
 
 async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) -> bytes:
-    """Returns the body of a request; calls `count` with each part that arrives."""
+    """Returns the body of a request; calls `count` with each part that arrives.
+
+    Raises _HungUp if the client disconnects, and _Refusal if the body is too large or encoded.
+    """
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity") != b"identity":
         what = "the body must have no content-encoding"
@@ -310,7 +316,7 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
 
 
 def _shows(scope: Scope, secret: str) -> bool:
-    """Whether a request has the API key `secret`, in the header that either API uses for it."""
+    """Whether a request has the API key `secret`, in the header of OpenAI's or Anthropic's API."""
     shown = (
         value.removeprefix(b"Bearer ")
         for name, value in scope["headers"]

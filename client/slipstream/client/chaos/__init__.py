@@ -1,1 +1,1 @@
-"""Runs whose processes are killed, stopped and disconnected, and checks of the files they leave."""
+"""Kills, stops and disconnects processes of a run, then checks the files that the run leaves."""

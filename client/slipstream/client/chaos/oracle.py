@@ -1,4 +1,4 @@
-"""Checks a finished run by nothing but its files: its journal, its batches and its summary.
+"""Checks a finished run by its files only: its journal, its batches and its summary.
 
 The oracle shares no code with the controller that wrote the journal, so one error cannot hide in
 both.
@@ -20,7 +20,7 @@ from slipstream.core.settings.config import Config
 from slipstream.v1 import trainer_pb2
 
 Record = dict[str, Any]
-# Ways in which a leased group ends without being trained.
+# Kinds of records that end a leased group without training it.
 _CLOSES = ("closed", "set_aside")
 
 
@@ -28,10 +28,10 @@ _CLOSES = ("closed", "set_aside")
 class Findings:
     """The faults that a run's files show, and the largest lag of a trained token."""
 
-    # What ought to be in the run's history and is not; what is there twice.
+    # What is missing in the run's history, and what is there twice.
     lost: list[str] = field(default_factory=list)
     duplicated: list[str] = field(default_factory=list)
-    # Tokens that were sampled by too old a version, and books that do not agree.
+    # Tokens of versions that were too old, and counts that disagree.
     stale: list[str] = field(default_factory=list)
     unequal: list[str] = field(default_factory=list)
     # Damaged lines and batches; tokens of versions that were never made.
@@ -55,10 +55,10 @@ def examine(folder: Path) -> Findings:
 
 
 def _records(paths: Sequence[Path], found: Findings) -> Iterator[Record]:
-    """Yields the run's records from the logs of all its controllers.
+    """Yields the run's records from the logs of all its controllers; adds damaged lines to `found`.
 
-    A restarted controller continues after the last line that it has read of earlier logs. What an
-    earlier controller wrote after that line is left out.
+    A restarted controller continues after the last line that it has read of earlier logs. Lines
+    that an earlier controller wrote after that line are left out.
     """
     logs = [_whole_lines(path, found) for path in paths]
     number = 0
@@ -87,11 +87,11 @@ def _whole_lines(path: Path, found: Findings) -> list[Record]:
 
 
 class _Oracle:
-    """Checks a journal record by record; `conclude` compares it with batches and summary."""
+    """Checks a journal record by record; `conclude` compares it with the batches and summary."""
 
     def __init__(self, folder: Path, config: Config, found: Findings) -> None:
         self._folder, self._config, self._found = folder, config, found
-        # Deadline of each leased group; the open ones, and how the others ended.
+        # Deadline of each leased group, the open groups, and the ends of untrained trajectories.
         self._deadlines: dict[str, int] = {}
         self._open: set[str] = set()
         self._ends: dict[str, str] = {}
@@ -153,7 +153,7 @@ class _Oracle:
         found.lost += [
             f"version {n + 1} was not made" for n in range(num_steps) if n + 1 not in made
         ]
-        # The last batch may leave groups open, and so may groups that another batch could take.
+        # A group may be open at the end of the run if its deadline is the last step or later.
         found.lost += [
             f"{group} was to be trained by step {self._deadlines[group]}"
             for group in sorted(self._open)

@@ -1,8 +1,8 @@
-"""`slipstream chaos`: a run whose processes are killed, stopped and disconnected.
+"""Implements `slipstream chaos`, which kills, stops and disconnects the processes of a run.
 
-It starts `slipstream run` as a user does. When that command ends too, it is started again, which
-resumes the run. After the last fault the run is stopped in order. Then its files are read, and one
-line of JSON is printed.
+The command starts `slipstream run` as a user does, and starts it again whenever it ends early,
+which resumes the run. After the last fault it stops the run in order. Then it checks the run's
+files and prints one line of JSON.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ from slipstream.core.run_folder import JOURNAL, LOGS, journal_logs
 from slipstream.core.settings.config import Config, address_parts
 
 CLI = (sys.executable, "-m", "slipstream.client.cli")
-# Moments of a fault: any one, or behind a record of the journal.
+# Moments of a fault: any time, or right after a journal record of this kind.
 POINTS = ("any", "any", "any", "start", "lease", "end", "batch", "step", "checkpoint")
-# How often a process is stopped, not killed, and the rollout server behind the proxy cut off.
+# Probabilities that a process is stopped instead of killed, and that the proxy injects the fault.
 STOPPED, CUT = 0.2, 0.15
-# How often the next fault does not wait until the run has got over the one before.
+# Probability that a fault does not wait for a step after the fault before.
 AT_ONCE = 0.2
 MAX_STOP_S = 12.0
-# Seconds without a step after which the run hangs.
+# Seconds without a step after which the run counts as hung.
 HANGS_S = 600.0
-# Seconds for which a record that is a fault's moment is awaited, and before a command comes again.
+# Seconds to wait for the record that is a fault's moment, and before a command is restarted.
 POINT_S, AGAIN_S = 20.0, 1.0
-# What stands in the command line of a part of a run, from the most special on.
+# Text in a process's command line -> its role; the first text that is there counts.
 _PARTS = {
     "slipstream.learner.controller": "controller",
     "slipstream.learner.trainer": "rank",
@@ -70,7 +70,7 @@ class Process:
 
 
 def process_table(command: int) -> list[Process]:
-    """Returns the process with the pid `command`, and the processes of the run below it."""
+    """Returns the process `command` (a pid) and the descendants that have a role in the run."""
     found = [Process("command", Descendant(command, _stat(command)[1]))]
     for place in descendants(command):
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def process_table(command: int) -> list[Process]:
 def send(process: Process, number: signal.Signals) -> bool:
     """Sends a signal to exactly this process; returns False if the process has ended.
 
-    It goes through a pidfd: the kernel may have given the pid to another process.
+    The signal goes through a pidfd, since the kernel may have given the pid to another process.
     """
     try:
         handle = os.pidfd_open(process.place.pid)
@@ -103,18 +103,21 @@ def send(process: Process, number: signal.Signals) -> bool:
 
 
 def is_dead(process: Process) -> bool:
-    """Whether the kernel has ended the process."""
+    """Whether the process has ended; a zombie counts as ended."""
     state, start = _stat(process.place.pid)
     return start != process.place.start or state in "ZX"
 
 
 def is_stopped(process: Process) -> bool:
-    """Whether the kernel has stopped the process."""
+    """Whether a signal has stopped the process."""
     return _stat(process.place.pid) == ("T", process.place.start)
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Returns state letter and start time of a process, or ("X", 0) if there is none."""
+    """Returns the state letter of a process and its start time in clock ticks.
+
+    Returns ("X", 0) if there is no such process.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -124,7 +127,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 async def kill(process: Process) -> bool:
-    """Kills a process; returns False if it had already ended, or does not die in time."""
+    """Kills a process; returns False if it had already ended, or does not die within `EFFECT_S`."""
     return send(process, signal.SIGKILL) and await _shown(process, is_dead)
 
 
@@ -240,15 +243,16 @@ class Tally:
 
     fired: Counter[str] = field(default_factory=Counter)
     commands: int = 0
-    # Seconds from a fault to the next step, by role; times of all steps.
+    # Seconds from a fault to the next step, by role; time.monotonic of each step.
     recovery_s: dict[str, list[float]] = field(default_factory=dict)
     steps_s: list[float] = field(default_factory=list)
 
     @property
     def effective_time(self) -> float:
-        """The share of the run's time that its steps would take without faults.
+        """Fraction of the run's time that its steps would have taken without faults.
 
-        It is the median step time times the steps, divided by the time from first to last step.
+        This is the median step time times the number of steps, divided by the time from the first
+        to the last step. It is 0 if the run has fewer than two steps.
         """
         pauses = [after - before for before, after in itertools.pairwise(self.steps_s)]
         return round(statistics.median(pauses) * len(pauses) / sum(pauses), 3) if pauses else 0.0
@@ -265,9 +269,12 @@ async def run_chaos(
     partitions: bool,
     command: Sequence[str] = CLI,
 ) -> int:
-    """Runs the settings in `path` under `kills` faults; returns 0 if all fired and nothing is lost.
+    """Runs the settings in `path` under `kills` faults, checks the run, prints one line of JSON.
 
-    `command` is the program to which `run`, `rollout-server` or `replay` is appended.
+    Returns 0 if the run ended in order, all faults fired, the files show no fault of the run and
+    its replay is equal; otherwise 1. Raises ConfigError for arguments that cannot work, and
+    RunFailed if the run does not begin or makes no more steps. `command` is the program to which
+    `run`, `rollout-server` or `replay` is appended.
     """
     chosen = roles.split(",") if roles else list(ROLES)
     if kills < 0 or every_s < 0 or not set(chosen) <= set(ROLES):
@@ -283,7 +290,7 @@ async def run_chaos(
         )
     if journal_logs(config.run_dir / JOURNAL):
         raise ConfigError(f"{config.run_dir} holds a run already; choose another run.name")
-    # What a killed command leaves falls to this process.
+    # Processes that a killed command leaves become children of this process.
     become_reaper()
     began_s = time.monotonic()
     chaos = Chaos(config, command, [str(path), *overrides], random.Random(seed))
@@ -323,7 +330,7 @@ async def run_chaos(
 
 
 class Chaos:
-    """Starts a run's command until the run is over, and injects faults into its processes."""
+    """Restarts a run's command until the run is over, and injects faults into its processes."""
 
     def __init__(
         self,
@@ -336,9 +343,9 @@ class Chaos:
         self._random = rng
         self._log = config.run_dir / LOGS / "chaos.log"
         self._logs = JournalTail(config.run_dir / JOURNAL)
-        # How many records of each kind have come.
+        # Number of journal records of each kind so far.
         self._records = Counter[str]()
-        # The command's process, whether it had a fault, and whether it was told to stop.
+        # The command's pid, whether a fault may have hit the command, and whether it must stop.
         self._root, self._is_harmed, self._is_over = 0, False, False
         self.tally = Tally()
 
@@ -347,9 +354,10 @@ class Chaos:
     ) -> int:
         """Keeps the run going under `kills` faults; returns the exit code of its last command.
 
-        Between faults it sleeps `every_s` on average, and after most of them it also waits for a
-        step. Faults hit processes of `roles`; with `partitions` also the connection of an
-        additional rollout server.
+        The code of a command that this method stops is 0. Pauses between faults last `every_s` on
+        average; most faults also wait for a step after the fault before. Faults hit processes of
+        `roles`, and with `partitions` also the connection of an additional rollout server. Raises
+        RunFailed if no step comes within `HANGS_S`.
         """
         address = address_parts(self._config.controller.address)
         async with contextlib.AsyncExitStack() as stack:
@@ -367,7 +375,7 @@ class Chaos:
                         await task
                 code = await running
                 if following.done():
-                    # It failed behind the last fault: steps are missing from the effective time.
+                    # It failed after the last fault: steps are missing from the effective time.
                     await following
                 return 0 if code == 128 + signal.SIGINT else code
             finally:
@@ -376,7 +384,10 @@ class Chaos:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        """Starts a command that cannot outlive this one; appends its output to chaos.log."""
+        """Starts the command with `arguments`; appends its output to chaos.log.
+
+        The command ends with this process at the latest.
+        """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
@@ -400,7 +411,7 @@ class Chaos:
             finally:
                 if process.returncode is None:
                     process.kill()
-            # A fault among the checks before the start looks like a setting that cannot work.
+            # A fault during the checks before the start ends the command like an invalid setting.
             is_refused = code == 2 and not self._is_harmed
             if code == 0 or is_refused or self._is_over:
                 return code
@@ -421,7 +432,7 @@ class Chaos:
     async def _harm(
         self, kills: int, every_s: float, roles: Sequence[str], proxy: Proxy | None
     ) -> None:
-        """Injects the faults one by one; after most of them, waits for a step before the next."""
+        """Injects `kills` faults, most of them after a new step; then asks the run to stop."""
         role, at_s = "", 0.0
         while True:
             is_last = self.tally.fired.total() == kills
@@ -469,7 +480,10 @@ class Chaos:
         return f"kill {role}" if await kill(victim) else ""
 
     async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
-        """Waits up to `limit_s` for a new record of `kind`; then raises RunFailed if `must`."""
+        """Waits up to `limit_s` for a new journal record of `kind`.
+
+        Raises RunFailed if no such record comes and `must` is true.
+        """
         until_s, before = time.monotonic() + limit_s, self._records[kind]
         while time.monotonic() < until_s:
             if self._records[kind] > before:
@@ -479,7 +493,7 @@ class Chaos:
             raise RunFailed(f"no step within {limit_s:g} s; the log is {self._log}")
 
     async def _follow(self) -> None:
-        """Counts new journal records and times the steps, also during a pause or a fault."""
+        """Counts new journal records and notes when each step came, also during a fault."""
         while True:
             kinds = self._logs.new_records()
             self.tally.steps_s += [time.monotonic()] * kinds.count("step")

@@ -1,1 +1,1 @@
-"""The dashboard: a read-only page about the folders of runs, for a browser on this machine."""
+"""Serves the dashboard, a read-only page about runs, to browsers on this machine."""

@@ -1,9 +1,10 @@
-"""The web server of the dashboard, for browsers on this machine, and pages that are saved.
+"""Serves the dashboard to browsers on this machine, and saves it as a page in one file.
 
 A saved page loads nothing from elsewhere, so it can be sent to somebody. The server listens on
 loopback only and answers only requests to a loopback name, so that no web page reaches it through a
-name of its own (DNS rebinding). It reads folders of runs, into which the runs may still be writing,
-and changes nothing. Text of a model or an environment travels as JSON and is shown as text.
+host name that resolves to loopback (DNS rebinding). It reads folders of runs, into which the runs
+may still be writing, and changes nothing. Text of a model or an environment is sent as JSON and
+shown as text, never as markup.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPENDED, TRACE, log_path
 
-# Largest part of a file in one answer; the page asks for the rest in further calls.
+# Most bytes of a file in one answer; the page asks for the rest in further calls.
 MOST_BYTES = 4 << 20
 # Most bytes of replies in a saved page.
 MOST_REPLY_BYTES = 16 << 20
 MOST_SAMPLES = 256
 MOST_GROUPS = 20_000
-# Most points of a curve, which a screen can still show, besides the newest, of which are means.
+# Most points of a curve that a screen can show, and the newest points, which are always kept.
 MOST_POINTS, NEWEST = 1000, 10
 _TAIL_BYTES = 64 << 10
-# Number of steps that no run has.
+# A larger number of a step is damage: no run has so many steps.
 _MOST_STEPS = 10**12
 _HOST = "127.0.0.1"
 _LAST_PORT = 65535
@@ -58,9 +59,10 @@ _IMPORT = 'import { bars, draw, element, number } from "./chart.js";\n'
 
 
 def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Returns a server that is already listening; raises ConfigError if it cannot listen.
+    """Returns a web server for the runs in `folder` that already listens on a port of loopback.
 
-    `port` 0 chooses a free port.
+    `port` 0 chooses a free port. Raises ConfigError if there is no such folder, or if the port is
+    invalid or taken.
     """
     if not folder.is_dir():
         raise ConfigError(f"the dashboard needs a folder of runs, or a run's own, got {folder}")
@@ -84,7 +86,10 @@ def open_dashboard(folder: Path, port: int) -> ThreadingHTTPServer:
 
 
 def serve_dashboard(folder: Path, port: int, out: Path | None) -> int:
-    """Serves the runs in `folder` until Ctrl-C, or writes the page of one run to `out`."""
+    """Serves the runs in `folder` until Ctrl-C, or writes the page of one run to `out` if given.
+
+    Returns 0. Raises ConfigError if the folder, the port or `out` cannot be used.
+    """
     if out is not None:
         return save_run(folder, out)
     with open_dashboard(folder, port) as server:
@@ -163,9 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(query: dict[str, list[str]], name: str, default: Any) -> Any:  # noqa: ANN401
-    """Returns the query's whole number `name`, or `default` if the query has none.
+    """Returns the query parameter `name` as a number, or `default` if the query has none.
 
-    Raises ValueError for a value that is no whole number.
+    Raises ValueError for a value that is not a whole number from 0 on.
     """
     if name not in query:
         return default
@@ -181,9 +186,9 @@ class UnknownRun(LookupError):
 
 @dataclass(frozen=True)
 class FileRows:
-    """The complete lines of a JSON-lines file from a given byte on.
+    """The rows of a JSON-lines file from a given byte on, without an incomplete last line.
 
-    `end` is the offset after the last of these lines. `is_all` is true if the file had no more
+    `end` is the byte offset after the last complete line. `is_all` is true if the file had no more
     bytes to read.
     """
 
@@ -193,22 +198,22 @@ class FileRows:
 
 
 class RunFolders:
-    """Reads the runs directly below a folder, or the one run whose folder it is."""
+    """Reads the runs directly below a folder, or one run if the folder is that run's own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def names(self) -> list[str]:
-        """Returns the names of runs that have written metrics, the newest first."""
+        """Returns the names of runs that have written metrics, the most recently written first."""
         found = [self._folder] if _is_run(self._folder) else self._children()
         found.sort(key=_written_s, reverse=True)
         return [folder.name for folder in found]
 
     def overview(self) -> list[dict[str, Any]]:
-        """Returns a table for each run: its name, when it last wrote, and its summary if it ended.
+        """Returns a dict for each run: its name, the Unix time when it last wrote, and its summary.
 
-        Each table also has the run's suspended environments, and `has_trace`: whether the run has a
-        trace of a step.
+        The keys of the summary are missing until the run has ended. `suspended_environments` and
+        `has_trace`, whether the run has a trace of a step, are there for every run.
         """
         lines = []
         for name in self.names():
@@ -228,14 +233,18 @@ class RunFolders:
         return _lines(path, begin) if begin else _thinned_lines(path)
 
     def all_metrics(self, name: str) -> Iterator[dict[str, Any]]:
-        """Returns all rows of metrics.jsonl; raises UnknownRun if there is no run `name`."""
+        """Returns an iterator over all rows of metrics.jsonl.
+
+        Raises UnknownRun if there is no run `name`.
+        """
         parts = self._parts(self._of(name) / METRICS)
         return (row for part in parts for row in part.rows)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
         """Returns the steps with kept trajectories, and the trajectories of one of these steps.
 
-        The step is `step`, or the newest one if `step` is None.
+        `step` chooses that step; if it is None, the newest step is taken. At most `MOST_SAMPLES`
+        trajectories are returned. Raises UnknownRun if there is no run `name`.
         """
         steps: list[int] = []
         kept: dict[int, deque[dict[str, Any]]] = {}
@@ -257,7 +266,10 @@ class RunFolders:
         return {"steps": sorted(set(steps)), "step": shown, "trajectories": rows}
 
     def groups(self, name: str) -> list[dict[str, Any]]:
-        """Returns the newest `MOST_GROUPS` rows of groups.jsonl; raises UnknownRun."""
+        """Returns the newest `MOST_GROUPS` valid rows of groups.jsonl.
+
+        Raises UnknownRun if there is no run `name`.
+        """
         kept: deque[dict[str, Any]] = deque(maxlen=MOST_GROUPS)
         for part in self._parts(self._of(name) / GROUPS):
             kept.extend(row for row in part.rows if _is_group(row))
@@ -272,7 +284,10 @@ class RunFolders:
             yield part
 
     def about(self, name: str) -> dict[str, Any]:
-        """Returns `summary`, {} until it is written, and `log`, the controller's last lines."""
+        """Returns `summary`, {} before the run's end, and `log`, the controller's last log lines.
+
+        Raises UnknownRun if there is no run `name`.
+        """
         folder = self._of(name)
         summary = _table(folder / SUMMARY)
         # Only a run that ended before its last step because its task is solved says so.
@@ -281,7 +296,10 @@ class RunFolders:
         return {"summary": summary, "log": _tail(log_path(folder, "controller"))}
 
     def trace(self, name: str) -> dict[str, Any]:
-        """Returns the trace of the newest step that has one, or {} if no step has."""
+        """Returns the trace of the newest step that has one, or {} if no step has one.
+
+        Raises UnknownRun if there is no run `name`.
+        """
         return _table(self._of(name) / TRACE)
 
     def _of(self, name: str) -> Path:
@@ -297,7 +315,7 @@ class RunFolders:
 
 
 def _is_group(row: Mapping[str, Any]) -> bool:
-    """Whether each field that the page reads is a list whose items are numbers or None."""
+    """Whether each field of the row that the page reads is a list of numbers, some perhaps None."""
     lists = [row.get(name) for name in ("rewards", "sampled_tokens", "surprisal")]
     return all(
         isinstance(values, list) and all(v is None or isinstance(v, int | float) for v in values)
@@ -317,9 +335,9 @@ def _written_s(folder: Path) -> float:
 
 
 def _lines(path: Path, begin: int) -> FileRows:
-    """Reads the rows from byte `begin` on, up to the last complete line.
+    """Reads at most `MOST_BYTES` of a JSON-lines file from byte `begin` on, up to a line's end.
 
-    Damaged lines are left out; the page shows the others.
+    Damaged lines are left out. A file that cannot be read has no rows.
     """
     try:
         with path.open("rb") as file:
@@ -338,10 +356,10 @@ def _lines(path: Path, begin: int) -> FileRows:
 
 
 def _thinned_lines(path: Path) -> FileRows:
-    """Reads a whole file of metrics, but only as many rows as a browser can show.
+    """Reads a whole file of metrics, but keeps only as many rows as a browser can show.
 
-    Of the rows of steps, and likewise of evaluations, it keeps up to `MOST_POINTS`, evenly spaced,
-    and the `NEWEST` ones.
+    It keeps up to `MOST_POINTS` evenly spaced rows of steps and the `NEWEST` ones, and likewise of
+    evaluations.
     """
     counts, seen, end = Counter[bool](), Counter[bool](), 0
     rows = []
@@ -364,7 +382,7 @@ def _thinned_lines(path: Path) -> FileRows:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """Returns the table in a JSON file, or {} while the file is missing or incomplete."""
+    """Returns the JSON object in a file, or {} while the file is missing or incomplete."""
     try:
         found = _parsed(path.read_bytes())
     except OSError:
@@ -397,9 +415,10 @@ def _tail(path: Path) -> list[str]:
 
 
 def whole_page(title: str, body: str, data: object, script: str) -> str:
-    """Returns a page of HTML; `script` finds `data` as JSON in the element with the id `given`.
+    """Returns a page of HTML with the markup `body` and with `script`, which reads `data`.
 
-    `body` is inserted as markup. Text of models and environments must be in `data`, which is safe.
+    `script` finds `data` as JSON in the element with the id `given`. Text of models and
+    environments may be in `data` only, where it cannot become markup.
     """
     style, chart = (_file(name) for name in ("page.css", "chart.js"))
     text = json.dumps(data).replace("<", "\\u003c")
@@ -431,7 +450,10 @@ def write_page(path: Path, text: str) -> None:
 
 
 def save_run(folder: Path, out: Path) -> int:
-    """Writes the dashboard of one run into the file `out`; raises ConfigError if it cannot."""
+    """Writes the dashboard of the run in `folder` to the new file `out`; returns 0.
+
+    Raises ConfigError if `folder` is no run with metrics, or if `out` exists or cannot be written.
+    """
     folder = folder.resolve()
     try:
         answers, left_out = _answers(RunFolders(folder), folder.name)
@@ -447,9 +469,9 @@ def save_run(folder: Path, out: Path) -> int:
 
 
 def _answers(runs: RunFolders, name: str) -> tuple[Mapping[str, Any], int]:
-    """Returns the server's answers about a run by URL path, and the number of steps left out.
+    """Returns the server's answers about a run by URL path, and the number of omitted steps.
 
-    Replies of the oldest steps are left out if all replies together are too large.
+    The replies of the oldest steps are omitted if all replies together are too large.
     """
     # encodeURIComponent leaves these characters, too.
     of = "/api/runs/" + quote(name, safe="!'()*")
