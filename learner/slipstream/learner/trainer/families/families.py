@@ -1,6 +1,7 @@
 """Recipes for text models that Megatron-Core can train and Bridge 0.3.1 lacks or gets wrong.
 
-A recipe turns config.json into Megatron's settings and maps its parameters to tensors of the files.
+A recipe turns config.json into Megatron's settings, and maps Megatron's parameters to tensors of
+the files.
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
@@ -50,7 +51,7 @@ from transformers import (
 
 
 class DenseBridge(FamilyBridge):
-    """The bridge of dense models whose tensors have the names of Llama's."""
+    """The recipe of dense models whose tensors are named like Llama's."""
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")]
@@ -201,7 +202,7 @@ class Qwen2MoeBridge(FamilyBridge):
 class ErnieBridge(DenseBridge):
     """ERNIE 4.5: a Llama with interleaved rotary embeddings (neighbouring dimensions pair up).
 
-    Source: transformers 5.17, `apply_rotary_pos_emb` of its class.
+    Source: `apply_rotary_pos_emb` of this model in transformers 5.17.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
@@ -209,7 +210,7 @@ class ErnieBridge(DenseBridge):
 
 
 class _SharedBridge(FamilyBridge):
-    """Decoders with shared experts, whose first layers are dense."""
+    """The common parts of decoders with shared experts, whose first layers are dense."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         dense = settings.first_k_dense_replace
@@ -231,7 +232,10 @@ class _SharedBridge(FamilyBridge):
 
 
 class _SigmoidBridge(_SharedBridge):
-    """Decoders whose router scores with a sigmoid and chooses with a bias for each expert."""
+    """The common parts of decoders whose router has sigmoid scores and a bias for each expert.
+
+    The bias affects the choice of experts, but not their weights.
+    """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
@@ -263,7 +267,7 @@ class Glm4MoeBridge(_SigmoidBridge):
 def _make_latent(provider: Megatron, settings: Megatron) -> None:
     """Gives the model of `provider` multi-head latent attention (MLA)."""
     provider.multi_latent_attention = True
-    # Bridge leaves out what is None, and Megatron's own value is 512.
+    # Bridge does not pass on None, and Megatron's default is 512.
     provider.q_lora_rank = settings.q_lora_rank
     provider.qk_layernorm = True
 
@@ -304,9 +308,9 @@ class DeepseekV3Bridge(_SigmoidBridge):
 
 @recipe_for(DeepseekV2ForCausalLM, "deepseek_v2", provider=MLAModelProvider)
 class DeepseekV2Bridge(_SharedBridge):
-    """DeepSeek V2 and V2-Lite: latent attention; a group of experts counts by its best expert.
+    """DeepSeek V2 and V2-Lite: latent attention; groups of experts are ranked by their best expert.
 
-    Megatron would compare groups by a sum over their best experts. Source: arXiv:2405.04434,
+    Megatron would rank groups by a sum over their best experts. Source: arXiv:2405.04434,
     section 2.
     """
 
@@ -333,9 +337,9 @@ class GptOssBridge(FusedExperts, FamilyBridge):
         provider.add_bias_linear = provider.add_qkv_bias = True
         provider.softmax_type = "learnable"
         provider.moe_ffn_hidden_size = settings.intermediate_size
-        # Its slope of 1.702 is that of swiglu_alpha.
+        # Its slope is 1.702, like swiglu_alpha.
         provider.activation_func = quick_gelu
-        # The one value of swiglu_limit that is taken; older files do not name it.
+        # The only supported value of swiglu_limit; older files do not name it.
         provider.activation_func_clamp_value = 7.0
         provider.glu_linear_offset = 1.0
         place_norms(provider, "before")

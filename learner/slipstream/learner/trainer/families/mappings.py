@@ -1,7 +1,8 @@
 """The common parts of the recipes: names of tensors in files, and Megatron's settings.
 
-Some files hold the matrices of all experts of a layer in one tensor: see `FusedExperts`. Importing
-this module imports Bridge's classes, so import it only after Bridge itself.
+"Bridge" is Megatron-Bridge, "the files" are those of the model's Hugging Face folder. Some files
+hold the matrices of all experts of a layer in one tensor: see `FusedExperts`. Importing this module
+imports Bridge's classes, so import it only after Bridge itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ SHARED = f"{DECODER}mlp.shared_experts."
 
 
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
-    """Returns mappings for tensors that differ only by name: pairs (Megatron's, the file's)."""
+    """Returns mappings for tensors that differ only by name: `pairs` is {Megatron's: files'}."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
 
 
@@ -57,8 +58,8 @@ def ends() -> list[Megatron]:
 def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
     """Returns the mappings of the norms before attention and MLP to tensors of the files.
 
-    A norm has two possible names in Megatron, since TransformerEngine's layers fuse it into the
-    linear layer.
+    `mlp` is the files' name of the norm before the MLP. In Megatron a norm has two possible names,
+    since TransformerEngine's layers fuse it into the linear layer.
     """
     return renamed(
         {
@@ -71,7 +72,11 @@ def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
 
 
 def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megatron]:
-    """Returns the mappings of attention's parameters to tensors of the files."""
+    """Returns the mappings of attention's parameters to tensors of the files.
+
+    With `biases` queries, keys and values have biases; with `normed_heads` queries and keys have
+    norms.
+    """
     pairs = {f"{ATTENTION}linear_proj.weight": f"{LAYER}self_attn.o_proj.weight"}
     if normed_heads:
         pairs |= {
@@ -92,7 +97,10 @@ def _query_key_value(kind: str) -> Megatron:
 
 
 def gated(ours: str, theirs: str) -> list[Megatron]:
-    """Returns the mappings of a gated MLP to tensors of the files, from its prefixes in both."""
+    """Returns the mappings of a gated MLP to tensors of the files.
+
+    `ours` and `theirs` are the prefixes of the MLP's names in Megatron and in the files.
+    """
     return [
         GatedMLPMapping(
             megatron_param=f"{ours}linear_fc1.weight",
@@ -106,7 +114,11 @@ def gated(ours: str, theirs: str) -> list[Megatron]:
 def experts(
     mixture: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Megatron]:
-    """Returns the mappings of router and experts to tensors of the files, which have `names`."""
+    """Returns the mappings of router and experts to tensors of the files.
+
+    In the files `mixture` is the prefix of the layer's mixture, and `names` are the names of an
+    expert's gate, up and down projections.
+    """
     folder = f"{LAYER}{mixture}experts.*."
     gate, up, down = (f"{folder}{name}.weight" for name in names)
     return [
@@ -132,7 +144,7 @@ def recipe_for(source: type, model_type: str, provider: Megatron | None = None) 
 
 
 class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
-    """The settings of a decoder with RMSNorm, gated MLPs and rotary positions, without biases.
+    """The base of recipes: a decoder with RMSNorm, gated MLPs and rotary positions, without biases.
 
     Places and widths of norms, for which Megatron has no settings, are set by `place_norms`.
     """
@@ -214,13 +226,13 @@ class FusedExperts:
     """
 
     hf_config: Megatron
-    # Whether the files have matrices as tokens are multiplied by them, not as Megatron has them.
+    # Whether the files hold the matrices transposed, compared with Megatron.
     is_turned = True
 
     def __init__(self) -> None:
         super().__init__()
-        # Tensors of all experts of a layer: the one that is being loaded, or those that are being
-        # put together for export.
+        # By name in the files: the tensor that is being loaded, or the experts that have been
+        # converted so far for an export.
         self.hf_weights_cache: dict[str, Megatron] = {}
 
     def maybe_modify_loaded_hf_weight(
@@ -245,7 +257,7 @@ class FusedExperts:
         converted_weights_dict: dict[str, Tensor],
         _hf_state_dict: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Returns tensors for the files; {} for experts until all of the layer are converted."""
+        """Returns tensors for the files, or {} until all experts of a layer are converted."""
         if ".mlp.experts." not in task.param_name:
             return converted_weights_dict
         ((name, tensor),) = converted_weights_dict.items()
@@ -277,7 +289,10 @@ class _OneExpert(AutoMapping):  # type: ignore[misc]
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the expert's matrix, and those of the other expert parallel ranks, by name."""
+        """Returns the expert's matrix by its name in the files.
+
+        With several expert parallel ranks the result stacks one expert's matrix of each rank.
+        """
         found = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: self._as_in_files(tensor) for name, tensor in found.items()}
 
@@ -330,7 +345,7 @@ class _OneGatedExpertAsIs(_OneGatedExpert):
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
     """Returns the mappings of the router, and of experts that the files hold in one tensor a layer.
 
-    `is_turned`: whether the files hold the experts' matrices transposed; see `FusedExperts`.
+    `is_turned` tells whether the files hold the experts' matrices transposed; see `FusedExperts`.
     """
     folder = f"{LAYER}mlp.experts."
     gated, plain = _OneGatedExpertAsIs, _OneExpertAsIs

@@ -23,13 +23,13 @@ from transformers import NemotronHForCausalLM
 
 _LAYER = "backbone.layers.*."
 _MIXER = f"{_LAYER}mixer."
-# Kind of layer in config.json -> see `spec.layer_spec`.
+# Kind of layer in config.json -> form of the layer, as in `spec.layer_spec`.
 _FORMS = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "mlp"}
 
 
 @recipe_for(NemotronHForCausalLM, "nemotron_h")
 class NemotronHBridge(FamilyBridge):
-    """Nemotron-H: each layer is one norm and one block: Mamba, attention or MLP.
+    """Nemotron-H: each layer has one norm and one block, which is Mamba, attention or an MLP.
 
     There are no position embeddings; MLPs use squared ReLU without a gate. Megatron Bridge's own
     recipe is for Megatron's Mamba layers. Source: arXiv:2504.03624, section 2.
@@ -54,7 +54,7 @@ class NemotronHBridge(FamilyBridge):
         provider.position_embedding_type = "none"
         provider.activation_func = squared_relu
         provider.gated_linear_unit = False
-        # Checkpoints would otherwise join a parameter of all layers, which not all have.
+        # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
         provider.hetereogenous_dist_checkpoint = True
         provider.layer_forms = [_FORMS[kind] for kind in settings.layer_types]
         place_norms(provider, "before")
@@ -64,7 +64,7 @@ class NemotronHBridge(FamilyBridge):
             "embedding.word_embeddings.weight": "backbone.embeddings.weight",
             "output_layer.weight": "lm_head.weight",
             "decoder.final_layernorm.weight": "backbone.norm_f.weight",
-            # A layer has one of these norms, by a name of its own if it is fused into a matrix.
+            # A layer has one of these norms, under another name if it is fused into a matrix.
             f"{DECODER}input_layernorm.weight": f"{_LAYER}norm.weight",
             f"{ATTENTION}linear_qkv.layer_norm_weight": f"{_LAYER}norm.weight",
             f"{DECODER}pre_mlp_layernorm.weight": f"{_LAYER}norm.weight",

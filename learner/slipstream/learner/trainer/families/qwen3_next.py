@@ -52,7 +52,7 @@ _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", 
 
 
 def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
-    """Sets `provider` to gated delta nets and gated attention; norms multiply by 1 + weight.
+    """Sets `provider` to gated delta nets and gated attention, with norms that use 1 + weight.
 
     Layers for multi-token prediction are neither loaded nor exported.
     """
@@ -62,7 +62,7 @@ def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
     provider.mtp_num_layers = None
     for name in _SIZES:
         setattr(provider, f"linear_{name}", getattr(settings, f"linear_{name}"))
-    # Checkpoints would otherwise join a parameter of all layers, which not all have.
+    # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
     provider.hetereogenous_dist_checkpoint = True
     provider.layer_forms = [
         "delta net" if kind == "linear_attention" else "whole" for kind in settings.layer_types
@@ -77,7 +77,7 @@ def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
 
 
 def delta_nets() -> list[Megatron]:
-    """Returns the mappings of delta nets, without their inputs, and of attention."""
+    """Returns the mappings of attention and of delta nets without their input projections."""
     pairs = {
         f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
         for ours, name in (
@@ -111,7 +111,7 @@ class Qwen3NextBridge(FamilyBridge):
         converted_weights_dict: dict[str, Tensor],
         adapter_weights: Megatron,
     ) -> dict[str, Tensor]:
-        """Returns matrices with adapters merged, also the fused `in_proj`, which Bridge lacks."""
+        """Returns the files' matrices with adapters merged; Bridge could not merge `in_proj`."""
         (adapter,) = adapter_weights
         rows = adapter.linear_out_weight.weight
         parts = _parts(megatron_model[0].config, converted_weights_dict, rows)
@@ -135,7 +135,10 @@ class Qwen3NextBridge(FamilyBridge):
         linear_out_tensor: Tensor,
         is_expert: bool = False,
     ) -> dict[str, Tensor] | None:
-        """Returns lora_B split by the files' matrices; None if Megatron does not fuse these."""
+        """Returns lora_B split into parts for the files' matrices, or None if these are not fused.
+
+        Megatron fuses matrices, such as queries, keys and values, that the files hold separately.
+        """
         config = megatron_model[0].config
         parts = _parts(config, base_hf_weight_names, linear_out_tensor)
         if parts is not None:
@@ -157,8 +160,8 @@ class Qwen3NextBridge(FamilyBridge):
 def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor] | None:
     """Splits `rows` of a delta net's fused `in_proj` into the files' tensors among `names`.
 
-    Returns None if `names` belong to another matrix. `rows` are those of all tensor parallel ranks,
-    with any number of columns.
+    Returns None if `names` belong to another matrix. `rows` has the rows of all tensor parallel
+    ranks, with any number of columns.
     """
     found = [name for kind in _FUSED for name in names if name.endswith(f".{kind}.weight")]
     if not found:
@@ -222,7 +225,7 @@ def _rows(config: Megatron) -> list[int]:
 
 
 class _Layers(FamilyBridge):
-    """The layers of Qwen3.5: those of Qwen3-Next, with separate projections and gated MLPs.
+    """The layers of Qwen3.5: like Qwen3-Next's, but with separate projections and gated MLPs.
 
     Source: arXiv:2412.06464 for the delta net, transformers for the rest.
     """
@@ -276,7 +279,10 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
 
 @recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
 class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
-    """Qwen3.5 with experts, which the files hold in one tensor, not transposed."""
+    """Qwen3.5 with a tower and experts; the files hold a layer's experts in one tensor.
+
+    This tensor is not transposed, unlike those of Qwen3-VL.
+    """
 
     is_turned = False
     tower = Qwen3_5MoeVisionModel

@@ -100,7 +100,7 @@ class VisionBridge(FamilyBridge):
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
 
     def _placed(self, mapping: Megatron) -> Megatron:
-        """Returns `mapping`, one of the decoder, with the tensor names of this family's files."""
+        """Returns the decoder's `mapping` with the tensor names of this family's files."""
         return renamed_files(mapping, lambda name: name.replace("model.", self.decoder_folder, 1))
 
 
@@ -260,8 +260,9 @@ class Vision:
 class _NestedBridge(FamilyBridge):
     """A mixin that makes a text model's recipe fit a vision model whose decoder is that model.
 
-    It must precede the text model's recipe among the base classes. It renames tensors: those in the
-    vision model's files have the published names, or the names of transformers' modules.
+    The mixin must precede the text model's recipe among the base classes. It renames tensors,
+    because a vision model's files have either the published names or the names of transformers'
+    modules.
     """
 
     # Names of the tensors in the folder.
@@ -307,7 +308,10 @@ class Mistral3VisionBridge(_NestedBridge, MistralBridge):
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder, which builds the tower if it is trained."""
+        """Returns Megatron's provider for the decoder.
+
+        The provider also builds the tower, unless `vision_config` is None.
+        """
         provider, settings = super().provider_bridge(hf_pretrained), hf_pretrained.config
         if settings.vision_config is not None:
             add_tower(provider, lambda: PixtralTower(settings))
