@@ -20,7 +20,7 @@ FORM = "%(asctime)s %(levelname)s %(message)s"
 class DescriptorLog(logging.Handler):
     """A log handler that writes each line to a file descriptor unbuffered.
 
-    If the disk is full the line is lost, without an error.
+    A line that cannot be written, for example on a full disk, is lost without an error.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -146,7 +146,7 @@ class Controller:
         publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
         former: Callable[..., BatchFormer] = BatchFormer,
     ) -> None:
-        """Takes the settings; `publisher` and `former` replace the classes that it uses.
+        """Takes the settings; `publisher` and `former` make the publisher and the batch former.
 
         At the end of the run the controller waits for the trainer's goodbye. The run fails if the
         trainer then makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds.

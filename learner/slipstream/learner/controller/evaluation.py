@@ -144,8 +144,9 @@ class Evaluator:
     """Runs evaluation rounds: before the first step, after every n-th step and after the last step.
 
     Life of a round: `step_done` requests a version; `run_forever` pins a server that serves this
-    version, leases the episodes to the server as it has room, collects them, and calls `on_result`.
-    If the server is lost or serves another version, the round starts again on another server.
+    version, leases the episodes to the server as the server has room, collects the episodes, and
+    calls `on_result`. If the server is lost or serves another version, the round starts again on
+    another server.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class Evaluator:
             await self._run.signal.changes(0.5)
 
     def step_done(self, step: int) -> None:
-        """Notes that version `step` exists; requests its evaluation if one is due at that step."""
+        """Notes that version `step` exists; requests an evaluation of this version if it is due."""
         if self._sections and self._is_due(step):
             self._wanted_step = self._asked_step = step
 
@@ -225,7 +226,7 @@ class Evaluator:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """If the running round uses `session`, ends the round and requests it again."""
+        """Ends and requests again the running round if `session` is its server."""
         round_, self._round = self._round, None
         if round_ is None:
             return

@@ -43,7 +43,7 @@ class Signal:
         self._waiting: dict[float, dict[asyncio.Future[None], None]] = {}
 
     def notify(self) -> None:
-        """Wakes all waiters."""
+        """Wakes all waiting tasks."""
         waiting, self._waiting = self._waiting, {}
         for gather_s, waiters in waiting.items():
             if gather_s and waiters:
@@ -52,7 +52,7 @@ class Signal:
                 _wake(waiters)
 
     async def changes(self, timeout_s: float, *, gather_s: float = GATHER_S) -> None:
-        """Waits for `notify` and then `gather_s` more seconds; gives up after `timeout_s`.
+        """Waits for `notify` and then `gather_s` more seconds, or until `timeout_s` has passed.
 
         The additional seconds gather further changes: every trajectory is a change, and to wake a
         task for each would cost more than the task's check.
@@ -127,7 +127,7 @@ class EventLog:
         self.add(text, Severity.WARNING)
 
     def close(self, final_state: int, text: str) -> None:
-        """Adds the last event, which names the run's final state."""
+        """Adds the last event, which names the run's final state and ends `follow`."""
         self.closed = True
         self._append(
             status_pb2.Event(
@@ -145,7 +145,10 @@ class EventLog:
         return map(status_pb2.Event.FromString, newer)
 
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
-        """Yields all events with a number above `after`, then new events, up to the last event."""
+        """Yields all events with a number above `after`, then new events as they come.
+
+        Ends after the event that `close` adds.
+        """
         while True:
             for event in self.kept(after):
                 after = event.number

@@ -34,7 +34,7 @@ class Stopwatch:
 
 
 class LoopClock:
-    """Seconds of `time.monotonic` without those in which the event loop was stalled.
+    """A clock that runs like `time.monotonic`, but not while the event loop is stalled.
 
     A task of the loop calls `look` periodically and passes the time of its next call. While that
     call is overdue the clock stays at the time when it was due. Without calls of `look` the clock

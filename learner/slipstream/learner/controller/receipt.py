@@ -160,10 +160,10 @@ def describe_model(setting: str, path: Path) -> ModelFolder:
 
 
 def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
-    """Maps the name of each file in the receipt to its path.
+    """Returns the path of each file of the receipt, by its name in the receipt.
 
     Copies of the journal and the settings without the run's key and passwords are written to
-    `changed`.
+    `changed`. Raises ConfigError if a file is missing or a setting contains a secret.
     """
     records = list(read_records(run / JOURNAL))
     history = read_history(records)
@@ -194,7 +194,7 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
 def _without_password(config: Config) -> Config:
     """Returns the settings without the login in the Redis URL.
 
-    Raises ConfigError if they contain another secret.
+    Raises ConfigError if the settings contain another secret.
     """
     if config.queue.redis_url is not None:
         url = re.sub(r"//[^/?#]*@", "//", config.queue.redis_url.partition("?")[0])

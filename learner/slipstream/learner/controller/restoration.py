@@ -88,7 +88,7 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
 
 
 def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: Run) -> None:
-    """Restores all parts to the end of the journal, before any server connects.
+    """Restores each part to its state at the end of the journal, before any server connects.
 
     Does nothing at the first start of a run.
     """
@@ -110,10 +110,11 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
 
 
 def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the token counts of the server `lost`, and how they differ from the controller's.
+    """Journals the token counts of the server `lost`, and the gaps in them.
 
-    Without `lost`, journals the counts of all connected servers that changed since the last record.
-    After a crash a controller cannot ask the engines for these counts.
+    A gap is a difference from the controller's own counts. Without `lost`, journals the counts of
+    all connected servers that changed since the last record. After a crash a controller cannot ask
+    the engines for these counts.
     """
     counted = ledger.to_journal(lost)
     if not counted:

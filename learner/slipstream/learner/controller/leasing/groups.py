@@ -126,7 +126,7 @@ class Group:
         return max(self.unused_attempt, max(self.attempts.values(), default=-1) + 1)
 
     def in_order(self) -> list[Trajectory]:
-        """The group's received trajectories, sorted by member."""
+        """Returns the group's received trajectories, sorted by member."""
         return [self.finished[member] for member in sorted(self.finished)]
 
 
@@ -152,14 +152,14 @@ class GroupIds:
 def fewest_members(size: int, share: float) -> int:
     """Returns how many members must finish: `share` of `size`, at least 2 (1 in a group of 1).
 
-    An advantage that compares the members of a group needs two of them.
+    An advantage that compares the members of a group needs two members.
     """
     # Rounded, since 0.1 * 30 is a little more than 3.
     return max(math.ceil(round(share * size, 9)), min(2, size))
 
 
 def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:
-    """Returns a group that waits for a server again, from the journal's `record` of it."""
+    """Returns a group that waits for a server again, restored from the journal's `record`."""
     allowed = range(record.num_leases * attempts_per_lease)
     return Group(
         group_id=record.group_id,

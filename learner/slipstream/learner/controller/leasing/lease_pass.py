@@ -20,7 +20,7 @@ from slipstream.learner.controller.tasks.environments import EnvironmentBook, En
 class LeaseWait(IntEnum):
     """The reason why the next lease waits.
 
-    Each server is checked in the order of the values; the reason is the last check that a server
+    Each server is checked in the order of the values; the reason is the last check that any server
     reached.
     """
 

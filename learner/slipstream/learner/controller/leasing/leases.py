@@ -72,9 +72,9 @@ class ClosingLeases:
 class Awaited:
     """Episodes that an earlier controller leased and that may still arrive, finished or not.
 
-    A server is awaited until it has joined again. Its undelivered trajectories, and those in the
-    queue at the start, are awaited until they arrive. Until then no other server gets their groups,
-    which would then be sampled twice.
+    A server is awaited until it has joined again. Its undelivered trajectories, and all
+    trajectories in the queue at the start, are awaited until they arrive. Until then no other
+    server gets their groups, which would then be sampled twice.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class LeaseBook:
         return episodes
 
     def groups_by_holder(self) -> Counter[ServerKey | None]:
-        """Returns the number of groups of each server; the key None counts groups without one."""
+        """Returns the number of groups by server; the key None counts groups without a server."""
         return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
@@ -254,7 +254,10 @@ class LeaseBook:
         )
 
     def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether there are servers, with versions `served_steps`, but none may finish `group`."""
+        """Whether none of the servers, with versions `served_steps`, may finish `group`.
+
+        False if there is no server.
+        """
         return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
@@ -324,7 +327,10 @@ class LeaseBook:
         return True
 
     def oldest_open(self, environment: str) -> float:
-        """Returns the lowest number of an incomplete group of the environment, or inf."""
+        """Returns the lowest number of an incomplete group of the environment.
+
+        Returns infinity if the environment has no incomplete group.
+        """
         return min(
             (
                 group_number(group.group_id) or 0
@@ -412,7 +418,7 @@ class LeaseBook:
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
         """Puts `groups` of the last batch back into the book, so that `step` can be formed again.
 
-        The staleness invariant still holds, since `step` had room for all of them.
+        The staleness invariant still holds, since `step` had room for all `groups`.
         """
         assert step == self.step - 1
         self.step = step

@@ -38,7 +38,7 @@ class Scheduler:
     """Leases groups to all serving servers, as far as staleness and the queue allow."""
 
     def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
-        """Takes the parts of the controller that it uses; `abandon` removes a group for good."""
+        """Takes `abandon`, which removes a group for good."""
         self._run, self._progress = run, run.progress
         self._config = run.config
         self._largest_bytes = largest_trajectory_bytes(self._config)
@@ -69,7 +69,7 @@ class Scheduler:
             await self._run.signal.changes(recheck_s)
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
-        """Grants at most `limit` leases; they are sent once their records are durable.
+        """Grants at most `limit` leases, which are sent once their records are durable.
 
         Abandoned groups also count towards `limit`. Returns a future that is done when the records
         are durable, or None if no lease was granted and no group abandoned.
@@ -173,8 +173,8 @@ class Scheduler:
     def send_evaluation(self, session: ServerSession, groups: Sequence[Group]) -> None:
         """Sends leases of evaluation episodes, once their records are durable.
 
-        After a restart their round begins again. Without the records, the controller would not know
-        the server of trajectories that still arrive, and would quarantine them.
+        After a restart the evaluation round begins again. Without the records, the controller would
+        not know the server of trajectories that still arrive, and would quarantine them.
         """
         for group in groups:
             self._journal.append(
@@ -209,7 +209,7 @@ class Scheduler:
         return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
 
     def may_send(self, episodes: int) -> bool:
-        """Whether the queue has room for `episodes` more, in addition to all promised episodes."""
+        """Whether the queue has room for `episodes` more than the promised episodes."""
         return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
 
     @property

@@ -211,7 +211,7 @@ class Deliveries:
         return sound or sorted(due, key=lambda s: self._failed[s.key.server_id])[:1]
 
     def announce(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        """Tells all receivers to receive; commits them too if the digests are already known.
+        """Orders all receivers to receive, and also to commit if the digests are already known.
 
         With `layout` None the previous weight layout still applies.
         """
@@ -235,7 +235,7 @@ class Deliveries:
     def commit(
         self, publish: Publish, digests: Sequence[bytes], probe: weights_pb2.Probe | None
     ) -> None:
-        """Tells the receivers to resume once they have loaded the buckets with these digests.
+        """Orders the receivers to resume once they have loaded the buckets with these digests.
 
         With `publish.verify` they also score `probe`. A task follows each receiver to its end.
         """

@@ -65,7 +65,7 @@ class PhaseReports:
         return fleet_pb2.PublishReport(publish_id=publish_id, phase=FAILED, message=message)
 
     def receive(self, server: ServerKey, report: fleet_pb2.PublishReport) -> None:
-        """Completes the waits for a report; a failure ends all waits of that server's publish."""
+        """Completes the waits for `report`; a FAILED report completes all waits of its publish."""
         failed, reached = report.phase == FAILED, REACHED.get(report.phase, ())
         for (publish_id, phase), future in self._open.get(server, {}).items():
             is_its_publish = publish_id == report.publish_id

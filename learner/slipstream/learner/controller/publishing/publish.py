@@ -42,10 +42,10 @@ class _Question:
 class Readiness:
     """Asks servers whether they are ready for a publish; each has at most one open question.
 
-    `ask` sends the question. `answers` returns the answer for the next publish and forgets it. If
-    the server has not answered after `bucket_deadline_s`, the publish leaves it out and `is_late`
-    is true until it answers; then the next publish may include it. Without an answer within
-    `join_deadline_s` the controller ends the server's stream.
+    `ask` sends the question. `answers` returns the answer for the next publish and forgets the
+    question. If the server has not answered after `bucket_deadline_s`, the publish leaves the
+    server out and `is_late` is true until the server answers; then the next publish may include it.
+    Without an answer within `join_deadline_s` the controller ends the server's stream.
     """
 
     def __init__(
@@ -169,7 +169,10 @@ class Publisher:
         self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """Returns the servers that should be sent `version` now; None means the newest version."""
+        """Returns the servers that should be sent `version` now.
+
+        The default is the newest version.
+        """
         newest = version or self._progress.version
         if self._fleet.versions[newest] == len(self._fleet.sessions):
             return []
@@ -244,7 +247,7 @@ class Publisher:
     async def _ready(
         self, targets: Sequence[ServerSession], publish_id: str, version: PolicyVersion
     ) -> tuple[list[ServerSession], str]:
-        """Asks `targets` if they can receive; returns those that take part, and their transport."""
+        """Asks `targets` if they can receive; returns the ready servers and their transport."""
         problems = await self._readiness.answers(targets, publish_id, version)
         answered = [session for session in targets if session.key in problems]
         ready = self._drop(answered, [problems[session.key] for session in answered])
@@ -274,10 +277,10 @@ class Publisher:
         self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
-        """Tells all receivers to receive, and returns them; returns [] if a receiver was lost.
+        """Orders all receivers to receive, and returns them; returns [] if a receiver was lost.
 
-        With `start.is_question` nothing is started: it only returns the receivers that are still
-        connected.
+        With `start.is_question` nothing is started, and only the receivers that are still connected
+        are returned.
         """
         publish = self._current
         if publish is None or publish.publish_id != start.publish_id:
@@ -308,7 +311,7 @@ class Publisher:
         return report is not None and report.phase == FAILED
 
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
-        """Handles the trainer's result: commits servers with the right digests, aborts the others.
+        """Handles the trainer's result: commits servers with the right digests, aborts all others.
 
         Returns when all receivers have loaded, or after `bucket_deadline_s`. Slower receivers are
         followed to their end while the trainer trains.
@@ -437,7 +440,7 @@ class Publisher:
     def _drop(
         self, sessions: Sequence[ServerSession], problems: Sequence[str]
     ) -> list[ServerSession]:
-        """Makes servers with a problem stale; returns the others that are connected and not pinned.
+        """Makes servers with a problem stale; returns all others that are connected and not pinned.
 
         `problems` has a text for each session; "" means no problem.
         """
@@ -468,7 +471,7 @@ class Publisher:
                 self.deliveries.fail(publish, session, cause)
 
     def _tell_receivers(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        """Tells all receivers to receive; with `layout` None the previous layout still applies."""
+        """Orders all receivers to receive; with `layout` None the previous layout still applies."""
         self._last_was_adapters = publish.order.adapters_alone
         if not self._last_was_adapters:
             self._holders -= {session.key for session in publish.receivers}

@@ -50,7 +50,7 @@ def _choose(run: Run, places: Mapping[str, Place]) -> str:
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
     """Returns why a server can never be sent weights, or "" if it can.
 
-    Also returns "" if the server takes weights from a trainer and none has registered yet.
+    Also returns "" if the server takes weights from a trainer and no trainer has registered yet.
     """
     if hello.from_storage:
         has_storage = run.config.weights.storage_url is not None

@@ -26,7 +26,7 @@ class EngineTurns:
 
     await turns.begin()           # before the trainer gets a batch
     turns.end(keep=["server-0"])  # after the step: all but server-0, which receives weights, wake
-    await turns.stop()            # before the trainer is told to save and leave
+    await turns.stop()            # before the trainer is ordered to save and leave
     turns.trainer_lost()
     """
 
@@ -53,7 +53,7 @@ class EngineTurns:
         return any(shares(place, rank) for rank in self._run.progress.learner_places)
 
     async def begin(self) -> None:
-        """Orders the engines on the learner's devices to rest; returns when all of them do.
+        """Orders the engines on the learner's devices to rest; returns when all of these rest.
 
         Ends the streams of servers that do not answer within `weights.join_deadline_s`.
         """
@@ -111,7 +111,7 @@ class EngineTurns:
             self._answered(session.key)
 
     def _tell(self, sharing: Sequence[ServerSession]) -> None:
-        """Logs what "auto" means here; warns once if another setting has no effect."""
+        """Logs whether "auto" lets engines rest; warns once if another setting has no effect."""
         rests, setting, events = bool(sharing), self._setting, self._run.events
         if self._told in (True, rests) or not self._fleet.serving():
             return

@@ -447,7 +447,10 @@ class RunHistory:
 
 
 def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
-    """Returns `settled`, the amount that has ended or is in a batch, after one more record."""
+    """Returns the amount that has ended or is in a batch, after one more record.
+
+    `settled` is this amount before the record, in trajectories and tokens.
+    """
     if kind == "end" and "tokens" in record:
         return settled.plus(record["tokens"])
     if kind == "batch":

@@ -151,8 +151,8 @@ class Journal:
     def durable(self) -> asyncio.Future[None]:
         """Returns a future that is done when all records appended so far are durable.
 
-        Callers share the future and must not cancel it. It is never done after a failed write;
-        `trouble` names the failure, and the run's watch ends the run.
+        Callers share the future and must not cancel it. The future is never done after a failed
+        write; `trouble` names the failure, and the run's watch ends the run.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -168,7 +168,7 @@ class Journal:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a controller that started later has begun a log, so that this one has ended."""
+        """Whether a controller that started later has begun a newer log, which ends this log."""
         return newest_log_number(self._folder) > log_number(self._path.name)
 
     def _check_fence(self) -> None:
@@ -320,7 +320,8 @@ def _parse(text: bytes) -> dict[str, JsonValue] | None:
 def _whole_record(line: bytes) -> bytes | None:
     """Returns the JSON text of a line, or None if its checksum is wrong.
 
-    The newline of the last line may be missing or damaged: the checksum shows if it is whole.
+    The newline of the last line may be missing or damaged: the checksum shows whether the line is
+    whole.
     """
     for end in (line[:-1],) if line.endswith(b"\n") else (line, line[:-1]):
         checksum, _, text = end.partition(b" ")
@@ -346,7 +347,10 @@ def _begin_next_log(folder: Path) -> FileIO:
 
 
 def _logs(folder: Path) -> list[tuple[Path, float]]:
-    """Returns the logs, oldest first, each with the first line number of a later log, or inf."""
+    """Returns the logs, oldest first, each with the line number at which a later log begins.
+
+    The number is infinite if no later log has a line.
+    """
     found, end = [], math.inf
     for path in reversed(journal_logs(folder)):
         found.append((path, end))

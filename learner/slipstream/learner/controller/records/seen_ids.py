@@ -18,10 +18,10 @@ _NUMBERED = re.compile(r"(g|e[0-9]+-)(0[0-9]{5}|[1-9][0-9]{5,11})")
 
 
 class SeenIds:
-    """A set of trajectory ids in about a byte per id, without false answers.
+    """An exact set of trajectory ids that takes about a byte per id.
 
-    Most ids are the first attempt of a member by the only server that ran its group. Such an id
-    is one bit, stored next to the epoch of that server. All others are kept as text.
+    Most ids are the first attempt of a member by the only server that ran its group. Such an id is
+    one bit, stored next to the epoch of that server. All others are kept as text.
     """
 
     def __init__(self, ids: Iterable[TrajectoryId] = ()) -> None:

@@ -56,7 +56,7 @@ def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
     """Returns the fixed seconds of an engine step, and the seconds that each running reply adds.
 
     Both are at least 0. They are a least-squares fit of the reports' sampling seconds to their
-    steps and tokens. If the number of running replies hardly varies, all seconds count as fixed.
+    steps and tokens. If the number of running replies varies little, all seconds count as fixed.
     Returns None if no tokens were generated.
     """
     points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
@@ -157,7 +157,7 @@ class Advisor:
             self._due.set()
 
     async def advise_forever(self) -> None:
-        """Predicts after each `EVERY_STEPS` steps of one setting, until the task is cancelled."""
+        """Predicts after every `EVERY_STEPS` steps under the same setting, until cancelled."""
         while True:
             await self._due.wait()
             self._due.clear()

@@ -87,7 +87,7 @@ class RunRecorder:
         self._last_step_s = time.monotonic()
 
     def _read_rows(self) -> float:
-        """Counts the rows of earlier starts; returns the seconds that those starts took."""
+        """Counts the rows of earlier starts; returns the seconds that the earlier starts took."""
         wall_s = 0.0
         for row in read_rows(self._folder / METRICS, self._warn):
             wall_s = max(wall_s, row["wall_s"])
@@ -135,7 +135,7 @@ class RunRecorder:
             self.rate.began(time.monotonic() - report.busy_s)
 
     def look(self, suspended: dict[str, str]) -> None:
-        """Writes the causes of all suspended environments to a file if any of them has changed."""
+        """Writes the causes of all suspended environments to a file if any cause has changed."""
         if suspended == self._suspended:
             return
         self._suspended = suspended

@@ -85,7 +85,8 @@ class Trackers:
     ) -> None:
         """Opens each tracker in its own thread, so that a slow service delays nothing.
 
-        A tracker for which more than `max_waiting` entries wait is abandoned.
+        A tracker for which more than `max_waiting` entries wait is abandoned. `complain` gets the
+        warnings, on any thread.
         """
         self._close_limit_s, self._complain = close_limit_s, complain
         self._writers = [
@@ -268,7 +269,7 @@ class WandbTracker:
 
 
 def table_rows(episodes: Lines) -> list[list[JsonValue]]:
-    """Returns a row of `COLUMNS` for each episode; versions become a text `tokens by version`."""
+    """Returns a row of `COLUMNS` for each episode; versions become a text such as `12 by 3`."""
     return [
         [
             ", ".join(f"{length} by {version}" for length, version in line["versions"])

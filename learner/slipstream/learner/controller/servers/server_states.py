@@ -71,7 +71,7 @@ def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.Se
 
 
 class ServerKey(NamedTuple):
-    """One epoch of one rollout server; a tuple, since dozens of hashes are taken per trajectory."""
+    """One epoch of one rollout server; a tuple, as it is hashed dozens of times per trajectory."""
 
     server_id: ServerId
     epoch: int

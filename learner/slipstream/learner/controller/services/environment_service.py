@@ -1,7 +1,7 @@
 """Adds environments to a run: from the configuration, by `submit`, or served by a client.
 
 Waits for: a rollout server's report that it has loaded a submitted environment. Unblocked by: that
-report, or the limit.
+report, or the time limit.
 """
 
 import json

@@ -74,7 +74,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         requests: AsyncIterator[fleet_pb2.ServerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[fleet_pb2.ControllerMessage | bytes, None]:
-        """Serves one server, from its hello to the end of its stream; yields its orders.
+        """Serves one server, from its hello to the end of its stream; yields orders to the server.
 
         A `JoinedOrder` is yielded as encoded bytes.
         """

@@ -92,7 +92,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def StopRun(  # noqa: N802
         self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.StopRunResponse:
-        """Stops the run cleanly; with `request.failed` it ends as failed instead."""
+        """Stops the run cleanly; with `request.failed` the run ends as failed instead."""
         if request.failed:
             self._progress.fail(request.reason)
         else:

@@ -73,7 +73,7 @@ class TrainerPlace:
     async def check_free(
         self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Rejects a second trainer while the place is taken; adds one event for each of them."""
+        """Rejects a second trainer while the place is taken; adds one event per such trainer."""
         if not self.is_taken:
             return
         newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
@@ -367,7 +367,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def StartPublish(  # noqa: N802
         self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.PublishStarted:
-        """Orders servers to receive what the trainer is ready to send; returns the receivers."""
+        """Orders servers to receive a publish that the trainer can send; returns the receivers."""
         await self.place.check(context)
         return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
 
@@ -457,7 +457,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return True
 
     async def _take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
-        """Reads the batch of `message` from the journal if an earlier controller gave it out."""
+        """Reads the batch of `message` from the journal if an earlier controller gave it out.
+
+        The trainer has had this batch since before the restart of the controller.
+        """
         if message.step == self._orders.trainer_version.step:
             await self._former.take_up(message)
 
@@ -536,7 +539,7 @@ def _impossible(hello: trainer_pb2.TrainerHello) -> str:
 
 
 async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float) -> None:
-    """Returns when the trainer has said goodbye or the run has failed.
+    """Waits until the trainer has said goodbye or the run has failed.
 
     The run fails if the trainer makes no call for `silence_s` seconds, or leaves without the model
     that `learner.export_final` asks for.

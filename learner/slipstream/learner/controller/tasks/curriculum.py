@@ -34,8 +34,7 @@ class Curriculum:
     ) -> None:
         """Starts with `results`, which may be restored; `note` updates them.
 
-        A task with the mean reward `solved_reward` or more counts as solved. `seed` seeds all
-        draws.
+        `solved_reward` is the mean reward of a solved group. `seed` seeds all draws.
         """
         self._settings, self._solved_reward = settings, solved_reward
         self._seed, self._results = seed, results
@@ -70,7 +69,7 @@ class Curriculum:
             self._passed_over += 1
 
     def chosen(self, task_index: int) -> None:
-        """Notes, for the metrics, that a task was chosen."""
+        """Notes that a task was chosen; the metrics include its success."""
         success = self._mean_success(task_index)
         if success is not None:
             self._chosen.append(success)

@@ -135,7 +135,7 @@ class EnvironmentBook:
         max_failed_groups: int,
         curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
     ) -> None:
-        """Takes `curricula`, a curriculum and the reward of a solved task for some environments.
+        """Takes `curricula`: the curriculum and the reward of a solved task, by environment.
 
         An environment is suspended after `max_failed_groups` failed groups in a row.
         """
@@ -278,7 +278,10 @@ class EnvironmentBook:
             entry.state = pb.ENVIRONMENT_STATE_READY
 
     def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
-        """Notes that a server cannot run the environment: no worker could load it, or all ended."""
+        """Notes that a server cannot run the environment.
+
+        Either no worker could load the environment, or all its workers have ended.
+        """
         entry = self.entries.get(name)
         if entry is None:
             return

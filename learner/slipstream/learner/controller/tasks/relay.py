@@ -71,7 +71,7 @@ class Relay:
     async def serve_episodes(
         self, requests: AsyncIterator[pb.WorkerMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
-        """Serves one client, from its hello to the end of its stream; yields its commands."""
+        """Serves one client from its hello to the end of its stream; yields commands for it."""
         try:
             hello = (await self._clock.within(HELLO_TIMEOUT_S, anext(requests))).hello
         except (TimeoutError, StopAsyncIteration):

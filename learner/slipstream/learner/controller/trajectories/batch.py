@@ -37,7 +37,7 @@ class SetAside:
 
     @classmethod
     def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, or all groups if none is named; puts the others back.
+        """Sets the `named` groups aside, or all groups if none is named; puts all others back.
 
         Raises ProtocolError for a group that is not in the batch.
         """

@@ -1,6 +1,6 @@
 """Statistics of the trajectories of a batch.
 
-Only the controller computes them; the trainer reports only statistics of the training itself.
+Only the controller computes them; the trainer reports only statistics of the training.
 """
 
 import math
@@ -66,7 +66,7 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the own rewards of named branches that have one, at most `MOST_BRANCHES`."""
+    """Returns the rewards of named branches with their own reward, at most `MOST_BRANCHES`."""
     rewards = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
     return {f"branch_rewards/{name}": rewards[name] for name in sorted(rewards)[:MOST_BRANCHES]}
 

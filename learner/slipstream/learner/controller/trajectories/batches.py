@@ -268,12 +268,13 @@ class BatchFormer:
     def set_aside(
         self, fault: trainer_pb2.DataFault, cause: str, *, most_in_a_row: int
     ) -> SetAside | None:
-        """Sets aside the batch that the trainer cannot train; its weights are unchanged.
+        """Sets aside the batch that the trainer cannot train; the trainer's weights are unchanged.
 
-        The groups that `fault` names, or all if it names none, are set aside. The others wait for
-        the next batch of the step. The caller must wait for `durable` before it answers the
-        trainer. Returns None for a repeated call. Raises ProtocolError if the trainer was not given
-        that batch, RunFailed if the step was made before or `most_in_a_row` batches were set aside.
+        The groups that `fault` names, or all groups if it names none, are set aside. The other
+        groups wait for the next batch of the step. The caller must wait for `durable` before it
+        answers the trainer. Returns None for a repeated call. Raises ProtocolError if the trainer
+        was not given that batch. Raises RunFailed if the step was made before, or if
+        `most_in_a_row` batches in a row were set aside.
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):
@@ -320,7 +321,10 @@ class BatchFormer:
         await self._journal.durable()
 
     async def saved(self, report: trainer_pb2.CheckpointReport) -> None:
-        """Journals a checkpoint, and removes the batches that the previous checkpoint covers."""
+        """Journals a checkpoint, and removes the batches that the previous checkpoint covers.
+
+        Removes no batch if `keep_batches` is set.
+        """
         step = report.version.step
         self._journal.append(
             "checkpoint",
@@ -347,7 +351,7 @@ def _batch_of(
 
 
 def _identity(report: trainer_pb2.StepReport) -> tuple[object, ...]:
-    """Returns the identity of a report; two reports with the same identity are one, sent twice."""
+    """Returns the identity of a report; reports with the same identity are the same report."""
     version = version_from_pb(report.version)
     return *_batch_of(report), version, report.weight_digest
 

@@ -2,7 +2,7 @@
 
 Consumes: deliveries. Produces: trajectories for the lease book; files, journal records and events
 of quarantined deliveries. No delivery ends the controller. If all deliveries of a server are
-quarantined, it is told to leave; the run fails if there is no other server.
+quarantined, the server is ordered to leave; the run fails if there is no other server.
 """
 
 import json
@@ -294,7 +294,7 @@ class EarlierIds:
 
 
 class Inspector:
-    """Decides which deliveries are new trajectories of this run; settles all other deliveries."""
+    """Decides which deliveries are new trajectories of this run; quarantines invalid deliveries."""
 
     def __init__(
         self,
@@ -306,8 +306,8 @@ class Inspector:
     ) -> None:
         """Takes `run_again`, which is called for each quarantined episode.
 
-        Its arguments are the name of the trajectory, the cause, and whether the server itself will
-        retry the episode.
+        Its arguments are the name of the trajectory, the cause, and whether the server will retry
+        the episode without an order.
         """
         self._run, self._progress = run, run.progress
         self._book, self._fleet = books.leases, books.fleet
@@ -339,10 +339,11 @@ class Inspector:
     def take(
         self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None
     ) -> Trajectory | None:
-        """Returns the trajectory of a delivery if it is valid and new; else settles the delivery.
+        """Returns the trajectory of a delivery if it is valid and new, else None.
 
-        `decoded` is the result of `decode`, or None if it was not called yet. Returns None for a
-        settled delivery.
+        An invalid delivery is quarantined, and a delivery whose trajectory is already in the
+        journal, or of another run, is acknowledged. `decoded` is the result of `decode`, or None if
+        it was not called yet.
         """
         trajectory = self.decode(delivery) if decoded is None else decoded
         if isinstance(trajectory, ProtocolError):

@@ -56,8 +56,9 @@ class Intake:
     """The only consumer of the trajectory queue.
 
     Life of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A
-    valid trajectory is held for its batch; a failed, cancelled, filtered or evaluated one ends in
-    `Endings`; a damaged one is quarantined. `take_back`, `withdraw` and `suspend` end leases early.
+    valid trajectory is held for its batch; a failed, cancelled, filtered or evaluated trajectory
+    ends in `Endings`; a damaged delivery is quarantined. `take_back`, `withdraw` and `suspend` end
+    leases early.
     """
 
     def __init__(self, run: Run, books: Books, endings: Endings) -> None:
@@ -80,7 +81,10 @@ class Intake:
             self.accept(delivery, await self._decoded(delivery))
 
     async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
-        """Decodes a large delivery in a thread; returns None for a small one, left to `accept`."""
+        """Decodes a large delivery in a thread; returns None for a small delivery.
+
+        `accept` then decodes the small delivery.
+        """
         if len(delivery.data) <= SMALL_BYTES:
             return None
         try:
@@ -92,7 +96,7 @@ class Intake:
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
         """Handles one delivery; no delivery can end the controller.
 
-        A delivery at which the controller itself fails is quarantined with that error.
+        A delivery at which the controller's own code fails is quarantined with that error.
         """
         trajectory = None
         self._book.awaited.arrived(delivery.trajectory_id)
