@@ -56,14 +56,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         self.cp_group: dist.ProcessGroup = pg_collection.cp
         # Scores stay below this number; None if they are not capped.
         self.score_cap: float | None = getattr(config, "score_cap", None)
-        # Tokens before a query that it sees; None for all of them.
+        # Number of tokens before a query that the query sees; None for all of them.
         self.window: int | None = None
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             self.window = config.window_size[0]
         self.most_scores = MOST_SCORES
-        # Sink of each head: the score of a place without a token. None if there are no sinks.
+        # Sink of each head: a learnt score without a value. None if there are no sinks.
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             self.softmax_offset = new_scores(config)
@@ -118,7 +118,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         parts = [
             self._attend_group(query, key, value, group)
             if group.band is None
-            # Activations of all blocks would not fit: the backward pass computes each again.
+            # Activations of all blocks would not fit: the backward pass recomputes each block.
             else checkpoint(
                 self._attend_group,
                 *(query, key, value, group),
@@ -167,7 +167,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend_capped(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Computes attention over dim 2 with soft-capped scores, all of which are in memory.
+        """Computes attention over dim 2 with soft-capped scores, and stores all scores.
 
         Torch's kernel has no soft cap.
         """
@@ -257,10 +257,10 @@ def attend(
 ) -> Tensor:
     """Computes attention over dim 2 of [sequences, heads, length, dim], with a sink per query head.
 
-    The sink is an extra first key. It scores through extra head dimensions, two for each query head
-    that shares the key head, which are 0 in all other keys. So torch's fast kernels compute it
-    without holding the scores. Without a mask attention is causal, and a dummy query precedes the
-    others.
+    The sink is an extra first key. Its scores come from extra head dimensions, two for each query
+    head that shares the key head; these dimensions are 0 in all other keys. So torch's fast kernels
+    compute attention with sinks without storing the scores. `scores` has the sink of each query
+    head. Without a mask attention is causal, and a dummy query precedes the others.
     """
     is_causal = mask is None
     if mask is None:

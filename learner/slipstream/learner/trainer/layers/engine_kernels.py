@@ -1,8 +1,8 @@
 """The kernels of vLLM's layers, for a trainer whose results equal the engine's in every bit.
 
 This is the only module of the trainer that imports vLLM. The forward pass of each function gives
-exactly the engine's result, whatever else is in the batch; its gradient is that of torch's own
-operations.
+exactly the engine's result, whatever else is in the batch. The backward pass gives the gradients of
+torch's own operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from slipstream.core import row_kernels
 from torch import Tensor
 
-# Tokens of a page of keys on CPUs: vLLM's own.
+# Tokens of a page of keys on CPUs, as in vLLM.
 _PAGE = 128
 Attended = tuple[Tensor, Tensor | None]
 
@@ -29,13 +29,16 @@ class EngineKernels(Protocol):
         """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """Returns the RMS norm of `x`; `is_sum`: whether `x` comes from a residual addition."""
+        """Returns the RMS norm of `x` over its last dimension, multiplied by `weight`.
+
+        `is_sum` tells whether `x` comes from a residual addition.
+        """
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """Returns `x` [tokens, heads, dim] rotated by RoPE; `table` has its cosines and sines.
+        """Returns `x` [tokens, heads, dim] rotated by RoPE.
 
-        `halves`: whether dimension i pairs with i + dim / 2; otherwise neighbouring dimensions pair
-        up.
+        `table` has cosines and sines, [positions, dim]. With `halves` dimension i pairs with
+        i + dim / 2, otherwise neighbouring dimensions pair up.
         """
 
     def gate(self, x: Tensor) -> Tensor:
@@ -46,7 +49,8 @@ class EngineKernels(Protocol):
     ) -> Attended:
         """Returns causal attention of [tokens, heads, dim], and the log-sum-exp of its scores.
 
-        `bounds` int32 has the start of each sequence, and the end. On CPUs the log-sum-exp is None.
+        `bounds`, int32, has the start of each sequence, and the end of the last. On CPUs the
+        log-sum-exp is None.
         """
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,7 +88,7 @@ class CpuKernels:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
-        """Implements `EngineKernels.attend`; writes keys into pages for the engine's kernel."""
+        """Implements `EngineKernels.attend`; copies keys and values to pages for vLLM's kernel."""
         heads, (groups, width) = query.shape[1], key.shape[1:]
         lengths = bounds.diff()
         counts = (lengths + _PAGE - 1) // _PAGE
@@ -154,8 +158,9 @@ class GpuKernels:
         from vllm.v1.attention.backends import fa_utils
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-        # The engine has these too: the head's product is then not added up in parts. vLLM's mode
-        # would replace operations of torch that the backward pass and checks in float64 need.
+        # The engine has the same settings: the product of the output layer is then not summed in
+        # parts. vLLM's batch-invariant mode would replace operations of torch that the backward
+        # pass and checks in float64 need.
         os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
         torch.backends.cuda.preferred_blas_library("cublaslt")
         for name in ("bf16", "fp16"):
@@ -174,7 +179,7 @@ class GpuKernels:
         return found
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """Implements `EngineKernels.norm`; in vLLM residual sums have a kernel of their own."""
+        """Implements `EngineKernels.norm`; in vLLM residual sums have a separate kernel."""
         if not is_sum:
             found: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
             return found
@@ -260,7 +265,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Computes values with `kernel`, and gradients by recomputing with `reference` in torch."""
+    """Computes values with `kernel`, and gradients by a recomputation with `reference` in torch."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Any, reference: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401

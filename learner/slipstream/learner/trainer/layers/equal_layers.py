@@ -19,7 +19,7 @@ Output = tuple[Tensor, Tensor | None]
 
 
 class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """The engine's linear layer in place of Megatron's column-parallel one."""
+    """The engine's linear layer in place of Megatron's column-parallel layer."""
 
     def forward(
         self,
@@ -27,7 +27,7 @@ class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        """Returns (product, None), or (product, bias) if the caller must add the bias."""
+        """Returns (product with bias, None), or (product, bias) if the caller must add the bias."""
         own = self.weight if weight is None else weight
         added = None if self.skip_bias_add else self.bias
         found = engine_kernels.product(input_, own, added)
@@ -35,10 +35,10 @@ class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
-    """The engine's linear layer in place of Megatron's row-parallel one."""
+    """The engine's linear layer in place of Megatron's row-parallel layer."""
 
     def forward(self, input_: Tensor) -> Output:
-        """Returns the product with its bias, which Megatron's layer would leave to the caller."""
+        """Returns (product with bias, None); Megatron's layer leaves the bias to the caller."""
         return engine_kernels.product(input_, self.weight, self.bias), None
 
 
@@ -71,7 +71,10 @@ class EqualAttention(CoreAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Megatron = None,
     ) -> Tensor:
-        """Computes attention with the engine's kernel; CPU gradients are `CoreAttention`'s."""
+        """Returns attention by the engine's kernel, [tokens, heads * dim].
+
+        On CPUs the gradients are those of `CoreAttention`.
+        """
         assert packed_seq_params is not None, "the engine's kernel takes packed sequences"
         whole = super().forward
 
@@ -87,7 +90,7 @@ class EqualAttention(CoreAttention):
 def equal_parts(layer: Megatron, *, is_first: bool) -> None:
     """Replaces classes in the spec of a layer by those of this module.
 
-    `is_first`: whether the layer reads the embeddings, which are no residual sum.
+    `is_first` tells whether the layer reads the embeddings, which are no residual sum.
     """
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     layer.input_layernorm = PlainInputNorm if is_first else SumNorm

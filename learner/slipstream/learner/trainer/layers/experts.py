@@ -95,7 +95,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     ) -> None:
         """Creates this rank's parts of matrices of `shape` [out, in]; they are NaN until loaded.
 
-        `is_gated`: whether the first half of the rows is the gate, the second the up projection.
+        With `is_gated` the first half of the rows is the gate, the second half the up projection.
         `groups` are Megatron's process groups.
         """
         super().__init__(config)
@@ -115,7 +115,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
                 self.register_parameter(f"bias{place}", torch.nn.Parameter(bias))
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
-        """Maps [tokens, in] to [tokens, out] by the matrix of one expert, without its bias."""
+        """Maps [tokens, in] to [tokens, out] by an expert's matrix and adapter, without bias."""
         outputs = F.linear(inputs, self.get_parameter(f"weight{expert}"))
         if self.adapter is not None and self.adapter.is_enabled:
             outputs = outputs + self.adapter(inputs, expert)
@@ -200,8 +200,9 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> tuple[Tensor, None]:
         """Returns [tokens, hidden] for tokens sorted by expert, each weighted by its `probs`.
 
-        Experts without tokens are computed too, so that they have a gradient, 0: a reduction that
-        overlaps the backward pass would wait for a missing gradient.
+        The second result, a bias, is None. Experts without tokens are computed too, so that they
+        have a gradient of 0: a reduction that overlaps the backward pass would wait for a missing
+        gradient.
         """
         sizes = tokens_per_expert.tolist()
         outputs = []

@@ -16,7 +16,7 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import gathered_places, zigzag
 from torch import Tensor
 
-# A mask of so many scores takes 32 MiB, and 128 MiB where a kernel wants numbers.
+# A mask of this many scores takes 32 MiB, or 128 MiB if a kernel needs it in float32.
 MOST_SCORES = 1 << 25
 
 
@@ -32,9 +32,9 @@ class LengthSplit:
 class Masks:
     """The attention window, and the memory that masks may take."""
 
-    # Tokens before a query that it sees; None for all of them.
+    # Number of tokens before a query that the query sees; None for all of them.
     window: int | None = None
-    # Whether the kernel knows causal attention, and then holds no scores.
+    # Whether the kernel computes causal attention without a mask, and then stores no scores.
     has_kernel: bool = True
     # Queries times keys of one call with a mask. More are cut into blocks of queries.
     most_scores: int = MOST_SCORES
@@ -63,10 +63,10 @@ class Band:
 class LengthGroup:
     """Sequences of similar length, or a block of one sequence, for one call of the kernel."""
 
-    # [sequences, longest]: places of this rank's tokens, and which of them are no padding.
+    # [sequences, longest]: indices of this rank's tokens, and which of them are not padding.
     queries: Tensor
     is_query: Tensor
-    # [sequences, longest]: places of all tokens of each sequence.
+    # [sequences, longest]: indices of all tokens of each sequence.
     keys: Tensor
     # [sequences, 1, queries, keys]: which keys a query sees; None for causal attention.
     mask: Tensor | None
@@ -102,8 +102,7 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
 def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> Tensor:
     """Returns which of the `keys` each of the `queries` sees, [sequences, 1, queries, keys].
 
-    Both arguments are indices [sequences, length] of the same tokens; keys that are padding are not
-    seen.
+    Both arguments are indices [sequences, length] of the same tokens; no query sees padding.
     """
     distance = queries[:, :, None] - keys[:, None]
     mask = (distance >= 0) & is_key[:, None]
@@ -112,15 +111,16 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
     return mask[:, None]
 
 
-# Layers with and without a window have groups of their own.
+# The cache holds separate groups for layers with and without a window.
 @functools.lru_cache(maxsize=32)
 def length_groups(
     bounds: tuple[int, ...], split: LengthSplit, masks: Masks, device: torch.device
 ) -> tuple[list[LengthGroup], Tensor]:
     """Groups sequences of similar length, so that few kernel calls with little padding suffice.
 
-    Returns the groups, and for each of this rank's tokens its index in the groups' concatenated
-    queries. Sequences whose masks would be too large are cut into blocks.
+    `bounds` has the start of each sequence, and the end of the last. Returns the groups, and for
+    each of this rank's tokens its index in the groups' concatenated queries. Sequences whose masks
+    would be too large are cut into blocks.
     """
     rank, size = split.rank, split.size
     by_class: dict[int, list[tuple[int, int]]] = {}
@@ -189,7 +189,8 @@ def path_groups(
 ) -> tuple[list[LengthGroup], Tensor]:
     """Groups segments with similar numbers of queries and keys; queries align with the last keys.
 
-    Returns groups and indices as `length_groups` does.
+    `bounds` has the start of each segment's queries, `key_bounds` of its keys, and both the end of
+    the last. Returns groups and indices as `length_groups` does.
     """
     by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     for queries, keys in zip(

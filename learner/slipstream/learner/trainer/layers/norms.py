@@ -25,8 +25,8 @@ Output = tuple[Tensor, Tensor | None]
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm that works with sequence parallelism, which Megatron's own rejects.
 
-    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, as Gemma does: in float32,
-    since bfloat16 near 1 has steps of 0.008.
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, as Gemma does. It does so in
+    float32, since bfloat16 near 1 has steps of 0.008.
     """
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -94,7 +94,7 @@ class _WholeNorm(MegatronModule):  # type: ignore[misc]
         flat = heads.float().flatten(-2)
         total = flat.square().sum(-1, keepdim=True)
         if self._is_split:
-            # Every rank's heads depend on the sum: its gradient is summed over the ranks too.
+            # Every rank's heads depend on the sum, so the gradient of the sum is summed over ranks.
             total = copy_to_tensor_model_parallel_region(
                 reduce_from_tensor_model_parallel_region(total)
             )

@@ -1,9 +1,10 @@
 """Attention and positions of micro batches in which sequences share prefixes.
 
 Each layer computes queries, keys and values once for each token. Before attention, the keys and
-values are copied to paths: a segment's path has all tokens that the segment sees, its own last.
-Attention is then that of packed sequences with more keys than queries, aligned at the end, which
-every kernel for packed sequences supports. The gradient of a key is the sum over all its copies.
+values are copied to paths: a segment's path has all tokens that the segment sees, and its own
+tokens come last. Attention then runs over packed sequences with more keys than queries, aligned at
+the end, which every kernel for packed sequences supports. The gradient of a key is the sum over all
+its copies.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
         qkv_format="thd",
         cu_seqlens_q=whole,
         cu_seqlens_kv=whole,
-        # Megatron takes them for the largest position.
+        # Megatron derives the largest position from these two.
         max_seqlen_q=paths.max_seqlen,
         max_seqlen_kv=paths.max_seqlen,
         expert_ids=micro_batch.expert_ids,
@@ -91,7 +92,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Applies `by_paths` to an attention's arguments; None (no change) without shared prefixes."""
+    """Returns an attention's arguments changed by `by_paths`, or None without shared prefixes."""
     from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
 
     shared = named["packed_seq_params"]
@@ -103,7 +104,7 @@ def by_paths(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns an attention's arguments with keys and values copied to the paths of `shared`.
 
-    The packed-sequence parameters among them get the true bounds of queries and keys.
+    In the result, the packed-sequence parameters have the true bounds of queries and keys.
     """
     from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
 

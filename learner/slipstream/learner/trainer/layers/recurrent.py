@@ -1,7 +1,7 @@
 """Layers that read the tokens of a sequence in turn: gated delta nets and Mamba-2.
 
-Megatron-Core 0.16.1 rejects packed sequences in delta nets, and demands kernels for Mamba-2. Here
-the tokens of a micro batch are laid out with one sequence in a row for such a layer. Sequences of
+Megatron-Core 0.16.1 rejects packed sequences in delta nets, and needs extra kernels for Mamba-2.
+Here such a layer gets the tokens of a micro batch with one sequence in each row. Sequences of
 similar length are computed together, so that less than half of the entries are padding. All other
 parts of the model stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for
 Mamba-2.
@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-# Tokens that the scan multiplies as one matrix; it changes results only by rounding.
+# Least and most tokens that the scan multiplies as one matrix; the number affects only rounding.
 _LEAST_CHUNK, _CHUNK = 16, 128
 
 
@@ -145,7 +145,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
                 strict=True,
             )
         )
-        # Like vLLM, and unlike transformers, it takes steps however small.
+        # As in vLLM, but not in transformers, steps have no lower bound.
         read: Tensor = mamba2_chunk_scan(
             inputs,
             steps.float(),
@@ -212,7 +212,7 @@ _CHUNK_RULE: Callable[..., tuple[Tensor, Tensor | None]] = (
 class PlainNorm(RMSNorm):
     """RMSNorm that multiplies by its weight, in a model whose other norms multiply by 1 + weight.
 
-    Bridge would load and export weight - 1 and lose digits of it.
+    If this norm used 1 + weight too, Bridge would convert between both forms and lose digits.
     """
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -241,10 +241,10 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
             torch.nn.init.constant_(parameter, torch.nan)
 
     def sharded_state_dict(self, prefix: str = "", *args: object, **named: object) -> Megatron:
-        """Returns the state for checkpoints; an adapter's rows are split like those of `in_proj`.
+        """Returns the state for checkpoints; rows of adapters are split like rows of `in_proj`.
 
-        Each tensor parallel rank has rows of all parts, which other layouts would mix up if not
-        split.
+        Each tensor parallel rank has rows of all parts. A load in another layout would mix up the
+        parts if they were not split.
         """
         found = super().sharded_state_dict(prefix, *args, **named)
         name = f"{prefix}in_proj.adapter.linear_out.weight"

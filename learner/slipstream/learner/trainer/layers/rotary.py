@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from slipstream.learner.trainer import Megatron
 
-# Kinds of layers that have positions of their own in some families.
+# Kinds of layers, which have different rotary embeddings in some families.
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
 def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object]:
     """Returns the settings of the rotary embedding by Megatron's names.
 
-    Bridge reads the base from a field that transformers 5 does not fill, and silently takes 10000.
-    Its YaRN settings are removed from `provider`: `set_frequencies` does all scaling.
+    Bridge reads the base from a field that transformers 5 does not fill, and silently uses 10000.
+    Bridge's YaRN settings are removed from `provider`, because `set_frequencies` does all scaling.
     """
     if provider.position_embedding_type == "none":
         return {}
@@ -34,8 +34,8 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
     }
     _, factor = _scaled(hf_config, FULL)
     if provider.multi_latent_attention:
-        # Only a part of each head is turned, so the factor of queries and keys cannot be a scale of
-        # scores; `field_problems` refuses another than 1. The attention scales scores itself.
+        # Only a part of each head is rotated, so a factor of queries and keys cannot become a scale
+        # of scores; `field_problems` refuses a factor other than 1. Attention scales scores itself.
         assert factor == 1.0
         return values | {
             "rope_type": "rope",

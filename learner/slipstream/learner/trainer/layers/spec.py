@@ -1,6 +1,6 @@
 """The layer specifications of a model: Megatron's, with our own parts where Megatron lacks one.
 
-Importing it imports classes that inherit from Megatron's, so do it only after `compat.install`.
+This module imports classes that inherit from Megatron's, so import it only after `compat.install`.
 """
 
 import copy
@@ -134,7 +134,7 @@ def _mlp_alone(layer: Megatron, norm: Megatron) -> Megatron:
     return replace(layer, submodules=changed)
 
 
-# Form of a layer in a recipe's `layer_forms` -> function that makes it of Megatron's layer.
+# Form of a layer in a recipe's `layer_forms` -> function that gives Megatron's layer this form.
 _FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
     "whole": lambda layer, _: layer,
     "delta net": _with_delta_net,
@@ -145,7 +145,7 @@ _FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:
-    """Replaces the parts of a layer that Megatron cannot do without TransformerEngine."""
+    """Replaces the parts of a layer that Megatron cannot compute without TransformerEngine."""
     if hasattr(parts.mlp.submodules, "experts"):
         # Bridge cannot export Megatron's own experts, which are a list of modules.
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)

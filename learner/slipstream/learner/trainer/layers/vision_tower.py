@@ -33,14 +33,20 @@ class Tower(torch.nn.Module):
         return self
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns features, each [image tokens, hidden size]: the embeddings, then DeepStack's."""
+        """Returns the features for the embedding, then DeepStack's for each of the first layers.
+
+        Each tensor is [image tokens, hidden size].
+        """
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
         found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
 
 
 def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
-    """Returns the position axis of each rotary frequency: 0 for time, 1 for height, 2 for width."""
+    """Returns the position axis of each rotary frequency: 0 for time, 1 for height, 2 for width.
+
+    `sections` has the number of frequencies of each axis.
+    """
     if not interleaved:
         return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
     axes = torch.zeros(sum(sections), dtype=torch.int64)
@@ -104,8 +110,8 @@ class PixtralTower(Tower):
     def forward(self, images: ImageInputs) -> list[Tensor]:
         """Returns the features of all images, one tensor [feature vectors, hidden size] in a list.
 
-        Each image is computed alone. transformers computes them together, which takes a mask over
-        all pairs of patches.
+        Images are computed separately: transformers computes all together, with a mask over all
+        pairs of patches.
         """
         parts: Megatron = self.inner
         tower, size = parts.vision_tower, self._patch_size
