@@ -65,8 +65,8 @@ from slipstream.v1 import (
 )
 
 DRAIN_LIMIT_S = 20.0
-# Seconds, beyond the trainer's own limit of silence, that the controller waits for its goodbye: a
-# trainer whose disk hangs reports it within this time, and a dead one is started again.
+# Seconds beyond `learner.timeout_s` that the controller waits for the trainer's goodbye. A trainer
+# whose disk hangs reports this within the time, and a dead trainer is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
 # Least seconds between two updates of the file of suspended environments.
@@ -375,7 +375,7 @@ class Controller:
 
     def _server_lost(self, journal: Journal, session: ServerSession) -> None:
         journal_servers(journal, self._ledger, lost=session.key)
-        # Else the records of many departures would wait in memory for the next step.
+        # Otherwise the records of many departures would wait in memory until the next step.
         self._endings.flush_soon()
         self._evaluator.server_lost(session)
         self._publisher.server_lost(session)

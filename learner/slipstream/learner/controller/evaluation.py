@@ -168,9 +168,9 @@ class Evaluator:
         self._scheduler, self._on_result = scheduler, on_result
         self._round: Round | None = None
         self._wanted_step: int | None = 0 if self._sections else None
-        # The newest step whose version was ever to be evaluated.
+        # The newest step for which an evaluation was requested.
         self._asked_step = 0
-        # Evaluations with a warning that they have too few tasks.
+        # Names of evaluations about which the log has warned that they have too few tasks.
         self._warned: set[str] = set()
         self.results: list[EvaluationResult] = []
 
@@ -262,7 +262,7 @@ class Evaluator:
         if broken:
             self._abandon(session, f"{broken[0].spec.name}: {broken[0].cause}")
             return
-        # The server keeps its version from here on, also while the environments still load.
+        # The server keeps its version from here on, even while its environments are loading.
         if self._publisher.pin(session) and self._is_ready(session):
             self._round = Round(version, session, self._tasks())
             if self._suits(version):

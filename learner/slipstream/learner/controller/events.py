@@ -12,7 +12,7 @@ from slipstream.protocol.bounds import one_line
 from slipstream.v1 import status_pb2
 
 MAX_EVENTS = 10_000
-# Newest events that keep their metrics; metrics.jsonl has the metrics of all steps.
+# Number of newest events that keep their metrics; metrics.jsonl has all metrics.
 MAX_METRICS = 100
 MAX_CHARACTERS = 16_384
 # Largest size of all kept events together; 10,000 ordinary events take a tenth of it.
@@ -91,7 +91,7 @@ class EventLog:
         self._events: deque[bytes] = deque()
         self._num_bytes = 0
         self._count = 0
-        # The newest events with metrics: the number of each, and the event without them.
+        # The newest events with metrics: the event's number, and the event without its metrics.
         self._with_metrics: deque[tuple[int, bytes]] = deque()
         self._signal = Signal()
         self.closed = False

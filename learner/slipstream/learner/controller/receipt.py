@@ -172,7 +172,7 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
     if not history.steps:
         raise ConfigError(f"{run} has no step that could be trained again")
     (changed / JOURNAL).mkdir()
-    # The key signs what servers deliver; a run that goes on from a receipt makes a new one.
+    # The key signs deliveries of servers; a run that is resumed from a receipt makes a new key.
     kept = [{name: record[name] for name in record if name != "key"} for record in records]
     log = b"".join(encoded(number, record) for number, record in enumerate(kept, start=1))
     (changed / JOURNAL / JOURNAL_LOG).write_bytes(log)
@@ -250,7 +250,7 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
         files[f"queue.{end}.password_file"] = None if user is None else user.password_file
     for setting, path in files.items():
         if path is not None and Path(path).is_file():
-            # A token a line, or a key in PEM.
+            # The file has one token per line, or a key in PEM format.
             lines = Path(path).read_bytes().splitlines()
             yield from ((setting, line.strip()) for line in lines if not line.startswith(b"-----"))
     if queue.redis_url is not None and (password := urlsplit(queue.redis_url).password):

@@ -38,7 +38,7 @@ from slipstream.learner.controller.trajectories.batch import FormedBatch, from_r
 from slipstream.protocol.bounds import one_line
 
 Record = Mapping[str, Any]
-# Characters of a line that is shown.
+# Largest number of characters of a line that is shown.
 MAX_LINE = 1000
 # Fates of tokens; their counts add up to the number of generated tokens.
 FATES = (

@@ -52,7 +52,7 @@ class Results:
         self._intake, self._former = intake, former
         self._publisher, self._scheduler, self._turns = publisher, scheduler, turns
         self._folder, self._times = run.config.run_dir, StepTimes()
-        # Done when the last evaluation is on the disk; never after a failure of the disk.
+        # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
         learner = run.config.learner
         self._replicas = RankLayout.of(learner.parallel, learner.world_size).dp
@@ -139,7 +139,7 @@ class Results:
         leases, serving = self._books.leases, self._books.fleet.serving()
         rests = {self._turns.are_taken_by(session) for session in serving}
         if len(rests) > 1:
-            # The model knows no fleet of which a part rests.
+            # The model cannot describe a fleet in which only some engines rest.
             return
         self.advisor.note_step(
             row,

@@ -17,7 +17,7 @@ from slipstream.v1 import status_pb2
 if TYPE_CHECKING:
     from slipstream.protocol.traces import Traces
 
-# Groups whose times are kept; those that are never trained make room.
+# Largest number of groups whose times are kept; the oldest groups are dropped first.
 MAX_GROUPS = 65_536
 
 
@@ -168,7 +168,7 @@ class RunProgress:
         self.version = PolicyVersion(0, 0)
         # The newest timeline; timelines are counted from 0.
         self.newest_incarnation = 0
-        # The version with which training ends, and why it is not the configured one, if so.
+        # The last version of the training, and why training ends before the configured step, or "".
         self.last_step, self.solved = num_steps, ""
         # The newest version with a reported checkpoint. 0 before the first.
         self.checkpoint_step = 0
@@ -182,7 +182,7 @@ class RunProgress:
         self.pending_publish: OverduePublish | None = None
         # Time in which a server served since the last progress: an ended episode or a made step.
         self._idle = Stopwatch()
-        # The batch at which the trainer failed and the way past it. Empty if there is none.
+        # The batch at which the trainer failed and how to skip it, as text. Empty without one.
         self._suspect = ""
 
     @property

@@ -30,13 +30,13 @@ from slipstream.protocol.checkpoints import (
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
-# Longest time between two looks of a healthy event loop; a longer time is a stall of the loop.
+# Longest time between two calls of `LoopClock.look` while the event loop does not stall.
 LATE_S = 2 * WATCH_S
 # Time between two looks at the folder of checkpoints.
 LOOK_S = 2.0
 # Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0
-# Seconds, after its heartbeat's limit, in which a server that lost its controller joins again.
+# Seconds after the heartbeat timeout within which a server joins a restarted controller.
 REJOIN_S = 10.0
 
 

@@ -40,7 +40,7 @@ class Group:
     awaits: str = ""
     # Members that are missing and that the holder will not run again.
     ended: set[int] = field(default_factory=set)
-    # Whether the holder has closed the lease; trajectories of it may still arrive.
+    # Whether the holder has closed the lease; trajectories of the lease may still arrive.
     closed: bool = False
     # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)

@@ -83,7 +83,7 @@ class Awaited:
         # Number of trajectories in `_held` by group.
         self._groups: Counter[str] = Counter()
         self._arrived: set[str] = set()
-        # The first look, and the first one after something was held or came.
+        # Times of the first `look`, and of the first `look` after a trajectory was held or arrived.
         self._began_s: float | None = None
         self._since_s: float | None = None
 
@@ -162,7 +162,7 @@ class LeaseBook:
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
-        # Number of the groups to train on by their deadlines.
+        # Number of training groups by their deadline step.
         self._deadlines: Counter[int] = Counter()
         self.closing = ClosingLeases()
         self.awaited = Awaited()

@@ -132,7 +132,7 @@ class Scheduler:
         """Leases at most `limit` new groups and notes why no further lease is granted."""
         versions = self._fleet.versions
         if versions and not self._book.may_lease(max(version.step for version in versions)):
-            # Most changes are of this kind: no server is looked at.
+            # This is the most frequent case, and needs no look at the servers.
             self._note(LeaseWait.STALENESS)
             return []
         by_room = rooms(self._fleet.serving(), self._book, self.reserved)

@@ -154,14 +154,14 @@ class Publish:
     verify: bool
     receivers: list[ServerSession]
     order: weights_pb2.PublishOrder
-    # Digests of the buckets, if the trainer named them beforehand; else they come at the end.
+    # Digests of the buckets if the trainer sent them beforehand; otherwise empty.
     digests: tuple[bytes, ...] = ()
     # Whether the receivers were told to receive, and when, by `time.monotonic`.
     is_announced: bool = False
     told_s: float = 0.0
-    # When it was ordered, in Unix seconds.
+    # Time at which the publish was ordered, in Unix seconds.
     ordered_s: float = field(default_factory=lambda: time.time())
-    # The servers that hold this trainer's matrices, if adapters are published apart.
+    # The servers that hold this trainer's base weights, so that adapters are enough for them.
     holders: set[ServerKey] = field(default_factory=set)
     # Receivers that failed in this publish.
     failed: set[ServerKey] = field(default_factory=set)
@@ -296,7 +296,7 @@ class Deliveries:
         if report.phase != SERVING:
             self.fail(publish, session, report.message or "it failed")
         elif load is not None:
-            # The trainer's call may look at it later.
+            # The trainer's call may see this report only later.
             self.loaded(publish, session, digests, load)
         if session.key in publish.failed:
             return

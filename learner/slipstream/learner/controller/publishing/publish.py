@@ -163,7 +163,7 @@ class Publisher:
         self._current: Publish | None = None
         # Servers that hold this trainer's matrices, and may be sent only adapters.
         self._holders: set[ServerKey] = set()
-        # Whether the last publish sent only adapters. A publish without `start` has its layout.
+        # Whether the last publish sent only adapters. A publish without `start` uses its layout.
         self._last_was_adapters = False
         self.pinned = fleet.pinned
         self.totals = self.deliveries.totals

@@ -74,7 +74,7 @@ class PublishTotals:
     probe_gap_max: float = 0.0
     last_stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
 
-    # Versions in storage, their bytes and those of whole versions; fetches and their bytes.
+    # Versions in storage, their bytes, and their bytes without deltas; fetches and their bytes.
     num_stored: int = 0
     stored_bytes: int = 0
     stored_whole_bytes: int = 0

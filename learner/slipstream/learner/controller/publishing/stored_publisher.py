@@ -53,12 +53,12 @@ class StoredPublisher:
         # Folder of the version that the trainer writes; "" if it writes none.
         self._ordered = ""
         self._num_orders, self._num_publishes = 0, 0
-        # Writes that failed in a row, and the time before which none is ordered.
+        # Number of writes that failed in a row, and the time before which no write is ordered.
         self._failed, self._retry_s = 0, 0.0
         # By server: the version that it fetches now, and the number of loads that were ordered.
         self._fetches: dict[ServerKey, trainer_pb2.StoredReport] = {}
         self._loads: Counter[ServerKey] = Counter()
-        # By server: the version of the newest warning that it is too old for a lease.
+        # By server: the version about which the newest warning said that it is too old for a lease.
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
@@ -151,7 +151,7 @@ class StoredPublisher:
             publish_id=publish_id, version=report.version, stored=report.stored
         )
         session.send(fleet_pb2.ControllerMessage(prepare=prepare))
-        # The server has the first limit itself, and names the storage.
+        # The server has the storage limit too, and its error names the storage.
         limit_s = self._settings.storage_deadline_s + self._settings.join_deadline_s
         return await reports.wait(publish_id, session.key, READY, limit_s)
 
@@ -206,7 +206,7 @@ class StoredPublisher:
                 f"a row could not be written to storage, the last one: {report.error}"
             )
             return
-        # A trainer is not sent away: it tries on, at the longest wait.
+        # A trainer is not sent away: it tries again after the longest wait.
         wait_s = found.wait_s if isinstance(found, RetryAfter) else MAX_RETRY_S
         self._retry_s = time.monotonic() + wait_s
         self._run.events.warn(f"version {report.version.step} is not in storage: {report.error}")

@@ -20,7 +20,7 @@ def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str,
     A server with the reason "" takes part. The transport is "" if no server takes part.
     """
     places = {name: place_from_pb(message) for name, message in servers.items()}
-    # Usually all fit; adding servers one by one takes time square in their number.
+    # Usually all servers fit; to add them one by one takes quadratic time.
     with contextlib.suppress(ConfigError):
         return _choose(run, places) if places else "", [""] * len(places)
     fitting: dict[str, Place] = {}

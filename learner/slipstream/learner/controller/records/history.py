@@ -25,7 +25,7 @@ from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.queue.base import Amount
 
 FORMAT = 1
-# The way out when a journal or a batch is not as it was written.
+# Advice for the user if a journal or a batch is damaged.
 REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 START = PolicyVersion(0, 0)
 
@@ -226,7 +226,7 @@ class RunHistory:
     filtered: FilteredGroups = field(default_factory=FilteredGroups)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
-    # Why the task counts as solved, which ended training early. Empty if it did not.
+    # Why the tasks count as solved, which ended training early. Empty if it did not.
     solved: str = ""
     # The step whose batch was being formed when the task was solved.
     solved_step: int = 0

@@ -81,7 +81,7 @@ class Journal:
             self._lock_file.close()
             raise ConfigError(f"{folder} is written by another controller") from None
         try:
-            # Now others are fenced: what is read from here on is all they may have acknowledged.
+            # Other controllers are fenced now, so the logs hold all records that they acknowledged.
             self._file = first or _begin_next_log(folder)
             sync_folder(folder)
             # This log continues the earlier logs, so their last lines must outlive a loss of power.
@@ -145,7 +145,7 @@ class Journal:
             except OSError as error:
                 self._failure = _unwritten(self._path, error)
                 raise self._failure from error
-            # After the write: a log that begins later is written by one that has read this record.
+            # After the write: a controller that begins a log later has read this record.
             self._check_fence()
 
     def durable(self) -> asyncio.Future[None]:
@@ -206,7 +206,7 @@ class Journal:
         with self._syncing:
             try:
                 if path.exists():
-                    # An earlier controller had no time for its record.
+                    # An earlier controller ended before it wrote the record of this file.
                     self._check_fence()
                     path.unlink()
                 _write_durably(path, data)

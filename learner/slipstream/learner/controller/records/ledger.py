@@ -67,9 +67,9 @@ class TokenLedger:
         self._seen = SeenIds()
         # Number of received trajectories; all trajectories that have ended or are in a batch.
         self._num_received, self._settled = 0, Amount()
-        # The amount that the journal had at its last count and lacks now.
+        # The amount that the journal had at the writer's last count and lacks now.
         self._unread = Amount()
-        # While a batch is written the journal's count may have it or not.
+        # True while a batch is written: the journal's count may include this batch or not.
         self.is_writing = False
         self._told: set[str] = set()
 

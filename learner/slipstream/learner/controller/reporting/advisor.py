@@ -61,7 +61,7 @@ def engine_costs(work: Sequence[ServerWork]) -> tuple[float, float] | None:
     """
     points = [(w.sampling_s, w.engine_steps, w.generated_tokens) for w in work if w.engine_steps]
     steps, tokens = sum(n for _, n, _ in points), sum(t for _, _, t in points)
-    # Probes alone are steps whose tokens do not count.
+    # Probes make engine steps whose tokens do not count.
     if not steps or not tokens:
         return None
     seconds = sum(s for s, _, _ in points)
@@ -169,7 +169,7 @@ class Advisor:
                     continue
                 self.advice, took_s = await asyncio.to_thread(_timed_advice, profile, over.is_set)
             except FAULTS as error:
-                # A report that no server sends in earnest must not end the run.
+                # A report with impossible numbers must not end the run.
                 if not self._has_warned:
                     self._warn(f"there is no advice: {type(error).__name__}: {error}")
                 self._has_warned = True

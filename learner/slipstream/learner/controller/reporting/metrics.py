@@ -81,7 +81,7 @@ class RunRecorder:
         self.newest: dict[str, float] = {}
         # A byte for each version: 1 when the row of the step that makes it is written.
         self._written = bytearray()
-        # The run's seconds continue behind those of the last row of an earlier start.
+        # The run's seconds continue from the last row of the earlier start.
         self._started_s = time.monotonic() - self._read_rows()
         self.rate = GenerationRate()
         self._last_step_s = time.monotonic()

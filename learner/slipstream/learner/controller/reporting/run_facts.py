@@ -12,9 +12,9 @@ Interval = tuple[float, float]
 
 # Values whose sums over all steps are resources of the run.
 RESOURCES = ("training_s", "waiting_s", "publish_s", "export_s", "model_flops")
-# Values of which the largest of all steps counts.
+# Values whose maxima over all steps are resources of the run.
 PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
-# Seconds over which the rate is a mean: heartbeats are too coarse for a single step.
+# Seconds over which the rate is averaged: heartbeats are too rare for a single step.
 WINDOW_S = 5.0
 EDGE_STEPS = 5
 
@@ -38,7 +38,7 @@ class RunTotals:
             value = row.get(name, 0.0) * (step_s if name in SERVER_SHARES else 1.0)
             self._sums[name] += value if math.isfinite(value) else 0.0
         for name in PEAKS:
-            # The comparison leaves out numbers that are none.
+            # The comparison leaves out NaN.
             if (value := row.get(name, math.nan)) >= self._peaks.get(name, 0.0):
                 self._peaks[name] = value
         if (servers := row.get("servers_serving", 0.0)) > self._servers:

@@ -110,7 +110,7 @@ def outside_s(group: Group, trajectory: Trajectory) -> float:
     """
     back_s = group.back_s.get(trajectory.member)
     if back_s is None or not group.leased_s:
-        # A controller before this one has leased it.
+        # An earlier controller leased the group.
         return trajectory.environment_s
     return max(0.0, back_s - group.leased_s - trajectory.generation_s)
 
@@ -158,7 +158,7 @@ def trace(
             number += 1
             server = servers.setdefault(each.server_id, len(servers) + 2)
             free = lanes.setdefault(each.server_id, [])
-            # The line of a place that was free when the episode was leased.
+            # Reuses a line that was free when the episode was leased.
             if free and free[0][0] <= group.leased_s:
                 lane = heapq.heappop(free)[1]
             else:

@@ -30,7 +30,7 @@ class EpochCount:
     ended: int = 0
     # Tokens of judges, which belong to no trajectory.
     judged: int = 0
-    # Tokens of trajectories that the controller has, and the number of those that this start took.
+    # Tokens of received trajectories, and number of trajectories that this start received.
     received: int = 0
     num_received: int = 0
     # Losses at the hand-overs: tokens that the engine generated and no record has, ended episodes

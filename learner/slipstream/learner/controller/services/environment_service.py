@@ -33,7 +33,7 @@ from slipstream.v1 import environment_pb2 as pb
 
 LOAD_LIMIT_S = 90.0
 NAME = re.compile(r"\w[\w.:-]{0,99}")
-# Worker processes of one environment on one rollout server.
+# Largest number of worker processes of one environment on one rollout server.
 MAX_WORKERS = 256
 MAX_ENVIRONMENTS = 256
 MIN_WEIGHT = 1e-6

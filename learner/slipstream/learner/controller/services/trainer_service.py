@@ -181,7 +181,7 @@ class TrainerOrders:
         if progress.is_over:
             await self._turns.stop()
             reason = progress.cause or "the run is over"
-            # The controller of a failed run waits for no export: some would be cut off.
+            # The controller of a failed run does not wait for an export, which could be cut off.
             stop = trainer_pb2.StopOrder(reason=reason, without_model=progress.has_failed)
             return trainer_pb2.Directive(stop=stop)
         publish = await self._publisher.prepare(request)

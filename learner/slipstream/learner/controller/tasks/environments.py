@@ -49,7 +49,7 @@ class EnvironmentEntry:
     # Accepted groups that dynamic sampling left out of batches.
     groups_filtered: int = 0
     groups_failed: int = 0
-    # Number of each group that failed since one was complete.
+    # Number of each group that failed since the last complete group.
     failed_in_a_row: list[int] = field(default_factory=list)
     # Number of tasks skipped because their prompt is too long.
     tasks_skipped: int = 0
@@ -64,7 +64,7 @@ class EnvironmentEntry:
     # Smallest share of the other environments when this one was added.
     head_start: float = 0.0
     next_number: int = 0
-    # The order of the tasks in the round of this number.
+    # The order of the tasks in the round `order_round`.
     order: list[int] = field(default_factory=list)
     order_round: int = 0
     curriculum: Curriculum | None = None

@@ -15,7 +15,7 @@ from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.groups import shaped_rewards
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 
-# Names of branches of an episode whose rewards are metrics.
+# Largest number of named branches of an episode whose rewards are metrics.
 MOST_BRANCHES = 16
 _EQUAL = "equal_rewards_fraction"
 # Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.

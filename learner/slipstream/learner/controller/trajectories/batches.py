@@ -81,11 +81,11 @@ class BatchFormer:
         self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
-        # Number of batches set aside of each step; number set aside in a row without the user; the
-        # newest of them, in case the answer was lost.
+        # Number of batches of each step that were set aside, and number of batches in a row that
+        # the trainer's reports set aside.
         self._attempts: Counter[int] = Counter()
         self._set_aside_in_a_row = 0
-        # Id and step of the newest batch that was set aside, by this controller or one before.
+        # Id and step of the newest batch that was set aside, in case the answer was lost.
         self._set_aside: tuple[str, int] | None = None
         self.num_set_aside = 0
         # Runs while the trainer waits for groups.
@@ -119,7 +119,7 @@ class BatchFormer:
                 group = self._book.groups.get(recorded.group_id)
                 if group is None:
                     continue
-                # It was complete when it came into its batch.
+                # The group was complete when it was put into its batch.
                 group.failed = set(range(group.size)) - recorded.finished.keys()
                 for member, trajectory in recorded.finished.items():
                     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
@@ -207,7 +207,7 @@ class BatchFormer:
                 lambda: self._journal.write_batch(batch.record)
             )
         except RunFailed as failure:
-            # Returned, not raised: an error would end the task group instead of the run in order.
+            # Returned, not raised: the caller raises it in the trainer's call, which fails the run.
             return failure
         self._ledger.is_writing = False
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)

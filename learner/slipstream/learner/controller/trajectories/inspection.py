@@ -48,7 +48,7 @@ MAX_FILES = 1000
 # Largest number of servers whose deliveries in a row are counted; the oldest count goes first.
 MAX_SERVERS = 1000
 UNKNOWN = ServerId("unknown")
-# Largest logarithm of a probability of 1 after rounding.
+# Largest log-probability of a token after rounding.
 LARGEST_LOGPROB = 1e-3
 # Bytes for long names and a failure's message, in addition to what a lease reserves.
 NAMES_BYTES = 64 << 10
@@ -173,7 +173,7 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
         if largest >= facts.vocabulary:
             return f"token {largest} is outside the vocabulary of {facts.vocabulary}"
     logprobs = trajectory.behavior_logprobs
-    # The ufuncs themselves: the functions around them take as long again for an episode.
+    # The functions around the ufuncs would double the time for an episode.
     if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:
         return f"a log-probability is {highest}, above 0"
     if fault := _excess(trajectory, facts) or _reference_fault(trajectory, facts):

@@ -46,7 +46,7 @@ from slipstream.v1 import fleet_pb2
 SMALL_BYTES = 256 << 10
 # Exceptions that a malformed delivery may raise in the controller.
 FAULTS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
-# Failures that are no fault of an environment. While they last no episode makes the run go on.
+# Failures that are no fault of an environment and do not count as progress of the run.
 OUTAGES = (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE)
 
 logger = logging.getLogger(__name__)
