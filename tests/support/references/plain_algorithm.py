@@ -166,8 +166,7 @@ def aggregated(losses: Sequence[Tensor], config: Config, *, number: int) -> Tens
         case "sequence_mean":
             return torch.stack([loss.mean() for loss in losses]).mean()
         case "fixed":
-            length = config.algorithm.fixed_tokens or config.sampling.max_reply_tokens
-            return torch.cat(list(losses)).sum() / (number * length)
+            return torch.cat(list(losses)).sum() / (number * config.sampling.max_reply_tokens)
 
 
 def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:

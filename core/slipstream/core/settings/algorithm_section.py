@@ -112,10 +112,8 @@ class AlgorithmSection(Section):
     # Full reward of an episode. A group is solved when all of its episodes reach it.
     solved_reward: float = 1.0
     # Each token (`token_mean`) or each sequence (`sequence_mean`) counts alike in the loss, or each
-    # sequence's sum is divided by `fixed_tokens` (`fixed`).
+    # sequence's sum is divided by `sampling.max_reply_tokens` (`fixed`).
     aggregation: AggregationKind = "token_mean"
-    # Constant length of a sequence with `fixed`, by default `sampling.max_reply_tokens`.
-    fixed_tokens: Positive | None = None
     # Factor of the entropy in the objective.
     entropy_coefficient: float = Field(0.0, ge=0)
     # A table of its own, below.
@@ -163,8 +161,6 @@ class AlgorithmSection(Section):
                 )
             if self.group_size == 1:
                 yield "filter = 'unequal_rewards' would leave out every group of group_size = 1"
-        if self.fixed_tokens is not None and self.aggregation != "fixed":
-            yield f"fixed_tokens has no effect with aggregation = {self.aggregation!r}"
         yield from self._weight_refusals()
         if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
             yield (

@@ -321,8 +321,6 @@ algorithm.advantage = "none", algorithm.kl = {coefficient = 1, placement = "rewa
     'loss', got 1.0 and 'reward'
 algorithm.advantage = "score", algorithm.filter = "unequal_rewards"
     algorithm: filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage
-algorithm.fixed_tokens = 100
-    algorithm: fixed_tokens has no effect with aggregation = 'token_mean'
 algorithm.loss_args.ratio = "behavior"
     algorithm: ratio = 'behavior' of the loss corrects already: weight must be 'none', got
 algorithm.weight_args = {cap = 1.0, token_band = [1.5, 2.0]}

@@ -103,7 +103,7 @@ def weighted(
         weights = loss_weights(
             [int(np.count_nonzero(sequences[index].loss_mask)) for index in members],
             algorithm.aggregation,
-            fixed_tokens=algorithm.fixed_tokens or config.sampling.max_reply_tokens,
+            fixed_tokens=config.sampling.max_reply_tokens,
         )
         for index, weight in zip(members, weights, strict=True):
             if environments is not None:
