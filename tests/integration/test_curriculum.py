@@ -18,9 +18,8 @@ def by_task(lease, member, attempt):
     return 1.0 if lease.task_index < 5 else float(member % 2)
 
 
-def with_curriculum(config: Config, **settings) -> Config:
-    section = CurriculumSection.model_validate(settings)
-    environment = config.environments[0].model_copy(update={"curriculum": section})
+def with_curriculum(config: Config) -> Config:
+    environment = config.environments[0].model_copy(update={"curriculum": CurriculumSection()})
     return config.model_copy(update={"environments": (environment,)})
 
 
@@ -44,7 +43,7 @@ def chosen_again(records: list[dict], config: Config) -> list[tuple[int, int]]:
 
 async def test_solved_tasks_are_seldom_drawn_and_every_choice_follows_from_the_journal(tmp_path):
     changes = {"run__steps": 12, "algorithm__filter": "unequal_rewards"}
-    config = with_curriculum(make_config(tmp_path, **changes), window=1, floor=0.01)
+    config = with_curriculum(make_config(tmp_path, **changes))
     server = FakeServer(config.controller.address, judge=by_task)
     summary = await play(config, server)
     assert summary["steps"] == 12
@@ -54,11 +53,12 @@ async def test_solved_tasks_are_seldom_drawn_and_every_choice_follows_from_the_j
     assert list(leases.values()) == chosen_again(records, config)
     # Without a curriculum half of all groups would be filtered.
     tasks = Counter(task for _, task in leases.values())
-    assert sum(tasks[task] for task in range(5)) <= 10
-    assert summary["filtered_groups"] <= 10
+    assert sum(tasks[task] for task in range(5)) < len(leases) / 4
+    assert summary["filtered_groups"] < len(leases) / 4
     rows = [*map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())]
     last = rows[-1]
-    assert (last["e/tasks_solved"], last["e/tasks_failed"]) == (5, 0)
+    # A task of one result is not solved yet.
+    assert (last["e/tasks_solved"] + last["e/tasks_learning"], last["e/tasks_failed"]) == (10, 0)
     assert last["e/tasks_passed_over"] > 0
     chosen = [row["e/chosen_success"] for row in rows if "e/chosen_success" in row]
     assert min(chosen) == 0.5

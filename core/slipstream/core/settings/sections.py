@@ -190,25 +190,17 @@ class QueueSection(Section):
         return self
 
 
-# The newest groups of a task whose rewards the journal's reader keeps.
-MAX_WINDOW = 16
-
-
 class CurriculumSection(Section):
     """The choice of an environment's next task by the rewards of the task's newest groups.
 
-    Tasks are drawn in proportion to 4 p (1 - p), where p is the mean success of the task's newest
-    groups, from 0 at `failed_reward` to 1 at `solved_reward` of the environment's algorithm. A task
-    without a result has weight 1. Without this table each task comes once, in a seeded order,
-    before any task comes again.
+    Tasks are drawn in proportion to 4 p (1 - p), at least 0.05, where p is the mean success of the
+    task's two newest groups, from 0 at `failed_reward` to 1 at `solved_reward` of the environment's
+    algorithm. A task without a result has weight 1. Without this table each task comes once, in a
+    seeded order, before any task comes again.
     """
 
-    # Newest groups of a task that count.
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 2
     # Mean reward up to which a group's success is 0.
     failed_reward: float = 0.0
-    # Smallest value used for 4 p (1 - p).
-    floor: float = Field(0.05, ge=0.01, le=1)
 
 
 class CheckpointSection(Section):

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
-from slipstream.core.settings.sections import MAX_WINDOW
 from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
@@ -28,6 +27,8 @@ FORMAT = 1
 # Advice for the user if a journal or a batch is damaged.
 REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 START = PolicyVersion(0, 0)
+# Newest groups of a task whose rewards count for a curriculum.
+WINDOW = 2
 
 
 class FilterVerdict(Enum):
@@ -99,7 +100,7 @@ def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
 
 
 class TaskResults:
-    """The mean rewards of the newest groups of each task, at most `MAX_WINDOW` groups per task."""
+    """The mean rewards of the newest groups of each task, at most `WINDOW` groups per task."""
 
     def __init__(self) -> None:
         self._newest: dict[int, dict[GroupId, float]] = {}
@@ -108,12 +109,12 @@ class TaskResults:
         """Stores the mean reward of a group; replaces an earlier result of the same group."""
         newest = self._newest.setdefault(task_index, {})
         newest[group_id] = reward
-        if len(newest) > MAX_WINDOW:
+        if len(newest) > WINDOW:
             del newest[next(iter(newest))]
 
-    def newest(self, task_index: int, number: int) -> list[float]:
-        """Returns the mean rewards of a task's newest groups, at most `number`, oldest first."""
-        return list(self._newest.get(task_index, {}).values())[-number:]
+    def newest(self, task_index: int) -> list[float]:
+        """Returns the mean rewards of a task's newest groups, oldest first."""
+        return list(self._newest.get(task_index, {}).values())
 
     def tasks(self) -> list[int]:
         """Returns the indices of the tasks that have a result."""

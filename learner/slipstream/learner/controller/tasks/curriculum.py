@@ -10,7 +10,10 @@ from enum import Enum
 
 from slipstream.core.settings.sections import CurriculumSection
 from slipstream.core.types import GroupId
-from slipstream.learner.controller.records.history import TaskResults
+from slipstream.learner.controller.records.history import WINDOW, TaskResults
+
+# Smallest probability with which a drawn task is accepted.
+_FLOOR = 0.05
 
 
 class Standing(Enum):
@@ -55,7 +58,7 @@ class Curriculum:
         """Draws one of `num_tasks` tasks by rejection sampling; prefers tasks of medium success.
 
         Success is a task's mean reward, scaled from 0 (failed) to 1 (solved). A task is accepted
-        with probability 4 * success * (1 - success), but at least `floor`; a task without a result
+        with probability 4 * success * (1 - success), but at least `_FLOOR`; a task without a result
         is always accepted. So no sum over all tasks is needed, and the draw is short for any number
         of tasks. `number` is the number of the choice, which seeds the draw.
         """
@@ -64,7 +67,7 @@ class Curriculum:
             task_index = source.randrange(num_tasks)
             success = self._mean_success(task_index)
             worth = 1.0 if success is None else 4 * success * (1 - success)
-            if source.random() < max(worth, self._settings.floor):
+            if source.random() < max(worth, _FLOOR):
                 return task_index
             self._passed_over += 1
 
@@ -94,14 +97,14 @@ class Curriculum:
     def _successes(self, task_index: int) -> list[float]:
         """Returns the mean rewards of the task's newest groups, scaled to 0 (failed) .. 1."""
         failed, solved = self._settings.failed_reward, self._solved_reward
-        rewards = self._results.newest(task_index, self._settings.window)
+        rewards = self._results.newest(task_index)
         return [min(max((reward - failed) / (solved - failed), 0.0), 1.0) for reward in rewards]
 
     def _standing(self, task_index: int) -> Standing:
         successes = self._successes(task_index)
         if not successes:
             return Standing.UNSEEN
-        if len(successes) < self._settings.window or set(successes) not in ({0.0}, {1.0}):
+        if len(successes) < WINDOW or set(successes) not in ({0.0}, {1.0}):
             return Standing.LEARNING
         return Standing.SOLVED if successes[0] else Standing.FAILED
 
