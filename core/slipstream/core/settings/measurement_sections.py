@@ -161,8 +161,6 @@ class DebugSection(Section):
 
     # Record a window of steps.
     profile: ProfileSection = ProfileSection()
-    # Permute a batch's rewards at random, a control experiment in which nothing can be learnt.
-    shuffle_rewards: bool = False
     # Share of a GPU's memory that a micro batch's logits may take before the backward pass computes
     # them again in chunks.
     kept_logits_share: float = Field(0.08, ge=0, le=1)

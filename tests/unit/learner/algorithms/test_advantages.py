@@ -15,7 +15,6 @@ from slipstream.learner.algorithms.advantages import (
     whitened,
 )
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode
-from slipstream.learner.trainer.algorithms.sequences import shuffled
 from support.fakes.packed import algorithm
 
 
@@ -190,16 +189,6 @@ def test_adding_a_constant_to_all_rewards_of_a_group_changes_no_group_advantage(
     ):
         assert change(moved) == pytest.approx(change(scores), abs=1e-9)
         assert sum(change(scores)) == pytest.approx(0, abs=1e-9)
-
-
-def test_shuffled_rewards_are_the_same_ones_in_an_order_that_seed_and_step_decide() -> None:
-    rewards = np.arange(32.0)
-    found = shuffled(rewards, seed=1, step=3)
-    assert sorted(found) == rewards.tolist()
-    assert found.tolist() != rewards.tolist()
-    assert found.tolist() == shuffled(rewards, seed=1, step=3).tolist()
-    assert found.tolist() != shuffled(rewards, seed=1, step=4).tolist()
-    assert found.tolist() != shuffled(rewards, seed=2, step=3).tolist()
 
 
 def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:

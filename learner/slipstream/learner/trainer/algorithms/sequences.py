@@ -152,16 +152,12 @@ def _advantages(
     `own` has the algorithm of each trajectory; `reports` collects the values that functions report.
     """
     shaped = shaped_rewards(batch.trajectories, config)
-    rewards = np.array([side.reward for sides in shaped for side in sides], dtype=np.float64)
-    if config.debug.shuffle_rewards:
-        rewards = shuffled(rewards, seed=config.run.seed, step=batch.step)
-    left = iter(rewards.tolist())
     episodes: list[ScoredEpisode] = []
     owners: list[tuple[int, Side]] = []
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
-        by_side = {side.side: next(left) for side in sides}
         if not sides:
             continue
+        by_side = {side.side: float(side.reward) for side in sides}
         costs = _token_costs(trajectory, known[index], own[index])
         lags = token_lags([trajectory], batch.step)
         said = known[index].values
@@ -182,11 +178,6 @@ def _advantages(
         index: _joined(sides, batch.trajectories[index].num_sampled_tokens)
         for index, sides in found.items()
     }
-
-
-def shuffled(rewards: FloatArray, *, seed: int, step: int) -> FloatArray:
-    """Returns the rewards in a random order from `seed` and `step`, for a control experiment."""
-    return np.random.default_rng([seed, step]).permutation(rewards)
 
 
 def _by_function(

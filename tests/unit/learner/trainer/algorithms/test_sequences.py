@@ -34,8 +34,8 @@ def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
 
 
-def config(own=None, debug=None, **algorithm):
-    tables: dict[str, JsonValue] = {"debug": debug or {}}
+def config(own=None, **algorithm):
+    tables: dict[str, JsonValue] = {}
     if own is not None:
         tables["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
     if algorithm.get("advantage") == "gae":
@@ -212,12 +212,6 @@ def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_refer
     found = advantages(training_sequences(one, settings, known))
     assert found[:3] == pytest.approx([-cost * 2 / 3, cost / 3, cost / 3], rel=1e-5)
     assert found[3:] == [0, 0, 0]
-
-
-def test_shuffled_rewards_teach_something_else() -> None:
-    plain = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
-    control = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(debug={"shuffle_rewards": True}))
-    assert advantages(plain) != advantages(control)
 
 
 def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
