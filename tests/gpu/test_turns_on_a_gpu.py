@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slipstream.learner.trainer.flops import peak_tflops
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.run_processes import (
     check_ledger,
@@ -53,6 +54,8 @@ def test_an_engine_gives_its_memory_back_in_each_step_and_samples_what_is_traine
     gaps = [row["logprob_gap_mean"] for row in rows]
     print({"gaps": gaps, "step_s": [row.get("step_s") for row in rows]}, flush=True)
     assert max(gaps) < 5e-3
+    if peak := peak_tflops(torch.cuda.get_device_name()):
+        assert rows[-1]["mfu"] == pytest.approx(rows[-1]["tflops_per_rank"] / peak)
     log = (run / "logs" / "server-0.log").read_text()
     freed = [float(gib) for gib in re.findall(r"Sleep mode freed ([0-9.]+) GiB", log)]
     print({"freed_gib": freed}, flush=True)

@@ -20,7 +20,7 @@ from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.settings.config import Config, RolloutServerSection
-from slipstream.core.settings.sections import ParallelSection
+from slipstream.core.settings.sections import KEPT_LOGITS_SHARE, ParallelSection
 
 # Arguments of vLLM that set its cache in place of our setting.
 CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
@@ -353,7 +353,7 @@ def _memory(
     more = ACTIVATION_SHARE * room
     if needs.kept is not None:
         # With more logits than this the backward pass computes them again, a few at a time.
-        logits = min(needs.kept.logits, 1.5 * config.debug.kept_logits_share * min(known))
+        logits = min(needs.kept.logits, 1.5 * KEPT_LOGITS_SHARE * min(known))
         more = needs.kept.layers + logits
         seen += f", without about {more / GIB:.1f} GiB for the tokens of a micro batch"
         if needs.rank_bytes + more > room and config.learner.plans_recompute:

@@ -147,10 +147,8 @@ class ProfileSection(Section):
     num_steps: Positive = 1
     # Trainer ranks that are profiled.
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    # Also record where in the source each operation was called.
-    with_stack: bool = False
-    # Also record the memory that each operation allocates.
-    memory: bool = False
+    # Also record where in the source each operation was called, and the memory that it allocates.
+    details: bool = False
 
 
 StageSetting = Literal["auto"] | bool
@@ -161,12 +159,6 @@ class DebugSection(Section):
 
     # Record a window of steps.
     profile: ProfileSection = ProfileSection()
-    # Share of a GPU's memory that a micro batch's logits may take before the backward pass computes
-    # them again in chunks.
-    kept_logits_share: float = Field(0.08, ge=0, le=1)
-    # Dense bfloat16 TFLOP/s of a rank's device, for the metric mfu. Known for A100, H100, H200 and
-    # B200.
-    peak_tflops: float | None = Field(None, gt=0)
     # Steps for which prompts may wait until there is one for every 32 replies. By default 32 with
     # CUDA graphs, else 0.
     prompt_wait_steps: int | None = Field(None, ge=0)

@@ -339,6 +339,11 @@ class OffloadSection(Section):
         return self.gradients and self.optimizer
 
 
+# Share of a GPU's memory that a micro batch's logits may take. If they would take more, the
+# backward pass computes them again in chunks.
+KEPT_LOGITS_SHARE = 0.08
+
+
 class LearnerSection(Section):
     """The trainer ranks."""
 

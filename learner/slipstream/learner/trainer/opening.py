@@ -13,6 +13,7 @@ from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.models.registry import NESTED
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import KEPT_LOGITS_SHARE
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.adapters.lora import adapters
 from slipstream.learner.trainer.checkpoints.starting_weights import (
@@ -246,9 +247,9 @@ def _note_reads(source: Megatron, activity: Activity) -> None:
 
 
 def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
-    """Returns how many logits fit into the `debug.kept_logits_share` of GPU memory; 0 on a CPU."""
+    """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
     memory = torch.cuda.get_device_properties(ranks.device).total_memory
-    share = config.debug.kept_logits_share * (config.learner.gpu_memory_fraction or 1.0)
+    share = KEPT_LOGITS_SHARE * (config.learner.gpu_memory_fraction or 1.0)
     return int(share * memory) // dtype.itemsize

@@ -66,12 +66,12 @@ class StepCost:
         self._ranks = ranks
         self._sizes = model_sizes(read_model_table(config.model.path))
         self._epochs = config.algorithm.epochs
-        self._peak_tflops = config.debug.peak_tflops
-        if self._peak_tflops is None and ranks.device.type == "cuda":
+        self._peak_tflops: float | None = None
+        if ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
             self._peak_tflops = peak_tflops(name)
             if self._peak_tflops is None:
-                logger.warning("no mfu: the peak of %s is not known, set debug.peak_tflops", name)
+                logger.warning("no mfu: the peak of %s is not known", name)
 
     def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
         """Returns the metrics of the step that trained `batch`; collective.
@@ -151,8 +151,8 @@ class ProfileWindow:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(
             activities=activities,
-            with_stack=self._section.with_stack,
-            profile_memory=self._section.memory,
+            with_stack=self._section.details,
+            profile_memory=self._section.details,
         )
         self._profiler.start()
 

@@ -67,7 +67,6 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         # A setting of another table.
         ("weights.stage_on_server", "unknown key 'weights.stage_on_server'; did you mean 'debug."),
-        ("learner.peak_tflops", "unknown key 'learner.peak_tflops'; did you mean 'debug.peak_"),
         ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
     ],
 )

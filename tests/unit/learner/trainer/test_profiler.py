@@ -30,6 +30,15 @@ def test_other_ranks_and_runs_without_a_window_write_nothing(tmp_path: Path):
     assert not (tmp_path / "profile").exists()
 
 
+def test_details_are_memory_and_places_in_the_source(tmp_path: Path):
+    section = ProfileSection(start_step=1, details=True)
+    run_steps(ProfileWindow(section, tmp_path, rank=0), range(1, 2))
+    (file,) = tmp_path.iterdir()
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert "[memory]" in names
+    assert any("test_profiler.py" in name for name in names)
+
+
 def test_a_run_that_ends_within_the_window_keeps_its_trace(tmp_path: Path):
     section = ProfileSection(start_step=1, num_steps=5, ranks=(3,))
     window = ProfileWindow(section, tmp_path, rank=3)
