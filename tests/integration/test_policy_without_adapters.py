@@ -45,7 +45,6 @@ def test_a_pass_without_adapters_counts_in_no_step(found: dict[str, dict]) -> No
         {"lora": {"rank": 0}},
         {"reference": {"path": "models/other"}},
         {"reference": {"refresh_every_steps": 2}},
-        {"reference": {"dtype": "bfloat16"}},
     ],
 )
 def test_a_reference_that_differs_is_a_model_of_its_own(changes: dict, folder: Path) -> None:

@@ -27,6 +27,8 @@ from slipstream.core.types import ReferenceLogprobs, check_reference
 if TYPE_CHECKING:
     pass
 
+# Calls after the first one.
+_MAX_RETRIES = 5
 # Largest answer: bytes for one log-probability with its token, and for all the rest.
 _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
 
@@ -68,7 +70,13 @@ class ReferenceServer:
     """
 
     def __init__(
-        self, settings: ReferenceServerSection, *, top_k: int, vocab_size: int, max_tokens: int
+        self,
+        settings: ReferenceServerSection,
+        *,
+        top_k: int,
+        vocab_size: int,
+        max_tokens: int,
+        max_retries: int = _MAX_RETRIES,
     ) -> None:
         """Opens the client; calls will ask for the `top_k` most probable tokens at each position.
 
@@ -79,7 +87,7 @@ class ReferenceServer:
             settings.base_url,
             api_key=key_in(settings.api_key_file, "reference.server.api_key_file"),
             timeout_s=settings.timeout_s,
-            max_retries=settings.max_retries,
+            max_retries=max_retries,
             most_bytes=_OTHER_BYTES + _BYTES_PER_LOGPROB * (top_k + 1) * max_tokens,
         )
         self._settings = settings
@@ -164,11 +172,12 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
 
     Raises a ConfigError that says what the server lacks.
     """
-    quick = settings.model_copy(update={"max_retries": 1})
     assert config.reference is not None
     top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
     max_tokens = config.sampling.max_episode_tokens
-    server = ReferenceServer(quick, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens)
+    server = ReferenceServer(
+        settings, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens, max_retries=1
+    )
     try:
         tokenizer = _tokenizer(config)
         with faults_as(ConfigError, f"reference.server: {server.name}"):

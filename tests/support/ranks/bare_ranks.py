@@ -53,7 +53,7 @@ def run_rank(folder: Path, job: str) -> None:
     found = {}
     if roles.reference is not None:
         # A table of its own makes the reference another model.
-        other = config.model_copy(update={"reference": ReferenceSection(dtype="float32")})
+        other = config.model_copy(update={"reference": ReferenceSection(path=config.model.path)})
         settings = reference_config(other)
         assert settings is not None
         found["bare"] = PolicyWithoutAdapters(policy, config).logprobs(second)

@@ -49,8 +49,12 @@ def scored(tokens: list[int], sampled: list[int]) -> ScoredSequence:
     return ScoredSequence(tokens, np.array(sampled, dtype=np.bool_))
 
 
-async def ask(settings: ReferenceServerSection, *sequences: ScoredSequence, top_k: int = 3) -> Any:
-    server = ReferenceServer(settings, top_k=top_k, vocab_size=VOCAB, max_tokens=64)
+async def ask(
+    settings: ReferenceServerSection, *sequences: ScoredSequence, top_k: int = 3, retries: int = 5
+) -> Any:
+    server = ReferenceServer(
+        settings, top_k=top_k, vocab_size=VOCAB, max_tokens=64, max_retries=retries
+    )
     try:
         return await server.logprobs(sequences)
     finally:
@@ -86,17 +90,17 @@ async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoin
 async def test_a_call_is_repeated_and_then_given_up(endpoint) -> None:
     busy = (503, {"error": {"message": "no engine"}})
     endpoint.answers = [busy, busy]
-    await ask(section(endpoint, max_retries=2), scored([1, 4], [0, 1]))
+    await ask(section(endpoint), scored([1, 4], [0, 1]), retries=2)
     assert len(endpoint.asked) == 3
     endpoint.answers = [busy, busy]
     with pytest.raises(ReferenceFailed, match="the reference model teacher at http.*no engine"):
-        await ask(section(endpoint, max_retries=1), scored([1, 4], [0, 1]))
+        await ask(section(endpoint), scored([1, 4], [0, 1]), retries=1)
 
 
 async def test_an_answer_that_is_too_long_is_not_read_to_its_end(endpoint) -> None:
     endpoint.answers = [(200, {"choices": [], "more": "x" * (2 << 20)})]
     with pytest.raises(ReferenceFailed, match="its answer has more than 1114112 bytes"):
-        await ask(section(endpoint, max_retries=0), scored([1, 4], [0, 1]))
+        await ask(section(endpoint), scored([1, 4], [0, 1]), retries=0)
 
 
 async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:

@@ -42,11 +42,7 @@ def reference_config(config: Config) -> Config | None:
     section = config.reference or ReferenceSection()
     if section.server is not None:
         return None
-    changed = _in_place_of_policy(config, section)
-    if section.dtype is None:
-        return changed
-    model = changed.model.model_copy(update={"dtype": section.dtype})
-    return changed.model_copy(update={"model": model})
+    return _in_place_of_policy(config, section)
 
 
 def critic_config(config: Config) -> Config | None:

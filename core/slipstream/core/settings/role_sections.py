@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
-from slipstream.core.settings.section import ElementType, Positive, Seconds, Section
+from slipstream.core.settings.section import Positive, Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.core.types import MAX_TOP_K
 
@@ -31,10 +31,9 @@ class ReferenceServerSection(Section):
     api_key_file: Path | None = None
     # Open calls of one rollout server.
     max_open: Positive = 16
-    # Limit of one call. Another follows, also after 408, 409, 429, 5xx and broken connections.
+    # Limit of one call. Beyond it, and after 408, 409, 429, 5xx or a broken connection, the call is
+    # repeated, five times at most. Then the episode fails.
     timeout_s: Seconds = 120.0
-    # Calls after the first, before the episode fails.
-    max_retries: int = Field(5, ge=0)
 
 
 class ReferenceSection(Section):
@@ -47,8 +46,6 @@ class ReferenceSection(Section):
 
     # Hugging Face folder, by default `model.path`.
     path: Path | None = None
-    # Element type, by default `model.dtype`.
-    dtype: ElementType | None = None
     # Take the policy's weights after every n-th step. 0 means never.
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.

@@ -64,14 +64,13 @@ def test_a_penalty_brings_the_default_reference_the_start_folder_in_the_policys_
     assert settings.learner == config.learner
 
 
-def test_a_reference_has_its_own_folder_type_and_layout() -> None:
+def test_a_reference_has_its_own_folder_and_layout() -> None:
     learner: Table = {"world_size": 2, "parallel": {"tp": 2}, "transformer": {"a": 1}}
-    reference: Table = {"path": "old", "dtype": "bfloat16", "parallel": {"pp": 2}}
+    reference: Table = {"path": "old", "parallel": {"pp": 2}}
     config = config_with(KL, learner=learner, reference=reference)
     settings = reference_config(config)
     assert settings is not None
     assert settings.model.path == Path("old")
-    assert settings.model.dtype == "bfloat16"
     assert (settings.learner.parallel.pp, settings.learner.parallel.tp) == (2, 1)
     assert settings.learner.transformer == {"a": 1}
     assert config.model.path == Path("model")
