@@ -89,7 +89,6 @@ def config_of(folder: Path, layout: str, length: int):
             "world_size": world_size,
             "parallel": parallel,
             "micro_batch_tokens": length // world_size,
-            "recompute": "auto",
             "weight_decay": 0.0,
             "adam_eps": ADAM_EPS,
             "grad_clip": 0.0,

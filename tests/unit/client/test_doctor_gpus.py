@@ -317,16 +317,15 @@ def test_a_micro_batch_that_will_not_fit_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:2])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def told(tokens: int, recompute: str = "auto") -> Finding:
+    def told(tokens: int) -> Finding:
         model = {"path": "model", "dtype": "bfloat16"}
-        learner = {"micro_batch_tokens": tokens, "recompute": recompute}
-        config = config_of(model=model, learner=learner)
+        config = config_of(model=model, learner={"micro_batch_tokens": tokens})
         return {each.area: each for each in check_fit(config, GPUS[:2])}["GPU memory"]
 
-    few, many, kept = told(16384), told(131_072), told(131_072, "off")
+    few, many, most = told(16384), told(131_072), told(2_097_152)
     assert few.verdict is Verdict.OK
     assert few.seen.endswith("rank, without about 29.7 GiB for the tokens of a micro batch")
     assert many.verdict is Verdict.OK
     assert many.seen.endswith("micro batch, of which recomputed layers leave 28.1 GiB or more")
-    assert kept.verdict is Verdict.ADVICE
-    assert "learner.micro_batch_tokens" in kept.remedy
+    assert most.verdict is Verdict.ADVICE
+    assert "learner.micro_batch_tokens" in most.remedy

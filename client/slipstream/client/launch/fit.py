@@ -356,7 +356,7 @@ def _memory(
         logits = min(needs.kept.logits, 1.5 * KEPT_LOGITS_SHARE * min(known))
         more = needs.kept.layers + logits
         seen += f", without about {more / GIB:.1f} GiB for the tokens of a micro batch"
-        if needs.rank_bytes + more > room and config.learner.plans_recompute:
+        if needs.rank_bytes + more > room:
             more = needs.kept.recomputed + logits
             seen += f", of which recomputed layers leave {more / GIB:.1f} GiB or more"
     if needs.rank_bytes > room:

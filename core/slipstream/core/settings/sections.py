@@ -362,10 +362,6 @@ class LearnerSection(Section):
     devices: tuple[int | str, ...] | None = None
     # Largest share of a GPU's memory that torch may hold in a rank.
     gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
-    # Whether the backward pass computes activations again: of as many layers as GPU memory needs
-    # (`auto`), or of none (`off`). `recompute_granularity` or `cpu_offloading` in `transformer`
-    # decides instead. A Qwen3-VL keeps all activations.
-    recompute: Literal["off", "auto"] = "auto"
     # CPU threads of each rank. 0 means all.
     threads: int = Field(1, ge=0)
     # Decoupled weight decay. Norms and biases have none.
@@ -401,7 +397,7 @@ class LearnerSection(Section):
     def plans_recompute(self) -> bool:
         """Whether the trainer, and not the user, chooses the activations that are recomputed."""
         by_hand = ("recompute_granularity", "cpu_offloading")
-        return self.recompute == "auto" and not any(map(self.transformer.get, by_hand))
+        return not any(map(self.transformer.get, by_hand))
 
 
 Quantization = Literal["off", "fp8_per_channel"]

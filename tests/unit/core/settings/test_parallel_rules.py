@@ -249,7 +249,6 @@ def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
     ("learner", "expected"),
     [
         ({}, True),
-        ({"recompute": "off"}, False),
         ({"transformer": {"recompute_granularity": "selective"}}, False),
         ({"transformer": {"cpu_offloading": True}}, False),
         ({"transformer": {"cpu_offloading": False}}, True),

@@ -102,7 +102,7 @@ class TrainedModel(ParallelModel):
     rounding: Rounding
     # The scaler of the loss in float16; None for other types.
     scaler: Megatron = None
-    # The plan of `learner.recompute = "auto"`; None if `learner.transformer` decides.
+    # The plan of how many layers recompute; None on a CPU, or if `learner.transformer` decides.
     recompute: Recompute | None = None
 
     def zero_grad(self) -> None:
