@@ -42,29 +42,32 @@ class ParallelModel:
     attention_length: float
     # A micro batch with at most this many logits keeps them for the backward pass.
     kept_logits: int
-    # Element type of the logits; None for that of the parameters.
+    # Element type of the logits; None if it is the type of the parameters.
     logits_dtype: torch.dtype | None
     memory: HostMemory
-    # None if shared prefixes of sequences are computed for each sequence.
+    # None if a shared prefix is computed again for each sequence.
     sharing: PrefixSharing | None
     # None if the model sees no images.
     vision: Vision | None
 
     @property
     def sequence_multiple(self) -> int:
-        """A sequence is padded to a multiple of this: a context parallel rank holds two chunks."""
+        """Number of tokens to a multiple of which each sequence is padded.
+
+        A context parallel rank holds two chunks of each sequence, all of equal length.
+        """
         return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
 
     @property
     def token_multiple(self) -> int:
-        """The number of tokens of a micro batch is a multiple of this."""
+        """Number that must divide the number of tokens of each micro batch."""
         shards = self.parallel.tp if self.parallel.sequence_parallel else 1
         aligned = token_alignment(self.chunks[0].config) * shards * self.parallel.cp
         return math.lcm(self.sequence_multiple * shards, aligned)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro batches is a multiple of this, `pp` for an interleaved schedule."""
+        """Number that must divide a rank's number of micro batches, `pp` if interleaved, else 1."""
         return self.parallel.pp if self.parallel.vpp else 1
 
     @property
@@ -84,13 +87,13 @@ class ParallelModel:
         return getattr(self.chunks[0].config, "agreement", "close") == "bits"
 
     def count_not_finite(self) -> int:
-        """Number of this rank's parameters that are infinite or NaN."""
+        """Returns the number of this rank's parameter values that are infinite or NaN."""
         with self.memory.resident(Part.PARAMETERS):
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
 
     def gather_parameters(self) -> None:
-        """Completes a deferred all-gather of the parameters; a frozen model never defers one."""
+        """Completes a deferred all-gather of the parameters; does nothing for a frozen model."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class TrainedModel(ParallelModel):
     """A model with gradients and an optimizer."""
 
     optimizer: Megatron
-    # Makes weights of the optimizer's masters.
+    # Makes the weights from the optimizer's float32 masters.
     rounding: Rounding
     # The scaler of the loss in float16; None for other types.
     scaler: Megatron = None
@@ -242,7 +245,7 @@ def token_alignment(settings: Megatron) -> int:
     """Returns a number that must divide a rank's number of tokens; above 1 only for fp8.
 
     Tensor cores take 8-bit operands in blocks of 16 numbers; in mxfp8, 32 numbers share a scale.
-    `settings` are the model's.
+    `settings` are Megatron's settings of the model.
     """
     if not settings.fp8:
         return 1
@@ -252,9 +255,9 @@ def token_alignment(settings: Megatron) -> int:
 def shared_scaler(optimizer: Megatron) -> Megatron:
     """Makes all parts of an optimizer share the first part's loss scaler, and returns this scaler.
 
-    Megatron gives each part its own scaler, but scales the loss only by the first one's: after an
-    overflow in one part the others would divide by a wrong scale. Returns None if the scale is
-    constant, or there is none.
+    Megatron gives each part its own scaler, but scales the loss only by the scale of the first:
+    after an overflow in one part the others would divide by a wrong scale. Returns None if the
+    scale is constant, or the loss is not scaled.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 

@@ -20,9 +20,9 @@ from torch import Tensor
 class _Waiting:
     """The values of an adapter that is not in the model."""
 
-    # Its parameters and master weights.
+    # The adapter's parameters and master weights.
     values: list[Tensor]
-    # The torch optimizers' moments, and what each of their groups counts.
+    # The torch optimizers' moments, and the update count of each of their parameter groups.
     moments: list[dict[Tensor, Any]]
     counts: list[Any]
     # The state of the loss's scaler; None if there is none.
@@ -32,8 +32,8 @@ class _Waiting:
 class NamedAdapters:
     """The adapters of a model, which all have the same shapes; the first one is in the model.
 
-    `with adapters.active("math"): ...` replaces it by another adapter. Every adapter starts with
-    the same values. Without names there is one adapter, named "", or none.
+    `with adapters.active("math"): ...` replaces the first adapter by another. Every adapter starts
+    with the same values. Without names there is one adapter, named "", or none.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class NamedAdapters:
         gather: Callable[[], None],
         memory: HostMemory,
     ) -> None:
-        """Makes every adapter a copy of the one in the model; collective for several names.
+        """Makes every adapter a copy of the adapter in the model; collective for several names.
 
-        `scaler` is that of `TrainedModel`. `gather` completes the parameters of `chunks`, which
-        `optimizer` updates. `memory` may move parameters and optimizer state of the active adapter
-        to the host; those of the other adapters are not moved.
+        `scaler` is the loss scaler of `TrainedModel`. `gather` completes the parameters of
+        `chunks`, which `optimizer` updates. `memory` may move parameters and optimizer state of the
+        active adapter to the host; it does not move the other adapters' tensors.
         """
         self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
@@ -76,8 +76,8 @@ class NamedAdapters:
     def active(self, name: str) -> Iterator[None]:
         """Activates adapter `name` and its optimizer state in the model inside the context.
 
-        Collective: before a change of adapter, parameters are gathered whose all-gather was
-        deferred.
+        Collective, because a deferred all-gather of the parameters is completed before a change of
+        adapter.
         """
         before = self._active
         self._exchange(name)

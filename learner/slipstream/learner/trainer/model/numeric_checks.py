@@ -2,8 +2,8 @@
 
 Kernels differ by GPU, by library and by head size, and some are wrong: for heads of 256 dimensions
 on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and sometimes NaN. A run would
-train with them. So each kind of attention in a model is computed once more with plain operations in
-float64, over a few short packed sequences. In a model that shares prefixes each kind is also
+train with these gradients. So each kind of attention in a model is compared with plain operations
+in float64, over a few short packed sequences. In a model that shares prefixes each kind is also
 checked over sequences with shared prefixes, as such calls may use another kernel.
 
 float16 ends at 65504, bfloat16 at 3e38. Some models have larger hidden states than float16 holds:
@@ -40,13 +40,13 @@ from torch.utils._pytree import tree_leaves
 MOST_ERROR = 0.03
 # Lengths in units of `2 * cp` tokens: one token, whole blocks of kernels, and others.
 _LENGTHS = (1, 32, 19, 96, 7)
-# The sequence whose keys come before each one's own, where prefixes are shared.
+# For each sequence the index of the sequence that it continues, where prefixes are shared.
 _BEFORE = (None, None, 0, 2, 2)
-# About what all scores of the second sequence are; kernels have made NaN of that. Its gradients are
-# too badly conditioned to be compared.
+# About the value of all scores of the second sequence; some kernels have made NaN of such scores.
+# The gradients of this sequence are too badly conditioned to be compared.
 _LOW_SCORE = -120.0
 _SEED = 20
-# The queries of a sequence, and the places of the keys that they see.
+# The queries of a sequence, and the indices of the keys that they see.
 Path = tuple[range, list[int]]
 _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
 
@@ -71,7 +71,7 @@ class Kind:
 
 
 def check_attention(model: ParallelModel) -> None:
-    """Raises ConfigError if an attention layer on this rank computes wrong gradients.
+    """Raises ConfigError if an attention layer on this rank computes wrong outputs or gradients.
 
     Collective over context parallel ranks; the model does not change.
     """
@@ -140,7 +140,7 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
             named["packed_seq_params"] = _packed(bounds, ranks.cp_size, ranks.device)
         # Hooks of data parallelism run in `__call__`: they would gather the sinks.
         output = attention.core_attention.forward(*arguments, **named)
-        # The parameters, whose gradients the training collects, get none.
+        # Parameters get no gradients here: training would collect them.
         found = torch.autograd.grad(output, own, gradient[places].view_as(output))
         sinks = attention.core_attention.softmax_offset if kind.has_sinks else None
         expected = _plain(kind, (query, key, value, gradient), paths, sinks)
@@ -198,7 +198,7 @@ def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
 def _shared(
     own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call of attention over sequences that share prefixes by `paths`.
+    """Returns the arguments of an attention call over sequences that share prefixes as in `paths`.
 
     `own` has queries, keys and values; `named` has the call's other arguments.
     """
@@ -333,6 +333,6 @@ def _note(largest: dict[str, Tensor], name: str, tensors: Iterable[object]) -> N
     """Sets `largest[name]` to the largest magnitude so far in float16 `tensors`, inf for NaN."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
-            # The device is not waited for.
+            # This does not wait for the device.
             now = tensor.detach().abs().amax().float().nan_to_num(torch.inf, torch.inf)
             largest[name] = torch.maximum(now, largest.get(name, now))

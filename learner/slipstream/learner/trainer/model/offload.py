@@ -1,4 +1,4 @@
-"""Model and optimizer state, kept in host memory while no computation needs it.
+"""Keeps model and optimizer state in host memory while no computation needs this state.
 
 The storages of the tensors are moved: a storage is copied to the host and resized to 0, and later
 resized and filled again. Every view of the storage stays valid, and Megatron's flat buffers have
@@ -52,7 +52,7 @@ class HostMemory:
         self._away: dict[Part, _Away] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
-        """Sets for each part a function that returns its tensors, as tensors may be replaced."""
+        """Sets for each part a function that returns the part's tensors, which may be replaced."""
         self._tensors.update(tensors)
 
     def offloads(self, part: Part) -> bool:
@@ -63,8 +63,8 @@ class HostMemory:
     def resident(self, *parts: Part) -> Iterator[None]:
         """Keeps `parts` on the device inside the context; after their last use they are offloaded.
 
-        A part that `own` has not set is ignored. After an exception every part stays on the device,
-        except after UntrainableBatch: training goes on with another batch.
+        A part that `own` has not set is ignored. UntrainableBatch counts as a normal end, because
+        training goes on with another batch. After any other exception the parts stay on the device.
         """
         for part in parts:
             self._users[part] += 1

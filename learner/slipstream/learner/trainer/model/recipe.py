@@ -44,8 +44,8 @@ _DEFAULTS_OF_TRANSFORMER_ENGINE = (
 )
 _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
 # Scales of the loss in float16. Gradients are sums over the tokens of a micro batch until they are
-# float32, so that the right scale may be below 1. The same scale once more, which is Megatron's
-# hysteresis, would overflow again: the pass is repeated with the same batch.
+# float32, so that the right scale may be below 1. An overflowing pass is repeated with the same
+# batch: with Megatron's default hysteresis it would keep the scale and overflow again.
 _LOSS_SCALES = {"initial_loss_scale": 2.0**16, "min_loss_scale": 2.0**-16, "hysteresis": 1}
 # Ways of exchanging keys and values between context parallel ranks; None stands for p2p.
 _KINDS_FOR_PACKED = (None, "p2p", "a2a")
@@ -56,7 +56,7 @@ _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
 def provider_of(
     bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
 ) -> Megatron:
-    """Returns Bridge's model provider with all settings.
+    """Returns Megatron-Bridge's model provider with all settings.
 
     Raises ConfigError if Megatron rejects a setting.
     """
@@ -125,8 +125,8 @@ def provider_of(
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
         # Megatron's experts with biases refuse it.
         values["bias_dropout_fusion"] = not provider.add_bias_linear
-        # Megatron's fused positions of latent attention are those of YaRN only.
-        # They are those of text only, too: positions of images have three axes.
+        # Megatron's fused rotary embedding supports only YaRN in latent attention, and only
+        # positions of text: positions of images have three axes.
         has_axes = has_positions and "mrope_section" in hf_config.rope_parameters
         is_plain = has_positions and not has_axes
         values["apply_rope_fusion"] = is_plain and not provider.multi_latent_attention
@@ -394,9 +394,9 @@ def passed_through(
 ) -> dict[str, object]:
     """Returns the values of `settings` for the dataclass (or instance) `target`.
 
-    Raises ConfigError for an unknown key, with the most similar names. Raises it too for a key that
-    the trainer sets itself, and for a value of another type than the field's. For fields of torch's
-    element types and of enums, names are converted to the objects that they name.
+    Raises ConfigError for an unknown key (with the most similar names), for a key that the trainer
+    sets itself, and for a value of another type than the field's. Names of torch's element types
+    and of members of enums are converted to these objects.
     """
     hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
     fields = [field.name for field in dataclasses.fields(target) if field.init]
@@ -431,7 +431,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
                 f"{where} must be one of {', '.join(hint.__members__)}, got {value!r}"
             )
         return hint[str(value)]
-    # The name does not tell: moe_router_dtype, for example, is a string.
+    # The field's name does not tell its type: moe_router_dtype, for example, is a string.
     if "torch.dtype" in str(hint):
         found = vars(torch).get(value) if isinstance(value, str) else None
         if not isinstance(found, torch.dtype):
@@ -449,7 +449,7 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
 
 @contextlib.contextmanager
 def refusals_of(section: str) -> Iterator[None]:
-    """Replaces Megatron's errors about a value in `section` by a ConfigError of one line."""
+    """Turns Megatron's errors inside the context into a ConfigError of one line about `section`."""
     try:
         yield
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

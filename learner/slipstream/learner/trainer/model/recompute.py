@@ -1,10 +1,10 @@
 """Activation recomputation: how many layers recompute, planned by the memory of the GPU.
 
 In the first training pass one layer keeps its activations and all others recompute theirs, so that
-the pass fits wherever training fits at all. It measures the activation memory of each layer, of
-which the largest counts, and all other memory of the pass. From the second pass on, when the
-optimizer has its state, as many layers keep their activations as there is memory for. All ranks
-recompute equally many layers, because a recomputed layer may communicate.
+the pass fits wherever training fits at all. This pass measures the largest activation memory of a
+layer, and all other memory of the pass. From the second pass on, when the optimizer has its state,
+as many layers keep their activations as fit into memory. All ranks recompute equally many layers,
+because a recomputed layer may communicate.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 
 logger = logging.getLogger(__name__)
 
-# Share of the memory that stays free for what the allocator cannot use.
+# Share of the memory that is left free, because the allocator cannot use all memory.
 _MARGIN = 0.1
 
 
@@ -69,9 +69,9 @@ def recomputed_layers(
 ) -> int:
     """Returns how many of `layers` must recompute so that a pass fits into `free` bytes.
 
-    `tokens`: the limit of a micro batch. `in_flight`: the number of micro batches whose activations
-    a pipeline stage holds at one time. `measured.rest` already includes the activations of one
-    layer.
+    `tokens` is the limit of a micro batch, `in_flight` the number of micro batches whose
+    activations a pipeline stage holds at one time. `measured.rest` already includes the activations
+    of one layer.
     """
     of_layer = measured.layer * tokens * in_flight
     left = free - measured.rest * tokens
@@ -82,7 +82,7 @@ def recomputed_layers(
 
 
 class Recompute:
-    """The recomputation plan of one model, measured in the first pass, made before the second."""
+    """The recomputation plan of one model: measured in the first pass, made before the second."""
 
     def __init__(
         self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
@@ -108,7 +108,8 @@ class Recompute:
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
         """Returns the context of a training pass over micro batches of `sizes` tokens; collective.
 
-        It measures the first pass and, before the second, decides how many layers recompute.
+        The context measures the first pass and, before the second pass, decides how many layers
+        recompute.
         """
         if not self._is_planned and self.measured is not None:
             self._decide(self.measured, ranks)
@@ -201,5 +202,5 @@ def in_flight(parallel: ParallelSection, stage: int) -> int:
     behind = parallel.pp - 1 - stage
     if parallel.vpp is None:
         return behind + 1
-    # Megatron's interleaved schedule begins with so many forward passes of chunks.
+    # Megatron's interleaved schedule begins with this many forward passes of chunks.
     return 2 * behind + (parallel.vpp - 1) * parallel.pp + 1

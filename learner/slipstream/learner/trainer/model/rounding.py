@@ -17,14 +17,14 @@ _LOW = 0xFFFF
 def stochastic_bfloat16(masters: Tensor, *, seed: int) -> Tensor:
     """Rounds float32 `masters` stochastically to bfloat16: the nearer value is the more likely.
 
-    The choice is a function of the master's bits and `seed` alone: every layout, a replay and a
-    resume choose alike, and a weight whose master did not change does not change either. Makes an
-    int32 copy of `masters`.
+    The choice depends only on the master's bits and `seed`. So it is the same in every layout, in a
+    replay and after a resume, and a weight whose master did not change does not change either.
+    Makes an int32 copy of `masters`.
     """
     bits = masters.contiguous().view(torch.int32)
     mixed = bits ^ (seed & 0x7FFFFFFF)
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        # torch shifts signs in; a hash takes zeros.
+        # torch shifts the sign bit in, the hash needs zeros.
         mixed ^= (mixed >> shift) & ((1 << (32 - shift)) - 1)
         if multiplier is not None:
             mixed *= multiplier
@@ -43,7 +43,7 @@ class Rounding:
         share = rounding.changed_share(ranks)         # since the last call
 
     Megatron's own copying is kept where there are no masters (float32), and with 8-bit weights or a
-    precision-aware optimizer, which keeps its masters elsewhere: the share is then None.
+    precision-aware optimizer, which keeps its masters elsewhere: then `changed_share` returns None.
     """
 
     def __init__(self, optimizer: Megatron, *, seed: int | None) -> None:

@@ -41,9 +41,9 @@ def forward_backward(
     """Accumulates the gradients of all micro batches, divided by the trained tokens of all ranks.
 
     Collective. Returns the loss of each micro batch, detached, on the last pipeline stage, and []
-    on the others. `temperature` applies to tokens that the policy sampled; tokens that an
-    environment gave have temperature 1. Set `entropy_gradient` if the loss itself depends on the
-    entropies.
+    on the other stages. `temperature` applies to tokens that the policy sampled; tokens that an
+    environment gave have temperature 1. Set `entropy_gradient` if the loss needs the gradient of
+    the entropies.
     """
 
     def finish(
@@ -142,7 +142,7 @@ def run_schedule(
     def forward_step(
         places: Iterator[int], chunk: Megatron
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
-        # Earlier micro batches are done, or wait in the short queue of the device.
+        # Earlier micro batches are done, or wait in the device's short queue.
         model.ranks.activity.note()
         place = next(places)
         micro_batch = placed[place]
@@ -230,13 +230,13 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities of `targets` and entropies, as `vocab_parallel_logprobs` does.
 
-    `rows`: positions of sampled tokens, then of tokens that an environment gave, which have
-    temperature 1. Other positions are 0.
+    `rows` has the positions of sampled tokens, and of tokens that an environment gave, which have
+    temperature 1. The results are 0 at other positions.
     """
     sampled, given = rows
     if not len(given):
         return vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
-    # Both calls keep their logits, or none does.
+    # Either both calls keep their logits or neither does.
     if (len(sampled) + len(given)) * len(weight) > projection.kept_logits:
         projection = dataclasses.replace(projection, kept_logits=0)
     plain = dataclasses.replace(projection, temperature=1.0)
@@ -252,8 +252,8 @@ def _trained_rows(
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns (sampled, given) for each micro batch: the rows of its trained tokens, on the device.
 
-    The rows are found on the host, as `nonzero` on a GPU would wait for the GPU. Given tokens are
-    the environment's. At temperature 1 all tokens count as sampled.
+    The host computes the rows, as `nonzero` on a GPU would wait for the GPU. An environment gave
+    the given tokens. At temperature 1 all tokens count as sampled.
     """
     found = []
     for micro_batch in micro_batches:
