@@ -1,8 +1,8 @@
-"""The bounds of every field, as the .proto files state them, checked on messages that arrive.
+"""Checks messages that arrive against the bounds that the .proto files state.
 
-A bound is the option `(bound)` of a field, a size `(max_message_bytes)` of a message; both are
-described in slipstream/v1/bounds.proto. They are the same for every run. Limits that depend on a
-run's settings are checked where a message is used.
+The option `(bound)` limits the values of a field, `(max_message_bytes)` the size of a message; both
+are described in slipstream/v1/bounds.proto. The bounds are the same for every run. Limits that
+depend on a run's settings are checked where a message is used.
 """
 
 import functools
@@ -17,10 +17,10 @@ from slipstream.core.errors import ProtocolError
 from slipstream.v1 import bounds_pb2
 
 M = TypeVar("M", bound=Message)
-# Looks at every value of one field; raises _OutOfBounds.
+# Function that checks every value of one field, and raises _OutOfBounds.
 _Check = Callable[[Any], None]
 
-# What a text must not contain, and the rule in words.
+# The characters that a text must not contain, and the rule in words.
 _ALPHABETS = {
     bounds_pb2.Bound.NAME: (re.compile(r"[^A-Za-z0-9._:/+-]"), "ASCII letters, digits and ._:/+-"),
     bounds_pb2.Bound.LINE: (
@@ -39,7 +39,7 @@ _REALS = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 
 class _OutOfBounds(Exception):
-    """A value breaks `rule`; each caller prepends its part of `path` while the error propagates."""
+    """Raised if a value breaks `rule`; each caller prepends its part of the field's `path`."""
 
     def __init__(self, rule: str) -> None:
         super().__init__(rule)
@@ -48,7 +48,7 @@ class _OutOfBounds(Exception):
 
 
 def check_bounds(message: Message) -> None:
-    """Raises ProtocolError, with the field, its value and the rule, for a field out of its bound.
+    """Raises ProtocolError if a field is out of its bound; the text has field, value and rule.
 
     The number of elements of a list or map is checked before the elements.
     """
@@ -91,7 +91,7 @@ def _stated_size(descriptor: Descriptor) -> int:
 
 
 def bound_of(field: FieldDescriptor) -> bounds_pb2.Bound | None:
-    """The bound that a field states, or None when it states none."""
+    """Returns the bound that a field states, or None if it states none."""
     # The generated stubs do not know the type of an extension.
     options: Any = field.GetOptions()
     if not options.HasExtension(bounds_pb2.bound):
@@ -177,9 +177,9 @@ def _whole_list_check(
 
 
 def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
-    """Returns the largest allowed value of each number in a message type, by its dotted path.
+    """Returns the largest allowed value of each number in a message type, by dotted path.
 
-    The result is empty unless the message and those nested in it hold unsigned numbers only,
+    The result is empty unless the message and its nested messages have only unsigned numbers
     without lower bounds.
     """
     found: dict[str, int] = {}
@@ -197,7 +197,7 @@ def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
 
 def _counts_check(counts: Mapping[str, int]) -> Callable[[Sequence[Any]], bool]:
     most = tuple(counts.values())
-    # One path has no tuple of values.
+    # `attrgetter` returns a tuple only for several paths.
     values_of = operator.attrgetter(*counts, next(iter(counts)))
     return lambda values: all(all(map(operator.le, values_of(each), most)) for each in values)
 
@@ -281,11 +281,14 @@ def _count(size: int, most: int) -> None:
 
 
 def one_line(text: str, most: int) -> str:
-    """The text with escapes for control characters and line ends, cut after `most` characters."""
+    """Returns the text cut after `most` characters, with control characters and line ends escaped.
+
+    "..." marks a cut.
+    """
     cut = text if len(text) <= most else f"{text[:most]}..."
     return _ALPHABETS[bounds_pb2.Bound.LINE][0].sub(lambda found: repr(found[0])[1:-1], cut)
 
 
 def shown(text: str, most: int = 100) -> str:
-    """The text in quotes on one line, cut after `most` characters: fit for a log."""
+    """Returns the text for a log: quoted, on one line, cut after `most` characters."""
     return repr(text if len(text) <= most else f"{text[:most]}...")

@@ -1,7 +1,7 @@
-"""The record of a worker's current calls, in memory that outlives the worker.
+"""The record of a worker's current calls, in a file in memory that outlives the worker.
 
-A worker writes the record whenever a call begins or ends. The rollout server, which made the
-memory, reads it after the worker was lost, to learn which calls the worker was answering.
+A worker writes the record whenever a call begins or ends. The rollout server, which created the
+file, reads it after the worker was lost, to learn which calls the worker was answering.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class CallRecord:
     place: str = ""
 
     def write(self, descriptor: int) -> None:
-        """Replaces the record in one write."""
+        """Replaces the record in the file `descriptor`, in one write."""
         text = json.dumps([self.running, self.current, self.place])
         os.pwrite(descriptor, f"{text}\n".encode(), 0)
 
     @classmethod
     def read(cls, descriptor: int) -> CallRecord:
-        """Reads the record; it is empty before the first write, and if the file holds no record.
+        """Returns the record in the file `descriptor`.
 
-        Code of the environment can write to the file too.
+        The result is empty before the first write, and if the file has other contents: code of the
+        environment can write to the file too.
         """
         line = os.pread(descriptor, _MAX_BYTES, 0).partition(b"\n")[0]
         try:

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: how one is marked complete, and which of them are kept.
+"""The folders of a run's checkpoints: writing, checking and removing them.
 
 `RUN/checkpoints/step-000012` holds the weights of version 12 with everything that the next step
 needs. It appears by a rename when it is complete, and never changes; `manifest.json` is its last
@@ -24,7 +24,7 @@ PARTIAL_SUFFIX = ".partial"
 _NAME_FORM = re.compile(r"step-(\d{6,})")
 DIGEST_BYTES = 16
 _READ_BYTES = 8 << 20
-# Characters of what is wrong with a manifest.
+# Most characters of the cause in an error about a manifest.
 MAX_CAUSE = 200
 
 
@@ -96,7 +96,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def passed_over(folder: Path) -> list[Path]:
-    """Returns the incomplete checkpoints that are newer than the newest complete one, ascending."""
+    """Returns the incomplete checkpoints newer than the newest complete checkpoint, ascending."""
     newest = max(complete_steps(folder), default=-1)
     return [path for step, path in sorted(_candidates(folder)) if step > newest]
 
@@ -140,9 +140,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_newest(folder: Path) -> None:
-    """Raises CheckpointError when the newest checkpoint has a manifest that cannot be read.
+    """Raises CheckpointError if the newest complete checkpoint fails `read_manifest`.
 
-    Also raises it if `folder` exists and is not a folder.
+    Also raises CheckpointError if `folder` exists and is not a folder.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise CheckpointError(
@@ -213,7 +213,7 @@ def publish_folder(partial: Path) -> Path:
         sync_folder(folder)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
     if os.path.lexists(path):
-        # What is left of that version: a resume passed it over.
+        # It is an incomplete checkpoint of that version, which a resume passed over.
         rename_aside(path)
     partial.rename(path)
     sync_folder(path.parent)
@@ -221,10 +221,10 @@ def publish_folder(partial: Path) -> Path:
 
 
 def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """Returns the versions of `steps`, the complete checkpoints, that are to be removed.
+    """Returns the versions among the complete checkpoints `steps` that must be removed.
 
-    Kept are the `keep_last` newest, at least one, and versions divisible by `keep_every` if it is
-    not 0.
+    The `keep_last` newest versions, at least one, are kept, and versions divisible by `keep_every`
+    unless it is 0.
     """
     ordered = sorted(steps)
     old = ordered[: -max(1, keep_last)]
@@ -232,7 +232,7 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
 
 
 def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
-    """Publishes a folder, removes checkpoints that are no longer kept, and returns the new path.
+    """Publishes a folder, removes old checkpoints by `steps_to_remove`, and returns the new path.
 
     After a crash at any moment the newest published checkpoint is complete.
     """

@@ -64,7 +64,7 @@ def _check_images(trajectory: Trajectory) -> None:
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """Raises ProtocolError when the parts of a trajectory do not fit together."""
+    """Raises ProtocolError if the parts of a trajectory do not match, or a number is not finite."""
     name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
     if sum(trajectory.run_lengths) != len(trajectory.token_ids):
         raise ProtocolError(
@@ -115,7 +115,7 @@ def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
 
 
 def version_from_pb(message: pb.PolicyVersion) -> PolicyVersion:
-    """Returns the policy version of a wire form."""
+    """Returns the policy version that `message` encodes."""
     return PolicyVersion(message.incarnation, message.step)
 
 
@@ -182,7 +182,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
 
 
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
-    """Returns the trajectory of a wire form.
+    """Returns the trajectory that `message` encodes.
 
     Raises ProtocolError for a wrong checksum, unknown enum values, or parts that do not match.
     """
@@ -251,7 +251,7 @@ def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
 
 
 def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
-    """Returns the experts of a wire form, or None if it has none.
+    """Returns the recorded experts of a trajectory's wire form, or None if it has none.
 
     Raises ProtocolError like `unpack_experts`.
     """
@@ -280,7 +280,7 @@ def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs
 
 
 def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
-    """Returns the reference model's log-probabilities of a wire form, or None if it has none.
+    """Returns the reference's log-probabilities of a trajectory's wire form, or None without them.
 
     Raises ProtocolError if the arrays' sizes do not fit the sampled tokens and `top_k`.
     """
@@ -303,7 +303,7 @@ def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Returns the bytes that a queue carries. Raises ProtocolError above 32 MiB."""
+    """Returns a trajectory's bytes for a queue. Raises ProtocolError if they exceed 32 MiB."""
     data = trajectory_to_pb(trajectory).SerializeToString()
     if len(data) > MAX_TRAJECTORY_BYTES:
         raise ProtocolError(

@@ -31,13 +31,13 @@ class Reason(Enum):
     TOO_SMALL = "TOO_SMALL"
     # The controller was started again and does not know the trainer, which must register again.
     NOT_REGISTERED = "NOT_REGISTERED"
-    # Another trainer, or server of that name, has the place; it is free when that one has ended.
+    # Another trainer, or another server of the same name, has the place until it ends.
     PLACE_TAKEN = "PLACE_TAKEN"
     # The token is missing or wrong.
     WRONG_TOKEN = "WRONG_TOKEN"
-    # The token is that of a role to which the method is closed.
+    # The token belongs to a role that must not call the method.
     NOT_OF_THE_ROLE = "NOT_OF_THE_ROLE"
-    # The host makes more calls under its role than are carried out.
+    # The host makes more calls under its role than are allowed.
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
 
 
@@ -48,9 +48,9 @@ async def abort(
     reason: Reason,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Aborts the call with `code`, `text` (one line), `reason`, and its ErrorInfo's `metadata`.
+    """Aborts the call with `code`, `text` (one line), and an ErrorInfo of `reason` and `metadata`.
 
-    Raises AbortError, or CancelledError when the caller is gone.
+    Raises AbortError, or CancelledError if the caller has disconnected.
     """
     info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
     detail = any_pb2.Any()
@@ -66,7 +66,7 @@ async def abort(
 def error_info(
     trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
 ) -> error_details_pb2.ErrorInfo | None:
-    """Returns Slipstream's ErrorInfo in a failed call's trailing metadata, or None if missing."""
+    """Returns the ErrorInfo of `abort` in a failed call's trailing metadata, or None if missing."""
     for key, value in trailing_metadata or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue

@@ -38,7 +38,7 @@ ROOM = {
 }
 # Longer values are compared by their digests.
 LONGEST_VALUE = 1024
-# Clocks that differ by more date what happens in a run wrongly, and may refuse a certificate.
+# If clocks differ by more, events of a run have wrong times, and certificates may be refused.
 MAX_SKEW_S = 10.0
 
 
@@ -59,7 +59,7 @@ class Answer:
 
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
-    """Returns this host's setup without its clock; file `mark` in `run.dir` holds the run id."""
+    """Returns this host's setup without its clock; `mark` names a file in `run.dir` with the id."""
     values = flatten(config.model_dump(mode="json", exclude_none=True))
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
@@ -139,7 +139,7 @@ def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that are compared."""
+    """Returns the versions of Python and of the compared packages, without missing packages."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in (OURS, *RANKS_PACKAGES):
         try:
@@ -179,7 +179,7 @@ def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
             found |= flatten(value, f"{key}.")
         else:
             text = json.dumps(value, sort_keys=True)
-            # Arguments of an environment may hold what nobody else is to read.
+            # Arguments of an environment may contain secrets.
             is_hidden = len(text) > LONGEST_VALUE or ".args." in key
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             found[key] = f"sha256 {digest}" if is_hidden else text

@@ -40,15 +40,15 @@ Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 MAX_WAITING = 65_536
 # Seconds in which the collector must take a message.
 EXPORT_LIMIT_S = 5.0
-# Seconds in which it must take what is left at the end: a scheduler that stops a process kills it
-# soon, and a rollout server has an engine to close.
+# Seconds in which the collector must take the remaining spans at the end: a scheduler that stops a
+# process kills it soon, and a rollout server has an engine to close.
 CLOSE_LIMIT_S = 3.0
 
 log = logging.getLogger(__name__)
 
 
 class NamedIds(IdGenerator):
-    """Generates the ids that were last set as `trace` and `span`."""
+    """Generates the ids that were last assigned to its attributes `trace` and `span`."""
 
     trace = span = 1
 
@@ -96,9 +96,9 @@ class Traces:
     ) -> None:
         """Sends a finished span from `begin_s` to `end_s` (default: now), in Unix seconds.
 
-        `trace` is "group/ID", "step/N" or "publish/ID". `key` names the span within the trace, ""
-        its root span; `parent` is the parent's key. `links` names the traces to whose root spans
-        the span links. A nonempty `error` sets its status to ERROR.
+        `trace` is "group/ID", "step/N" or "publish/ID". `key` names the span within the trace, and
+        is "" for the root span; `parent` is the key of the parent span. `links` names the traces to
+        whose root spans this span links. A nonempty `error` sets this span's status to ERROR.
         """
         self._ids.trace, self._ids.span = self._trace_id(trace), self._span_id(trace, key)
         context = None

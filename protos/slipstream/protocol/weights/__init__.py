@@ -1,1 +1,1 @@
-"""The transport of weights: buckets, digests, communicators and shared memory."""
+"""The transfer of weights: buckets, digests, communicators and shared memory."""

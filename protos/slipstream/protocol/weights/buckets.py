@@ -21,7 +21,7 @@ LAST_BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the Hugging Face checkpoint, in the form in which it travels."""
+    """One tensor of the Hugging Face checkpoint, with the type and shape in which it is sent."""
 
     name: str
     dtype: str
@@ -93,7 +93,7 @@ def layout_to_pb(
     adapter_scale: float = 0.0,
     adapter_names: Sequence[str] = (),
 ) -> weights_pb2.WeightLayout:
-    """Returns the wire form of a layout."""
+    """Returns the wire form of a layout; `adapters` are the tensors of one of its adapters."""
     return weights_pb2.WeightLayout(
         tensors=map(_to_pb, tensors),
         bucket_bytes=bucket_bytes,
@@ -104,19 +104,19 @@ def layout_to_pb(
 
 
 def layout_from_pb(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns all buckets of a layout, in the order in which they travel."""
+    """Returns all buckets of a layout, in the order in which they are sent."""
     return [*weight_buckets(message), *adapter_buckets(message)]
 
 
 def weight_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns the buckets of a layout's weights, which travel first."""
+    """Returns the buckets of a layout's weights without adapters, which are sent first."""
     return plan_buckets(list(map(_from_pb, message.tensors)), message.bucket_bytes)
 
 
 def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
-    """Returns the buckets of a layout's adapters, which travel last.
+    """Returns the buckets of a layout's adapters, which are sent last.
 
-    Every adapter is cut into the same buckets; the adapters travel one after another.
+    Every adapter is cut into the same buckets; the adapters are sent one after another.
     """
     one = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
     return one * max(1, len(message.adapter_names))

@@ -104,12 +104,12 @@ extern "C" __global__ void __launch_bounds__(256) put(
 
 
 class Targets:
-    """The device memory that holds a bucket's elements: ranges of its bytes, in order."""
+    """The device memory that holds a bucket's elements: ranges of the bucket's bytes, in order."""
 
     def __init__(
         self, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int]
     ) -> None:
-        """Bytes `offsets[i]` to `offsets[i] + sizes[i]` lie at `addresses[i]` of the device."""
+        """Places bytes `offsets[i]` to `offsets[i] + sizes[i]` at device address `addresses[i]`."""
         import cupy
 
         columns = (np.array(column, dtype=np.int64) for column in (offsets, sizes, addresses))
@@ -120,9 +120,10 @@ class Targets:
 
 
 class CudaChanges:
-    """Launches the kernels on the device that is current in the constructor.
+    """Launches the kernels on the CUDA device that is current when it is constructed.
 
-    Pointers and streams are CUDA's handles, as integers; buckets begin at a multiple of 16 bytes.
+    Pointers and streams are CUDA's handles, as integers; buckets must begin at a multiple of 16
+    bytes.
     """
 
     def __init__(self) -> None:
@@ -157,8 +158,8 @@ class CudaChanges:
     ) -> None:
         """Enqueues the copy of marked elements, and of their places, into a payload.
 
-        `payload` has the addresses of both parts. `ends` points to an int32 for each block: the
-        number of changed elements up to its end.
+        `payload` has the addresses for the elements and for their places. `ends` points to an int32
+        for each block: the number of changed elements up to the end of the block.
         """
         arguments = (*_pointers(data, masks, ends), np.int64(num_blocks), *_pointers(*payload))
         self._launch("write", num_blocks * _WARP, arguments, stream)

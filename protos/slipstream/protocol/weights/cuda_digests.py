@@ -1,6 +1,7 @@
-"""The digests of `digests` on a GPU: one kernel for all tensors of a bucket, memory-bound.
+"""Computes the digests that the module `digests` defines on a GPU, with one kernel per bucket.
 
-It needs cupy, which compiles the kernel at its first launch and keeps it on disk, but no torch.
+The kernel is memory-bound. It needs cupy, which compiles it at its first launch and keeps it on
+disk, but no torch.
 """
 
 import functools
@@ -105,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) digests(
 
 
 class CudaDigests:
-    """Implements `digests.BucketDigests` on the device that is current in the constructor.
+    """Implements `digests.BucketDigests` on the CUDA device that is current when it is constructed.
 
-    Each bucket must lie on this device and begin at a multiple of 16 bytes.
+    Each bucket must be on this device and begin at a multiple of 16 bytes.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:

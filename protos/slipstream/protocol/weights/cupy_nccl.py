@@ -28,7 +28,7 @@ def make_unique_id() -> bytes:
 
 
 class CupyNccl:
-    """NCCL on one device; `device` is the CUDA device's number in this process."""
+    """NCCL on one device; `device` is the CUDA device's index in this process."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -41,7 +41,7 @@ class CupyNccl:
         cupy.cuda.Device(self._device).use()
 
     def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> CupyCommunicator:
-        """Returns the communicator once all members have joined; waits without a limit.
+        """Waits, without a time limit, for all members to join; returns the communicator.
 
         Raises WeightSyncError when NCCL fails.
         """
@@ -63,7 +63,7 @@ class CupyNccl:
         return Room(memory.ptr, _WARM_UP_BYTES, stream.ptr)
 
     def mark(self, stream: int) -> CudaMark:
-        """Marks the end of the work enqueued on `stream` so far."""
+        """Returns a mark at the end of the work enqueued on `stream` so far."""
         import cupy
 
         event = cupy.cuda.Event()
@@ -78,7 +78,10 @@ class CupyCommunicator:
         self._communicator = communicator
 
     def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """Enqueues a broadcast. Raises WeightSyncError when NCCL refuses."""
+        """Enqueues the broadcast of the bytes at `pointer` from rank `root` to all other ranks.
+
+        Raises WeightSyncError if NCCL rejects it.
+        """
         from cupy.cuda import nccl
 
         try:
@@ -89,7 +92,7 @@ class CupyCommunicator:
     def abort(self) -> None:
         """Aborts the communicator, which ends this process's waits; call no method afterwards.
 
-        Raises WeightSyncError when NCCL refuses.
+        Raises WeightSyncError if NCCL fails.
         """
         from cupy.cuda import nccl
 
@@ -110,7 +113,7 @@ class CudaMark:
         return bool(self._event.done)
 
     def seconds_since(self, before: CudaMark) -> float:
-        """Returns the device time from `before` to this mark; both must be done."""
+        """Returns the seconds on the device from `before` to this mark; both must be done."""
         import cupy
 
         return float(cupy.cuda.get_elapsed_time(before._event, self._event)) / 1e3

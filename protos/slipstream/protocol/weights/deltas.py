@@ -28,7 +28,7 @@ BLOCK_ELEMENTS = 256
 _COUNT_BYTES = 2
 
 Elements = npt.NDArray[np.uint16]
-# Numbers of elements in their bucket.
+# Indices in a bucket, of elements or of bytes.
 Places = npt.NDArray[np.int64]
 
 
@@ -38,19 +38,19 @@ def num_blocks(bucket: Bucket) -> int:
 
 
 def payload_parts(bucket: Bucket, changed: int) -> tuple[int, int, int]:
-    """Returns the offsets, in bytes, of a payload's elements, of their places, and of its end."""
+    """Returns the byte offsets of a payload's elements, of their places, and of the end."""
     elements = _COUNT_BYTES * num_blocks(bucket)
     places = elements + ELEMENT_BYTES * changed
     return elements, places, -(-(places + changed) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def travels_whole(bucket: Bucket, changed: int) -> bool:
-    """Whether a bucket with so many changed elements travels whole, not as a payload."""
+    """Whether a bucket with `changed` changed elements is sent whole, not as a payload."""
     return 2 * payload_parts(bucket, changed)[2] > bucket.num_bytes
 
 
 def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Bucket, ...]:
-    """Returns the buckets with the sizes that are sent, as payload or whole.
+    """Returns the buckets with the numbers of bytes in which they are sent, as payload or whole.
 
     `changed` has the number of changed elements of each bucket.
     """
@@ -67,8 +67,8 @@ def put_payload(
 ) -> Places:
     """Writes the changed elements of a payload to their places in `elements`, in main memory.
 
-    Returns these places. Raises ProtocolError, and writes nothing, when the payload does not fit
-    this bucket and `changed`.
+    Returns the indices of these places. Raises ProtocolError, and writes nothing, if the payload
+    does not match this bucket and `changed`.
     """
     first, second, end = payload_parts(bucket, changed)
     if len(payload) != end:
@@ -86,7 +86,7 @@ def put_payload(
 
 
 def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
-    """Returns the payload of the elements at the indices `places`, which ascend."""
+    """Returns the payload of the elements at the ascending indices `places`."""
     per_block = np.bincount(places // BLOCK_ELEMENTS, minlength=num_blocks(bucket))
     within = (places % BLOCK_ELEMENTS).astype(np.uint8)
     parts = per_block.astype("<u2").tobytes(), elements[places].tobytes(), within.tobytes()
@@ -105,6 +105,6 @@ def gap_bytes(bucket: Bucket) -> Places:
 
 
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:
-    """Returns a digest of the contents of all buckets, as their name, or b"" for no buckets."""
+    """Returns the name of all buckets' content, a digest of their digests; b"" without buckets."""
     digests = list(bucket_digests)
     return bucket_digest(digests) if digests else b""

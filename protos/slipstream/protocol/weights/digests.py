@@ -45,7 +45,7 @@ class BucketDigests(Protocol):
 
 
 class HostDigests:
-    """Digests of buckets in main memory; `add` computes at once, streams are ignored."""
+    """Computes digests of buckets in main memory, already in `add`; streams are ignored."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
@@ -63,7 +63,7 @@ class HostDigests:
 
 
 def tensor_digest(data: bytes | memoryview) -> bytes:
-    """Returns 16 bytes: both sums, little endian; `data` is contiguous."""
+    """Returns the digest of a tensor's contiguous bytes: both sums, little endian, 16 bytes."""
     raw = np.frombuffer(data, dtype=np.uint8)
     rest = raw.size % 4
     words = raw[: raw.size - rest].view("<u4")
@@ -94,7 +94,7 @@ def bucket_digest(tensor_digests: Iterable[bytes]) -> bytes:
 
 
 def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
-    """Returns a set of weights' identity: BLAKE2b, 16 bytes, over names and digests of tensors.
+    """Returns the identity of all weights: BLAKE2b, 16 bytes, over the tensors' names and digests.
 
     Tensors are sorted by name, so the identity depends neither on the senders nor on the bucket
     size. Each name is preceded by its length in bytes: 4 bytes, little endian.

@@ -11,9 +11,9 @@ from slipstream.core.errors import ConfigError, WeightSyncError
 
 
 class GpuBuffers:
-    """Buffers on one GPU, each a CUDA allocation of its own.
+    """Buffers on one GPU, each a separate CUDA allocation.
 
-    A buffer of torch's allocator would be shared with its whole segment. The sender makes the
+    A buffer of torch's allocator would be shared with its whole segment. The sender creates the
     buffers once and keeps them: a slow receiver may still read after the sender stopped waiting.
     """
 
@@ -27,9 +27,9 @@ class GpuBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int, gpu: int) -> GpuBuffers:
-        """Makes uninitialized buffers on CUDA device `gpu`.
+        """Creates uninitialized buffers on CUDA device `gpu`.
 
-        Raises ConfigError when there is no room.
+        Raises ConfigError if there is not enough memory.
         """
         # A new thread's current device is 0.
         runtime.setDevice(gpu)
@@ -52,7 +52,7 @@ class GpuBuffers:
     def open(cls, handles: Sequence[str], num_bytes: int, gpu: int) -> GpuBuffers:
         """Opens another process's buffers, on `gpu` or a GPU with peer access to `gpu`.
 
-        Raises WeightSyncError when the driver refuses.
+        Raises WeightSyncError if the driver rejects that.
         """
         runtime.setDevice(gpu)
         pointers = []
@@ -84,7 +84,7 @@ class GpuBuffers:
 
 
 class _GpuArray:
-    """Bytes on a GPU with `__cuda_array_interface__`, by which torch takes them without a copy."""
+    """Bytes on a GPU with `__cuda_array_interface__`, which torch uses to avoid a copy."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

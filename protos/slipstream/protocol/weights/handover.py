@@ -1,11 +1,11 @@
 """The protocol by which a sender of weights and its receivers take turns on shared buffers.
 
 Each receiver has one TCP connection to the sender, on `weights.host`. The receiver sends its
-communicator, rank and host. The sender answers with the shared buffers, or with a refusal. The
-receiver opens the buffers and confirms it. From then on both sides send numbers of 8 bytes: buckets
-are counted from 0 over the communicator's lifetime. The sender's number means that this bucket may
-be read, the receiver's that it was read. A buffer is filled again when all receivers have read it.
-When a connection ends, the communicator ends, so that no process waits for a dead one.
+communicator, rank and host. The sender answers with the shared buffers, or with a refusal. From
+then on both sides send numbers of 8 bytes. Buckets are counted from 0 over the communicator's
+lifetime. The sender sends n when bucket n may be read. A receiver sends 0 when it has opened the
+buffers, and n + 1 when it has read bucket n. A buffer is filled again when all receivers have read
+it. When a connection ends, the communicator ends, so that no process waits for a dead process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELLO_LIMIT_S = 5.0
 LINE_BYTES = 65536
 # Largest number of connections without a complete line; one more closes the oldest.
 MOST_SILENT = 64
-# Seconds of one wait: closing the listener in another thread does not end a wait for it.
+# Most seconds of one wait, because closing the listener in another thread does not end a wait.
 _LOOK_PERIOD_S = 0.1
 
 
@@ -46,8 +46,8 @@ class Call(NamedTuple):
 class Callers:
     """Accepts connections inside a `with` block, for one thread, and reads each one's first line.
 
-    All connections are read at the same time, so that a silent one does not delay the others. The
-    end of the block closes those without a complete line.
+    All connections are read at the same time, so that a silent connection does not delay others.
+    The end of the block closes the connections without a complete line.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Callers:
         hello_limit_s: float = HELLO_LIMIT_S,
         most_silent: int = MOST_SILENT,
     ) -> None:
-        """Takes the limits: seconds for a hello line, and connections that may wait without one."""
+        """Takes the limits: seconds for a first line, and number of connections without one."""
         self._listener = listener
         self._hello_limit_s, self._most_silent = hello_limit_s, most_silent
         self._selector = selectors.DefaultSelector()
@@ -75,7 +75,7 @@ class Callers:
         self._selector.close()
 
     def next(self, until_s: float, abandoned: threading.Event | None = None) -> Call:
-        """Returns the next caller with a complete line.
+        """Waits for the next connection with a complete line, and returns it.
 
         Raises TimeoutError at `until_s` on the monotonic clock, or soon after `abandoned` is set.
         Raises OSError when the listener was closed.
@@ -143,7 +143,7 @@ _NUMBER = struct.Struct("<Q")
 # Numbers from a receiver: 0 says that all buffers are open, n + 1 that bucket n was read.
 _OPENED, _FIRST = 0, 1
 _RULE = "weights.transport ipc works within one host, set nccl"
-# What comes of a first line that the other side's end did not write.
+# Errors from a first line that neither a `HandoverSender` nor a `HandoverReceiver` wrote.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -160,7 +160,7 @@ class Offer:
 
 @dataclass
 class _Peer:
-    """A connection, and how far the process at its other end has got."""
+    """A connection to the other side, and the count of numbers received from it."""
 
     connection: socket.socket
     what: str
@@ -175,7 +175,10 @@ class _Peer:
             raise WeightSyncError(f"{self.what} is gone: {error}") from error
 
     def wait(self, number: int, deadline_s: float) -> None:
-        """Waits until `number` has arrived. Raises WeightSyncError after `deadline_s`."""
+        """Waits until `number` has arrived.
+
+        Raises WeightSyncError after `deadline_s`, or if the connection ends.
+        """
         until_s = time.monotonic() + deadline_s
         self._take(b"")
         while self.done <= number:
@@ -216,7 +219,7 @@ class HandoverSender:
     def __init__(
         self, host: str, communicator_id: str, *, hello_limit_s: float = HELLO_LIMIT_S
     ) -> None:
-        """Listens on a free port of `host`. Raises ConfigError if `host` is not this machine's.
+        """Listens on a free port of `host`, and raises ConfigError like `listen_for_members`.
 
         A receiver has `hello_limit_s` to send its first line, and as long to take the offer.
         """
@@ -238,8 +241,8 @@ class HandoverSender:
     ) -> None:
         """Waits until the receivers of these ranks have opened the buffers.
 
-        Raises WeightSyncError after `deadline_s`, soon after `abandoned` is set, and when a
-        receiver runs on another host: it could not open the buffers.
+        Raises WeightSyncError after `deadline_s`, soon after `abandoned` is set, and if a receiver
+        runs on another host, where it could not open the buffers.
         """
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
@@ -261,12 +264,18 @@ class HandoverSender:
         self._wait(_OPENED, until_s)
 
     def filled(self, number: int) -> None:
-        """Tells all receivers that bucket `number` is complete in its buffer."""
+        """Tells all receivers that bucket `number` is complete in its buffer.
+
+        Raises WeightSyncError if a receiver is gone.
+        """
         for peer in self._peers.values():
             peer.tell(number)
 
     def wait_read(self, number: int, deadline_s: float) -> None:
-        """Waits until all receivers have read bucket `number`. Raises WeightSyncError when late."""
+        """Waits until all receivers have read bucket `number`.
+
+        Raises WeightSyncError after `deadline_s`, or if a receiver is gone.
+        """
         self._wait(number + _FIRST, time.monotonic() + deadline_s)
 
     def close(self) -> None:
@@ -282,7 +291,10 @@ class HandoverSender:
             peer.wait(count, max(until_s - time.monotonic(), 0.0))
 
     def _welcome(self, call: Call, waiting: set[int], offer: Offer) -> bool:
-        """Sends the offer to an expected receiver; returns False for other callers."""
+        """Sends the offer to an expected receiver; returns False for other callers.
+
+        Raises WeightSyncError for a receiver on another host.
+        """
         connection = call.connection
         try:
             hello = json.loads(call.line)
@@ -351,7 +363,10 @@ class HandoverReceiver:
         self._peer.tell(_OPENED)
 
     def wait_filled(self, number: int, deadline_s: float) -> None:
-        """Waits until bucket `number` may be read. Raises WeightSyncError after `deadline_s`."""
+        """Waits until bucket `number` may be read.
+
+        Raises WeightSyncError after `deadline_s`, or if the sender is gone.
+        """
         self._peer.wait(number, deadline_s)
 
     def read(self, number: int) -> None:
@@ -364,9 +379,9 @@ class HandoverReceiver:
 
 
 def listen_for_members(host: str) -> socket.socket:
-    """Returns a socket on a free port of `host`.
+    """Returns a listening socket on a free port of `host`.
 
-    Raises ConfigError if `host` is not this machine's.
+    Raises ConfigError if `host` is not an address of this machine.
     """
     try:
         return listen(host)
@@ -377,14 +392,17 @@ def listen_for_members(host: str) -> socket.socket:
 
 
 def host_id() -> str:
-    """Returns an id shared by all processes and containers of one running machine only."""
+    """Returns an id that only the processes and containers of one running machine share."""
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text().strip()
     return socket.gethostname()
 
 
 def _read_line(connection: socket.socket, until_s: float) -> tuple[bytes, bytes]:
-    """Returns the first line, and the bytes received after it."""
+    """Returns the first line, and the bytes received after it.
+
+    Raises OSError after `until_s`, or if the connection ends first.
+    """
     data = b""
     while b"\n" not in data:
         connection.settimeout(max(until_s - time.monotonic(), 1e-3))

@@ -1,9 +1,9 @@
-"""A communicator of NCCL that never waits for a dead member longer than a deadline.
+"""A communicator of NCCL that waits for a dead member only until a deadline.
 
-NCCL itself waits for ever: a broadcast whose peer died is enqueued like any other and its stream
-never completes. A watchdog thread therefore watches the collectives, and aborts the communicator
-when the oldest does not end in time. The abort releases the streams, and the GPU stays usable. Only
-the watchdog aborts, also on behalf of other threads: if NCCL's abort blocks, they do not.
+NCCL itself waits forever: a broadcast whose peer died is enqueued like any other, and its stream
+never completes. A watchdog thread therefore watches the collectives, and aborts the communicator if
+the oldest collective does not end in time. The abort releases the streams, and the GPU stays
+usable. Only the watchdog calls NCCL's abort, which may block, so that no other thread hangs in it.
 
 Pointers and streams are CUDA's handles, as integers. One thread uses a group; any thread may call
 `abort`. `cupy_nccl.CupyNccl` is the backend; its calls release the GIL.
@@ -74,10 +74,10 @@ def agreed_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes and device time of completed broadcasts, from the first one's start to the last's end.
+    """The bytes of completed broadcasts, and the seconds from their first start to their last end.
 
-    In the first broadcast a member also waits for all others. So the shortest time of all members
-    is that of the member that arrived last.
+    In the first broadcast a member also waits for all others, so the member that arrived last has
+    the shortest time.
     """
 
     seconds: float = 0.0
@@ -95,7 +95,7 @@ class _Pending:
 
 
 class NcclGroup:
-    """This process's membership of a communicator; `join` makes it, `abort` ends it.
+    """This process's membership in a communicator; `join` creates it, `abort` ends it.
 
     Each transfer calls `broadcast` for every bucket, then `wait`, then `take_wire`. Only `abort`
     ends a group: destroying a communicator is a collective that would wait for a dead member.
@@ -131,9 +131,9 @@ class NcclGroup:
         """Joins a communicator; returns the group once all members have joined.
 
         Raises WeightSyncError after the deadline or once `abandoned` is set. NCCL's constructor
-        cannot be interrupted: after the deadline its thread is left behind, and aborts the
-        communicator if it is made after all. The group, with its watchdog, exists before the first
-        broadcast, which opens the connections, because a member may die before it.
+        cannot be interrupted: its thread is then left behind, and aborts the communicator if it is
+        created later. The watchdog also watches the first broadcast, which opens the connections,
+        because a member may die before this.
         """
         lock, made = threading.Lock(), list[NcclGroup]()
         is_abandoned = False
@@ -165,9 +165,9 @@ class NcclGroup:
     ) -> None:
         """Enqueues the broadcast of `num_bytes` at `pointer`, which `root` has filled.
 
-        The communicator is aborted unless the broadcast ends within `deadline_s` of the end of the
-        broadcast before it, or of now if there is none. Raises WeightSyncError when the
-        communicator is already aborted.
+        The communicator is aborted if the broadcast does not end within `deadline_s` seconds of the
+        end of the previous broadcast, or of this call if none is pending. Raises WeightSyncError if
+        the communicator is already aborted.
         """
         what = f"the broadcast of {num_bytes} bytes from rank {root}"
         with self._lock:
@@ -188,7 +188,7 @@ class NcclGroup:
             pending.end = self._backend.mark(stream)
 
     def wait(self) -> None:
-        """Waits until every broadcast so far is done. Raises WeightSyncError if one is late."""
+        """Waits until all broadcasts are done. Raises WeightSyncError if a broadcast is late."""
         while True:
             with self._lock:
                 self._check()
@@ -198,7 +198,7 @@ class NcclGroup:
             time.sleep(_WAIT_PERIOD_S)
 
     def take_wire(self) -> Wire:
-        """Returns time and bytes of the broadcasts since the last call."""
+        """Returns time and bytes of the broadcasts that ended since the last call."""
         with self._lock:
             done, self._done = self._done, None
         if done is None:

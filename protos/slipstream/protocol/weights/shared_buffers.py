@@ -27,14 +27,14 @@ class SharedBuffers(Protocol):
     arrays: Sequence[Any]
 
     def hide(self) -> None:
-        """Removes the buffers' names once all processes have opened them, so that none is left."""
+        """Removes the buffers' names; call it once all processes have opened the buffers."""
 
     def close(self) -> None:
-        """Frees the buffers; this process must not touch them afterwards."""
+        """Frees the buffers; this process must not access them afterwards."""
 
 
 class HostBuffers:
-    """Files in /dev/shm that all processes map; after `hide` they end with the last process."""
+    """Files in /dev/shm that all processes map; after `hide` the last process's end frees them."""
 
     def __init__(self, handles: Sequence[str], maps: Sequence[mmap.mmap]) -> None:
         self.handles = tuple(handles)
@@ -42,7 +42,7 @@ class HostBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int) -> HostBuffers:
-        """Makes buffers filled with zeros. Raises ConfigError when there is no room."""
+        """Creates buffers filled with zeros. Raises ConfigError if there is not enough memory."""
         handles: list[str] = []
         maps: list[mmap.mmap] = []
         try:
@@ -56,7 +56,7 @@ class HostBuffers:
                 finally:
                     os.close(descriptor)
         except OSError as error:
-            # Files that were already made would keep their room for ever.
+            # Files that were already created would keep their memory forever.
             _unlink(handles)
             raise ConfigError(
                 f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes in {_FOLDER}: "
@@ -67,7 +67,7 @@ class HostBuffers:
 
     @classmethod
     def open(cls, handles: Sequence[str], num_bytes: int) -> HostBuffers:
-        """Opens buffers of another process. Raises WeightSyncError when they do not exist."""
+        """Opens buffers of another process. Raises WeightSyncError if that fails."""
         maps = []
         for name in handles:
             if not name.startswith(_PREFIX) or "/" in name:
@@ -89,15 +89,15 @@ class HostBuffers:
         _unlink(self.handles)
 
     def close(self) -> None:
-        """Frees the buffers; the memory is freed with the last array of the last process."""
+        """Drops this process's arrays; the memory is freed once no process has such an array."""
         self.hide()
         self.arrays = ()
 
 
 def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Makes buffers on CUDA device `gpu`, or in main memory if it is None.
+    """Creates buffers on CUDA device `gpu`, or in main memory if it is None.
 
-    Raises ConfigError if there is no room.
+    Raises ConfigError if there is not enough memory.
     """
     if gpu is None:
         return HostBuffers.make(count, num_bytes)
@@ -107,7 +107,10 @@ def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
 
 
 def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Opens another process's buffers for use on `gpu`. Raises WeightSyncError when that fails."""
+    """Opens another process's buffers on CUDA device `gpu`, or in main memory if it is None.
+
+    Raises WeightSyncError if that fails.
+    """
     if gpu is None:
         return HostBuffers.open(handles, num_bytes)
     from slipstream.protocol.weights.gpu_buffers import GpuBuffers

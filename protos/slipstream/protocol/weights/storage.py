@@ -26,7 +26,7 @@ FileSystem: TypeAlias = Any
 # The setting that limits each use of storage.
 LIMIT = "weights.storage_deadline_s"
 _MAX_MESSAGE = 500
-# fsspec's names of what has folders.
+# fsspec's names of the protocols that have folders.
 _FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 
@@ -60,11 +60,14 @@ def check_storage(url: str | None) -> None:
 class Storage:
     """Reads and writes whole objects by key below one URL; any thread may call any method.
 
-    Methods raise WeightSyncError when the storage fails, misses the deadline, or is abandoned.
+    Methods block, and raise WeightSyncError if the storage fails or when `until` ends.
     """
 
     def __init__(self, url: str) -> None:
-        """Opens the storage without sending it a request. Raises ConfigError when fsspec cannot."""
+        """Opens the storage at `url` without sending it a request.
+
+        Raises ConfigError if fsspec cannot open it.
+        """
         import fsspec
 
         self.url = url.rstrip("/")
@@ -80,12 +83,12 @@ class Storage:
 
     @property
     def _has_folders(self) -> bool:
-        """Whether folders must be made before objects; object stores would make a bucket."""
+        """Whether folders must be created before objects; an object store would create a bucket."""
         names = self._files.protocol
         return bool(_FOLDERS & {names} if isinstance(names, str) else _FOLDERS & set(names))
 
     def write(self, key: str, data: memoryview, until: Until) -> None:
-        """Writes one object; readers must not ask for it before this returns."""
+        """Writes one object; readers must not read it before this method returns."""
 
         def write() -> None:
             path = self._path(key)

@@ -1,4 +1,4 @@
-"""The choice of the transport of weights, by the devices of both ends."""
+"""Chooses the transport of weights by the devices of the trainer and the rollout servers."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ class Place:
 
     # `handover.host_id` of the members' machine.
     host: str
-    # The driver's name of each member's GPU; empty: they compute on the CPU.
+    # The driver's name of each member's GPU; empty if they compute on the CPU.
     gpus: tuple[str, ...] = ()
     # The result of `nccl_group.agreed_settings`.
     nccl: Mapping[str, str] = field(default_factory=dict)
@@ -31,10 +31,10 @@ def choose_transport(
 ) -> str:
     """Returns the transport between the trainer and these servers: gloo, nccl or ipc.
 
-    Raises ConfigError when `setting` cannot connect them. "nccl" cannot connect two processes on
-    one GPU, or processes with different NCCL settings. "ipc" works within one host and between
-    processes on the same kind of device. It sends from one trainer rank, so pipeline and expert
-    parallel sizes must be 1.
+    `setting` is a transport, or "auto". Raises ConfigError if the transport cannot connect the
+    processes. "nccl" cannot connect two processes on one GPU, or processes with different NCCL
+    settings. "ipc" works within one host and between processes on the same kind of device. It sends
+    from one trainer rank, so pipeline and expert parallel sizes must be 1.
     """
     places = {**{f"trainer rank {rank}": place for rank, place in enumerate(learner)}, **servers}
     on_cpu = [name for name, place in places.items() if not place.gpus]

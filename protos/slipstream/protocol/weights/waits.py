@@ -12,7 +12,7 @@ LOOK_PERIOD_S = 0.05
 
 
 class Unanswered(Exception):  # noqa: N818 - each caller says in its own error what was not done
-    """A call had no answer in time, or before its publish was abandoned."""
+    """Raised if a call has no answer in time, or before its publish is abandoned."""
 
 
 def on_thread(
@@ -22,9 +22,10 @@ def on_thread(
     *,
     name: str,
 ) -> Answer:
-    """Runs `call` on a thread of this name; returns its result or raises its exception.
+    """Runs `call` on a thread; returns its result or raises its exception.
 
-    Raises Unanswered after `limit_s`, or soon after `abandoned` is set: the thread is left behind.
+    Raises Unanswered after `limit_s` seconds, or soon after `abandoned` is set. The thread is then
+    left running.
     """
     answer: Future[Answer] = Future()
 
@@ -38,7 +39,8 @@ def on_thread(
     until_s = time.monotonic() + limit_s
     while True:
         left_s = until_s - time.monotonic()
-        # The thread has a moment even where `abandoned` is set: its call can be ended only then.
+        # The thread has a moment even if `abandoned` is already set: only a call that has begun can
+        # be ended.
         wait((answer,), max(min(left_s, LOOK_PERIOD_S), 0.0))
         if answer.done():
             return answer.result()
@@ -47,7 +49,7 @@ def on_thread(
 
 
 def reason(deadline_s: float, abandoned: threading.Event | None) -> str:
-    """Returns the reason why a wait ended without an answer, as the end of a sentence."""
+    """Returns why a wait ended without an answer, as the end of an error's sentence."""
     if abandoned is not None and abandoned.is_set():
         return "before one of them was lost"
     return f"within {deadline_s:g} s"
