@@ -1,1 +1,1 @@
-"""Everything that imports vLLM: the engine, its HTTP application for agents, its weights."""
+"""All modules that import vLLM: the engine, its HTTP application for agents, its weights."""

@@ -1,10 +1,10 @@
 """vLLM's scheduler, changed to output the tokens of a reply in chunks instead of one by one.
 
 vLLM makes, encodes, sends and decodes an object for each request and step. With the sampled token's
-log-probability it holds three small arrays more, which costs a fifth to a third of the throughput
-of a small model. No caller here needs every token at once. The tokens and log-probabilities of a
-request are therefore kept together in the engine's process, and leave it as one object for every
-`CHUNK_TOKENS`. The values are those of the sampler, unchanged.
+log-probability this object has three more small arrays, which costs a fifth to a third of the
+throughput of a small model. No caller here needs every token at once. The tokens and
+log-probabilities of a request are therefore kept together in the engine's process, and leave it as
+one object for every `CHUNK_TOKENS`. The sampler's values are unchanged.
 
 A chunk never holds tokens of two versions: a pause outputs all held tokens before vLLM reports the
 pause as complete. The held tokens of a cancelled request are dropped.
@@ -98,7 +98,7 @@ class Chunk:
             self.prompt_logprobs = output.new_prompt_logprobs_tensors
 
     def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Moves the whole content of the chunk into `output`, and returns it."""
+        """Moves the whole content of the chunk into `output`, and returns `output`."""
         if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
             raise RuntimeError(
                 f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
@@ -133,7 +133,7 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     longest = int(vllm_config.model_config.max_model_len)
     groups = kv_cache_config.kv_cache_groups
     of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
-    # Plus vLLM's null block.
+    # One more block is vLLM's null block.
     return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
 
 
@@ -182,8 +182,8 @@ class _Chunking(DraftingScheduler):
             if wants_logprobs:
                 self._streamed.add(request.request_id)
             return
-        # The first chunks differ in length, so that requests of one batch do not all hand out in
-        # the same step.
+        # The first chunks differ in length, so that requests of one batch do not all output in the
+        # same step.
         self._num_added += 1
         limit = 1 + self._num_added % CHUNK_TOKENS
         steady = None
@@ -321,8 +321,8 @@ class _Chunking(DraftingScheduler):
     ) -> list[EngineCoreOutput]:
         """Adds outputs to their requests' chunks; returns the outputs to send in this step.
 
-        `logprobs` has a value for each sampled token. Those of a request begin at its row in `rows`
-        or, if `starts` is given, at `starts[row]`.
+        `logprobs` has a value for each sampled token. The values of a request begin at its row in
+        `rows` or, if `starts` is given, at `starts[row]`.
         """
         ready = []
         for output in outputs:
@@ -370,7 +370,7 @@ class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
     """Returns the class for vLLM's `scheduler_cls`.
 
-    Raises ConfigError if it does not fit this vLLM.
+    Raises ConfigError if the installed vLLM has other fields in its outputs.
     """
     check_outputs(EngineCoreOutput.__struct_fields__)
     return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

@@ -29,7 +29,7 @@ class SharedTextProposer:
         self._length = int(vllm_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
         self._table = DraftTable(self._length)
-        # The length of the text of each row, as far as it is entered. Rows change their requests.
+        # The length of each row's text at the last step. A row may get another request later.
         self._ends: dict[int, int] = {}
 
     def propose(
@@ -59,9 +59,9 @@ class SharedTextProposer:
         """Implements vLLM's method; loads nothing."""
 
     def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
-        """Returns the positions in a row after which a whole draft follows since this step.
+        """Returns the new positions in a row from which enough tokens follow for a draft.
 
-        If the row has a new request, they are among its last `PROMPT_TOKENS` tokens.
+        If the row has a new request, they are among the last `PROMPT_TOKENS` tokens.
         """
         known = self._ends.get(row, 0)
         is_same = known + len(sampled[row]) == end

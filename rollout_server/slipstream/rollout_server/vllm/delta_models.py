@@ -1,6 +1,6 @@
 """vLLM's Qwen3.5, usable with or without torchvision.
 
-Importing its kernels starts CUDA, so only the engine's processes import this module.
+Importing the model's kernels starts CUDA, so only the engine's processes import this module.
 """
 
 # Stands in for torchvision.

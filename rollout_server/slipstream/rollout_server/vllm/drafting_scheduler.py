@@ -25,7 +25,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 log = logging.getLogger(__name__)
-# What drafts from the texts of all requests: in vLLM's worker for GPUs, and in that for CPUs.
+# Classes that draft from the texts of all requests: a worker for GPUs, and a proposer for CPUs.
 _WORKER = "slipstream.rollout_server.vllm.drafting_worker.DraftingWorker"
 _PROPOSER = "slipstream.rollout_server.vllm.cpu_repairs.SharedTextProposer"
 
@@ -61,8 +61,8 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         super().set_pause_state(pause_state)
         if resumes:
             self._num_resumes += 1
-            # Here, since vLLM's answer may wait for the next plan: Python gives another thread its
-            # turn after 5 ms.
+            # The mark is sent here, since vLLM's answer may wait for the next plan: Python gives
+            # another thread its turn after 5 ms.
             tell(f"resumed {self._num_resumes}")
 
 
@@ -77,7 +77,7 @@ def _cached_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
 def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:
     """Returns vLLM's arguments for the drafts that `rollout_server.drafts` asks for.
 
-    Returns none without drafts, or with too many episodes for drafts to save time. On GPUs the
+    Returns {} without drafts, or with too many episodes for drafts to save time. On GPUs the
     workers make the drafts, which lets vLLM plan a step ahead.
     """
     if section.drafts == "off":
@@ -94,8 +94,8 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
     # vLLM plans ahead with this method, and it needs no second model; our worker drafts instead.
     drafts["method"] = "ngram_gpu"
     lengths = draft_lengths(section.draft_tokens, section.max_episodes)
-    # vLLM captures graphs for the lengths in this table alone. Which one a step has is our rule's
-    # choice: 0 is in the table for steps while drafts rest.
+    # vLLM captures graphs only for the lengths in this table. `DraftRule` chooses the length of a
+    # step; 0 is in the table for steps without drafts.
     drafts["num_speculative_tokens_per_batch_size"] = [
         (1, 1, 0 if len(lengths) > 2 else lengths[1]),
         *((size, size, length) for size, length in enumerate(lengths) if size > 1),
@@ -134,8 +134,8 @@ class DraftingScheduler(PausingScheduler):
             return
         if self.scheduler_config.async_scheduling:
             self._lengths = draft_lengths(self.num_spec_tokens, self.max_num_running_reqs)
-        # vLLM would draft tokens of -1 behind a prompt of which one token is left to compute. It
-        # does not if the length of drafts may change.
+        # vLLM would draft tokens of -1 after a prompt of which one token is left to compute, unless
+        # the length of drafts may change.
         self.dynamic_sd_lookup = self._lengths or (
             [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         )

@@ -32,7 +32,10 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         states: RequestState,
         agreed: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """`states` has the worker's request tables; `agreed` returns the first rank's tensor."""
+        """`states` has the worker's request tables.
+
+        `agreed` returns the first rank's tensor on every rank; it is collective.
+        """
         self._length, self._device = draft_tokens, device
         self._states, self._agreed = states, agreed
         self._table = DraftTable(self._length, device=device)
@@ -58,7 +61,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         nothing = torch.zeros(len(rows), self._length, dtype=torch.int64, device=self._device)
         if dummy_run:
             return nothing
-        # Behind the batch come its metadata and hidden states, which drafts do not need.
+        # The arguments before `num_sampled` are metadata and hidden states, unused here.
         num_sampled = args[4]
         texts, ends = self._states.all_token_ids.gpu, self._states.total_len.gpu[rows].long()
         if input_batch.has_prefill:
@@ -70,7 +73,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
         if not num_speculative_tokens:
             return nothing
         drafts = self._table.draft(texts, rows, ends)
-        # Which of two entries stays is open where a step writes both; all ranks need one answer.
+        # Ranks may keep different entries if a step writes two to one slot, but need equal drafts.
         return self._agreed(drafts)
 
     def _enter_prompts(self, batch: InputBatch, texts: torch.Tensor) -> None:
@@ -82,7 +85,7 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
 
 
 def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and positions of the step's prompt tokens after which a whole draft follows."""
+    """Returns rows and positions of the step's prompt tokens that begin a whole draft."""
     rows, places = [], []
     for index in np.flatnonzero(batch.is_prefilling_np):
         first = int(batch.num_computed_tokens_np[index])

@@ -56,7 +56,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-# What a thread of each worker does besides the engine's.
+# Calls that may run in a second thread of each worker, in addition to the engine's thread.
 _BESIDE_ENGINE = ("slipstream_begin", "slipstream_finish")
 
 _HEALTH_PERIOD_S = 0.5
@@ -89,11 +89,14 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
-        """Starts the engine processes and pauses the engine; blocks the event loop meanwhile."""
+        """Starts the engine processes and pauses the engine; blocks the event loop meanwhile.
+
+        `seed` is vLLM's seed for sampling. Raises ConfigError if vLLM refuses its settings.
+        """
         with contextlib.ExitStack() as files:
             folder = files.enter_context(process.engine_folder())
             for executor in (uniproc_executor, multiproc_executor):
-                # vLLM's own name lies beside all others in the temporary folder.
+                # vLLM's own path is in the temporary folder of all programs.
                 executor.get_file_store_init_method = lambda: f"file://{folder}/store"
             engine = await cls._start(config, seed)
             engine._files = files.pop_all()
@@ -144,7 +147,7 @@ class VllmEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version of the newest `resume`, or None before the first; see `Engine`."""
+        """The version that `resume` was last called with, or None; see `Engine`."""
         return self._pauses.version
 
     @property
@@ -154,7 +157,7 @@ class VllmEngine:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of a layer, or 0 without experts; see `Engine`."""
+        """The number of experts in a layer, or 0 if the model has none; see `Engine`."""
         return int(self._llm.model_config.get_num_experts())
 
     @property
@@ -277,7 +280,7 @@ class VllmEngine:
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
         """Returns the log-probabilities of given sequences' tokens; see `Engine`."""
-        # Sequences behind the last named adapter are scored without one.
+        # Sequences without a name in `adapters` get the name "".
         names = [*adapters, *[""] * len(sequences)]
         await self._pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
@@ -319,8 +322,8 @@ class VllmEngine:
     async def aclose_fully(self) -> None:
         """Closes the engine in a program that does not end through `process.leave`.
 
-        It takes a second more than `aclose`. The finalisers of vLLM's client log errors when they
-        run after those of vLLM's modules.
+        Takes a second more than `aclose`. After `aclose`, the finalisers of vLLM's client would run
+        after the finalisers of vLLM's modules, and log errors.
         """
         await self.aclose()
         gc.unfreeze()
@@ -344,7 +347,7 @@ class WorkerCalls:
         Raises EngineDied, or WeightSyncError when vLLM's call fails. A call that was made runs to
         its end, even if its caller no longer waits.
         """
-        # With arguments it must not overtake the order to pause, which goes through vLLM.
+        # A call with arguments must not overtake the order to pause, which goes through vLLM.
         if method in _BESIDE_ENGINE and not arguments and self._line.is_up:
             return await self._line.call(method)
         return await self._line.answers(

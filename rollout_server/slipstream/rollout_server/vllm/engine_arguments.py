@@ -76,7 +76,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
 def _memory_share(config: Config) -> float:
     if current_platform.is_cpu():
         return config.rollout_server.gpu_memory_utilization
-    # It asks the driver: a process with a CUDA context could not fork the engine.
+    # The size comes from the driver: a process with a CUDA context could not fork the engine.
     return vllm_share(config, wire_bytes(config), current_platform.get_device_total_memory())
 
 
@@ -149,7 +149,7 @@ def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[st
     fewest = 0 if is_nested(table) else 1
     return {
         "limit_mm_per_prompt": {"image": max(fewest, sampling.max_images)},
-        # It would make images with transformers' processors, whose video half needs torchvision.
+        # Profiling would use transformers' processors, whose video half needs torchvision.
         "skip_mm_profiling": True,
         # Pixels come as the trainer has them.
         "mm_device_do_normalize": False,

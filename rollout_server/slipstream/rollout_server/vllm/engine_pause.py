@@ -39,7 +39,7 @@ class EnginePause:
     ) -> None:
         """`recompute_context` is the setting of that name in `rollout_server`."""
         self._llm, self._line = llm, line
-        # Orders that the engine has marked as carried out, before vLLM's answers.
+        # Calls that were carried out, as a mark has told, but that vLLM has not answered yet.
         self._late: list[asyncio.Task[None]] = []
         # The number of orders to resume; the engine's scheduler counts them too.
         self._num_resumes = 0
@@ -53,7 +53,7 @@ class EnginePause:
         self._held: dict[str, asyncio.Future[None]] = {}
         # The version of an engine that was resumed while its requests are held.
         self._ahead: PolicyVersion | None = None
-        # Whether the engine has given memory back, of which `resume` takes the rest again.
+        # Whether the engine has freed its memory, which `wake_weights` and `resume` allocate again.
         self._gave_back = False
 
     @property
@@ -86,7 +86,7 @@ class EnginePause:
         """Pauses all requests; drops their KV cache if the new weights are to recompute it.
 
         `update_limit_s` is the time limit of an update that is ordered at the same time, since the
-        engine may execute that first. The workers send `mark` when the pause is complete; the
+        engine may execute the update first. The workers send `mark` when the pause is complete; the
         engine may still be dropping the cache then, but does so before it takes another order.
         """
         if not self._recompute:

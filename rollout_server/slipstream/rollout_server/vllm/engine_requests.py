@@ -50,7 +50,7 @@ _KEPT_IMAGES = 32
 class EngineRequests:
     """Requests of one engine, by id.
 
-    async with requests.admitted("a") as is_wanted:     # held back during a pause
+    async with requests.admitted("a") as is_wanted:     # waits during a pause
         collector = await requests.add("a", tokens, asked, adapter)
         output = await requests.next("a", collector)    # until one is finished
     generation = requests.returned(record, output, asked)
@@ -85,7 +85,10 @@ class EngineRequests:
 
     @contextlib.asynccontextmanager
     async def admitted(self, request_id: str) -> AsyncIterator[bool]:
-        """Keeps a request open in the block; yields False if it was cancelled while it was held."""
+        """Waits until a request may be passed to vLLM, and keeps it open in the block.
+
+        Yields False if the request was cancelled meanwhile.
+        """
         self._open[request_id] = False
         self._clock.enter()
         try:
@@ -123,7 +126,7 @@ class EngineRequests:
             return collector
 
     async def next(self, request_id: str, collector: RequestOutputCollector) -> RequestOutput:
-        """Waits for the next output of a request, and aborts it if the wait is cancelled."""
+        """Returns the next output of a request; aborts the request if the wait is cancelled."""
         with as_ours():
             try:
                 return await collector.get()
@@ -141,7 +144,7 @@ class EngineRequests:
     ) -> Generation:
         """Adds the tokens of a finished reply to the counters, and returns the reply.
 
-        `last` is vLLM's last output for it. `is_judged` says that the judge replied, not the
+        `last` is vLLM's last output for the reply. `is_judged` says that the judge replied, not the
         policy.
         """
         num_tokens = len(record.token_ids)
@@ -220,12 +223,12 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     """Counts the tokens that vLLM outputs, in place of its Prometheus metrics."""
 
     generated_tokens = 0
-    # Tokens that were proposed before they were sampled, and those of them that were sampled.
+    # Tokens that were drafted, and drafted tokens that were accepted.
     drafted_tokens = accepted_tokens = 0
     # Steps that sampled tokens, as of the newest statistics; outputs leave the engine in chunks.
     steps = 0
-    # Tokens of prompts, those looked up in the prefix cache and found there; requests whose memory
-    # was taken away.
+    # Numbers of prompt tokens, of tokens looked up and found in the prefix cache, and of requests
+    # whose memory was taken away.
     prompt_tokens = looked_up_tokens = found_tokens = preemptions = 0
     # Running and waiting requests and the used share of the cache, as of the newest statistics.
     running = waiting = 0

@@ -1,6 +1,6 @@
 """vLLM's Gemma 3 and Mistral 3, usable with or without torchvision.
 
-vLLM's modules name transformers' image processors, which need torchvision. If torchvision is
+vLLM's modules import transformers' image processors, which need torchvision. If torchvision is
 missing, transformers' PIL modules replace them: pixels come from `slipstream.core.models.vision`.
 """
 

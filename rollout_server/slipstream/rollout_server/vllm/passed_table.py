@@ -16,7 +16,7 @@ from vllm.engine import arg_utils
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-# What pydantic calls a value -> what a TOML file has.
+# Pydantic's words for a kind of value -> the words for a TOML file.
 _WORDS = {
     "a valid boolean": "true or false",
     "a valid integer": "an integer",
@@ -55,7 +55,7 @@ def parser_problems(server: RolloutServerSection) -> Iterator[str]:
 def argument_types() -> dict[str, Any]:
     """Returns the type of each of vLLM's engine arguments, by name.
 
-    It is None if vLLM imports the type for type checkers only.
+    A type is None if vLLM imports it for type checkers only.
     """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(AsyncEngineArgs):
@@ -74,7 +74,7 @@ def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN40
     if kind is None:
         return ""
     try:
-        # In strict JSON a list may become a tuple, but "1" and true are no numbers.
+        # In strict JSON mode a list may become a tuple, but "1" and true are not numbers.
         TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
         return ""
@@ -89,7 +89,7 @@ def _describe(
     kind: Any,  # noqa: ANN401 - any type
     errors: Sequence[ErrorDetails],
 ) -> str:
-    # vLLM finds the members of its enumerations, and most of its words, in any spelling.
+    # vLLM accepts the members of its enumerations, and most of its words, in any spelling.
     faults = [each for each in errors if each["type"] != "enum"]
     if not faults or _plain(value) in _choices(kind):
         return ""

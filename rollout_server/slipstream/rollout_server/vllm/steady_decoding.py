@@ -73,7 +73,7 @@ class KnownSlots:
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> KVCacheBlocks | None:
-        """Returns the new blocks for the tokens, perhaps none, or None if too few are free."""
+        """Returns the new blocks for the tokens, perhaps an empty set; None if too few are free."""
         if (
             num_new_tokens == 1
             and 0 < request.num_computed_tokens % self._block_size < self._last
@@ -123,7 +123,7 @@ class SteadyRequest:
         request.append_output_token_ids(token_id)
 
     def append_ahead(self, token_id: int, manager: KVCacheManager, block_size: int) -> None:
-        """Appends a token when steps are planned before it is known; see `AsyncScheduler`."""
+        """Appends a token as `append` does, for a scheduler that plans steps ahead."""
         self.append(token_id)
         request = self._request
         request.num_output_placeholders -= 1

@@ -2,8 +2,8 @@
 
 vLLM computes pixels with transformers' processors, whose video half needs torchvision. In this
 project requests carry pixels of `slipstream.core.models.vision.pixels`, so that the trainer has the
-same bits. vLLM imports this module by name wherever it inspects a model: see `tower_values`. It
-must not start CUDA: the server forks the engine.
+same bits. vLLM imports this module by name wherever it inspects a model: see `tower_values`.
+Importing this module must not start CUDA, since the server forks the engine.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Builds vLLM's sampling parameters; converts its outputs to `Generation`, and to texts."""
+"""Builds vLLM's sampling parameters; converts vLLM's outputs to `Generation` and to texts."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,11 @@ class VllmParts:
 def parameters(
     sampling: Sampling, max_tokens: int, *, experts_from: int, options: TextOptions | None = None
 ) -> SamplingParams:
-    """Returns vLLM's parameters of one request; `options` is None if no caller reads its text."""
+    """Returns vLLM's parameters of one request.
+
+    `options` is None if no caller reads the reply's text. vLLM returns the experts of tokens from
+    index `experts_from` on, if it records experts.
+    """
     text = options or TextOptions(skip_special_tokens=False)
     stop = [*sampling.stop, *text.stop]
     is_streamed = text.is_streamed
@@ -139,7 +143,7 @@ class ReplyRecord:
 
 @contextlib.contextmanager
 def as_ours() -> Iterator[None]:
-    """Re-raises errors of vLLM in the block as the project's own."""
+    """Re-raises vLLM's errors in the block as EngineDied, RequestRefused or GenerationFailed."""
     try:
         yield
     except EngineDeadError as error:
@@ -200,9 +204,9 @@ class ReplyText:
         options: TextOptions,
     ) -> None:
         self._tokenizer, self._options = tokenizer, options
-        # Tokens before `_told` were read; those from `_start` are decoded once more with the new
-        # ones, since a space before the first word is kept only behind other text. Of the text of
-        # the others `_said` characters were returned.
+        # Tokens before `_told` were read. Tokens from `_start` on are decoded again with the new
+        # tokens, since a space before the first word is kept only after other text. `_said`
+        # characters of the text of the tokens from `_told` on were returned.
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._told, self._said = 0, len(self._ids), 0
 

@@ -14,7 +14,7 @@ from slipstream.v1 import weights_pb2
 
 @dataclass(frozen=True)
 class Seat:
-    """The rank of this worker in a communicator, and what it needs to join it."""
+    """The rank of this worker in a communicator, and the data with which the worker joins it."""
 
     communicator: weights_pb2.Communicator
     rank: int
@@ -75,7 +75,7 @@ class BucketReceiver(ABC):
         return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
 
     def take_wire(self) -> Wire:
-        """Returns the wire time of the last `receive`, after `digests`; 0 if it is not timed."""
+        """Returns the wire time of the last `receive`, or 0 if unknown; call it after `digests`."""
         return Wire()
 
     @abstractmethod

@@ -24,13 +24,13 @@ Parameters = Mapping[str, torch.Tensor]
 
 # Most stretches of memory that one copy of a plan may write; beyond it a plan is not worth it.
 _MAX_RUNS = 1 << 24
-# Size from which a tensor is copied by itself: it takes longer than starting the next copy.
+# Size from which a tensor is copied separately: its copy takes longer than starting the next.
 _LARGE_BYTES = 16 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotCopied(Exception):  # noqa: N818 - says why a plan is impossible
-    """The loader does more than copy; the message names the parameter or layer and the reason."""
+    """Raised if the loader does more than copy; names the parameter or layer, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class View:
         return torch.as_strided(tensor, self.shape, self.strides, base + self.offset)
 
     def runs(self) -> NDArray[np.int64]:
-        """Returns each stretch of adjacent elements as a row (start, end): [stretches, 2]."""
+        """Returns each stretch of adjacent elements as a row (start, end): [stretches, 2].
+
+        Raises NotCopied if there are too many stretches.
+        """
         dims = [d for d in zip(self.shape, self.strides, strict=True) if d[0] != 1]
         dims.sort(key=lambda dim: dim[1])
         length = 1
@@ -284,12 +287,12 @@ def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Replay:
-    """Makes the copies of a plan from the memory in which its buckets arrive."""
+    """Makes the copies of a plan from the memory in which the buckets arrive."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
         self._plan, self._parameters = plan, parameters
         self._batches: dict[tuple[int, int], list[_Batch]] = {}
-        # Buckets that parameters are made of, and not copied from alone.
+        # Buckets whose data is not only copied but also quantised.
         self._unfinished: frozenset[int] = frozenset()
 
     def prepare(self, place: int, buffer: torch.Tensor) -> None:
@@ -324,7 +327,7 @@ class Replay:
             batch.copy(batch.sources, batch.destinations)
 
     def only_copies(self, place: int) -> bool:
-        """Returns whether copies alone complete the bucket's parameters, without quantisation."""
+        """Returns whether copies complete the bucket's parameters, without quantisation."""
         return place not in self._unfinished
 
     def forget_buffers(self) -> None:

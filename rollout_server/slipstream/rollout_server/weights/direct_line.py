@@ -5,7 +5,7 @@ That takes half a millisecond to the workers and more back, for an update that i
 vLLM's processes are forked from the server's, and each worker inherits one end of a socket pair.
 
 Most calls go through vLLM; workers answer them both through vLLM and on the line. Two kinds of call
-may use the line alone, and run in a second thread of each worker: the beginning of an update of an
+may use only the line, and run in a second thread of each worker: the beginning of an update of an
 idle engine, and the end of an update that was begun. Meanwhile the engine's own thread outputs
 tokens and preempts requests.
 
@@ -36,13 +36,13 @@ _inherited: list[socket.socket] = []
 
 
 def tell(mark: str) -> None:
-    """Sends `mark`, an event's name, to the server on behalf of all workers, if there is a line."""
+    """Sends `mark`, the name of an event, to the server for all workers, if there is a line."""
     for theirs in _inherited:
         _send(theirs, [mark, None])
 
 
 def _send(line: socket.socket, message: list[Any], flags: int = socket.MSG_DONTWAIT) -> None:
-    # The message is too long, or the server has closed the line: vLLM carries it too.
+    # Drops a message that is too long, finds no room or comes after the line was closed.
     with contextlib.suppress(OSError):
         line.send(json.dumps(message).encode(), flags)
 
@@ -91,7 +91,7 @@ class DirectLine:
     line = DirectLine(num_workers)  # before the engine's processes start
     line.listen()  # when they have started
     await line.answers(call)  # through vLLM; afterwards the line `is_up`
-    await line.call("begin")  # through the line alone
+    await line.call("begin")  # only through the line
     line.close()
     """
 
@@ -109,7 +109,7 @@ class DirectLine:
         self._heard: dict[int | str, tuple[list[Any], asyncio.Future[list[Any]]]] = {}
         # Whether all workers have answered here.
         self.is_up = False
-        # The future of the newest call that went through the line alone.
+        # The future of the newest call that went only through the line.
         self._alone: asyncio.Future[list[Any]] | None = None
 
     def listen(self) -> None:
@@ -184,7 +184,7 @@ class DirectLine:
         # The other workers' answers may have arrived before this one's end.
         for others in self._sockets:
             self._hear(others)
-        # Every process that held the other end is gone; callers through vLLM learn it there.
+        # Every process that held the other end is gone; calls through vLLM get vLLM's error.
         self.close()
 
     def _hear(self, ours: socket.socket) -> bool:

@@ -3,8 +3,8 @@
 `LiveParts` applies deltas in place to a bucket whose tensors are contiguous in the live parameters.
 For any other bucket a copy plan is run backwards: the bucket is gathered from the live parameters
 into a buffer, the changed elements are written there, and the plan copies it back. A tensor
-parallel worker holds only its shards of such a bucket: it computes sums over them, from which the
-engine's process makes digests of whole buckets (`whole_digests`).
+parallel worker holds only its shards of such a bucket: it computes sums over these shards, from
+which the server computes the digests of whole buckets (`whole_digests`).
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ _ELEMENT = torch.int16
 
 
 class LiveBase:
-    """Applies deltas to the parameters of a replay: `expect`, then `take` each bucket, `read`."""
+    """Applies deltas to the live parameters: call `expect`, `take` for each bucket, then `read`."""
 
     def __init__(
         self, plan: CopyPlan, replay: Replay, parameters: Parameters, device: torch.device
     ) -> None:
-        """Takes plan and replay; raises NotCopied if a copy converts elements or broadcasts one."""
+        """`replay` makes the copies of `plan` into `parameters`.
+
+        Raises NotCopied if a copy converts element types or repeats an element.
+        """
         for copy in (copy for part in plan.copies for copy in part):
             if parameters[copy.parameter].dtype != copy.dtype:
                 raise NotCopied(f"{copy.parameter} has another element type than its bucket")
@@ -97,12 +100,15 @@ class LiveBase:
         return all(self._holds_all)
 
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
-        """Takes each bucket's number of changed elements; returns the buckets in wire format."""
+        """Returns the buckets of a delta in wire format.
+
+        `changed` has the number of changed elements of each bucket.
+        """
         self._changed = changed
         return on_the_wire(self._buckets, changed)
 
     def prepare(self) -> None:
-        """Allocates the buffer for one bucket, if any bucket needs it, and prepares its views."""
+        """Allocates a buffer for one bucket, if any bucket needs it, and prepares views into it."""
         for place, parts in enumerate(self._parts):
             if parts is None or travels_whole(self._buckets[place], self._changed[place]):
                 self._replay.prepare(place, self._bucket(place))
@@ -115,7 +121,7 @@ class LiveBase:
         bucket, changed, parts = self._buckets[place], self._changed[place], self._parts[place]
         is_whole = travels_whole(bucket, changed)
         if parts is not None and not is_whole:
-            # Over gloo it lies in main memory.
+            # Over gloo, the payload is in main memory.
             parts.put(payload.to(self._device), bucket, changed, self._handle)
             self._digests.add(place, parts.pointer, self._handle)
             return
@@ -218,7 +224,7 @@ class LiveParts:
     """
 
     def __init__(self, bucket: Bucket, views: list[Tensor], kernels: CudaChanges | None) -> None:
-        """Takes each tensor as a view of int16, and the kernels, which only a GPU needs."""
+        """`views` has each tensor as a view of int16; only a GPU needs `kernels`."""
         addresses = [view.data_ptr() for view in views]
         self._views, self._kernels = views, kernels
         self._offsets = [span.offset_bytes for span in bucket.spans]
@@ -237,7 +243,10 @@ class LiveParts:
             self._targets = Targets(self._offsets, sizes, addresses)
 
     def put(self, payload: Tensor, bucket: Bucket, changed: int, stream: int) -> None:
-        """Writes the changed elements of a payload; nothing outside the tensors is written."""
+        """Writes the changed elements of `payload` to the views, and nothing outside of them.
+
+        `changed` is the number of these elements. A GPU does the work on `stream`, a CUDA handle.
+        """
         first, second, _ = payload_parts(bucket, changed)
         counts = payload[:first].view(_ELEMENT)
         if self._kernels is None:

@@ -1,7 +1,7 @@
-"""The transports besides nccl: gloo over TCP, files from storage, and ipc within one host.
+"""The transports other than nccl: gloo over TCP, files from storage, and ipc within one host.
 
-With gloo and storage, buckets arrive in main memory. With ipc they are read directly from the
-learner's buffers: by CUDA IPC, even if learner and engine share one GPU, or in shared memory on
+With gloo and storage, buckets arrive in main memory. With ipc, workers read buckets directly from
+the learner's buffers: by CUDA IPC, even if learner and engine share one GPU, or in shared memory on
 CPUs.
 """
 
@@ -31,7 +31,10 @@ class HostReceiver(BucketReceiver):
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """Prepares memory: two buffers in turn, or with `own_buffers` one for each bucket."""
+        """Returns a buffer for each bucket; two buffers alternate.
+
+        Returns [] with `own_buffers`, since `receive` then allocates memory for each bucket.
+        """
         if incoming.own_buffers:
             self._buffers = []
             return []
@@ -120,7 +123,7 @@ class StorageReceiver(HostReceiver):
     """A `BucketReceiver` of files; every worker of the engine reads the same file."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
-        """Opens the file that the order names. Raises WeightSyncError if it is missing."""
+        """Opens the file that the order names. Raises WeightSyncError if the file is missing."""
         super().__init__()
         path = membership.communicator.path
         if not path:
@@ -155,7 +158,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class IpcReceiver(BucketReceiver):
-    """A `BucketReceiver` over ipc; bucket k of an update is in buffer k mod the buffers' number."""
+    """A `BucketReceiver` over ipc; bucket k of an update is in buffer k modulo their number."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator and opens the learner's buffers.
@@ -168,7 +171,7 @@ class IpcReceiver(BucketReceiver):
             from slipstream.protocol.weights.cuda_digests import load_kernel
 
             torch.cuda.set_device(device)
-            # It is loaded here, before the other members wait for this one.
+            # The kernel is loaded here, before the other members wait for this one.
             load_kernel(device.index)
         self._link = HandoverReceiver(
             (where.store_host, where.store_port),
@@ -191,7 +194,10 @@ class IpcReceiver(BucketReceiver):
         self._number = 0
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """Returns the learner's buffer of each bucket, or [] with `own_buffers`."""
+        """Returns the learner's buffer of each bucket, or [] with `own_buffers`.
+
+        Raises WeightSyncError if a bucket is larger than the buffers.
+        """
         largest = max(bucket.num_bytes for bucket in incoming.buckets)
         if largest > self._memory[0].numel():
             raise WeightSyncError(
@@ -228,7 +234,7 @@ class IpcReceiver(BucketReceiver):
                 yield data
 
     def close(self) -> None:
-        """Leaves the communicator and unmaps the buffers, which the engine's weights do not use."""
+        """Leaves the communicator and unmaps the learner's buffers, which no weights refer to."""
         self._link.close()
         # Buffers that are still being read stay mapped for ever: unmapping them would break a copy.
         if self._copying.acquire(timeout=_CLOSE_LIMIT_S):
@@ -248,7 +254,7 @@ class IpcReceiver(BucketReceiver):
     def _wait_done(self, deadline_s: float) -> None:
         """Waits for the current stream's work. Raises WeightSyncError after the deadline.
 
-        It polls without sleeping: the work takes a fraction of a millisecond, less than a sleep.
+        Polls without sleeping: the work takes a fraction of a millisecond, less than a sleep.
         """
         if self._device.type != "cuda":
             return

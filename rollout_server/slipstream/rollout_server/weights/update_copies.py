@@ -22,7 +22,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.rollout_server.memory import free_bytes
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 
-# Parts of a device's memory that staged weights leave free: for what others allocate meanwhile.
+# Parts of a device's memory that staged weights leave free for other allocations.
 _LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
 _ALIGNMENT_BYTES = 512
 
@@ -78,7 +78,7 @@ class Staging:
     def clear(self) -> None:
         """Drops the update; if it is still arriving, its thread ends by the buckets' deadlines."""
         if self._thread is not None and self._thread.is_alive():
-            # That thread may still write there.
+            # That thread may still write to the memory.
             self._memory = None
         self._thread, self.buffers = None, ()
 
@@ -104,7 +104,7 @@ class Staging:
         *starts, total = accumulate(padded, initial=0)
         memory = self._memory
         if memory is None or memory.numel() < total:
-            # The old piece goes first.
+            # The old memory is freed first.
             memory = self._memory = None
             memory = torch.empty(total, dtype=torch.uint8, device=self._device)
             if self._thread is threading.current_thread():
@@ -153,7 +153,7 @@ class Copying:
         self._started_s: float | None = None
         # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
         self.receive_s = 0.0
-        # Marks on the device: behind the steps under way, and behind the copies.
+        # Events on the device: after the steps under way, and after the copies.
         self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
@@ -180,7 +180,7 @@ class Copying:
         return digests
 
     def began_s(self) -> float:
-        """Returns when the device reached the copies, on the clock of `time.perf_counter`.
+        """Returns the `time.perf_counter` at which the device reached the copies.
 
         Call it after `finish`, as soon as the device has ended its work.
         """

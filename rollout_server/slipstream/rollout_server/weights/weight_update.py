@@ -25,30 +25,31 @@ from slipstream.v1 import weights_pb2
 
 log = logging.getLogger(__name__)
 
-# Seconds that an update may take besides its own deadlines before its worker counts as hung.
+# Seconds that an update may exceed its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
-# Results of updates with more buckets, 150 bytes each, go through vLLM, and those of deltas with
-# more tensors, 48 bytes each: a message on the line has 200 KB at most.
+# The results of an update with more buckets (150 bytes each), or of a delta with more tensors (48
+# bytes each), go through vLLM: a message on the direct line has 200 KB at most.
 _SHORT_BUCKETS, _SHORT_TENSORS = 256, 2048
 
 Result = TypeVar("Result")
 # Calls a method of all workers (`WorkerCalls.call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-# Pauses all requests between two tokens (`EnginePause.pause_for_update`); EngineDied. The seconds
-# are added to its limit where an update may come first; the workers tell the mark, if any.
+# Pauses all requests between two tokens (`EnginePause.pause_for_update`). Raises EngineDied. The
+# arguments are the time limit of an update that may come first, and the workers' mark, if any.
 Pause = Callable[[float, str], Awaitable[None]]
-# Gives an idle engine its new version (`EnginePause.resume_idle`); EngineDied.
+# Gives an idle engine its new version (`EnginePause.resume_idle`). Raises EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a worker loaded an update: it waited `receive_s` for buckets, the rest took `load_s`.
+    """The way in which a worker loaded an update, and the seconds of each stage.
 
-    `wire_s` lasted from the first broadcast's start to the end of the last; 0 if it cannot be
-    timed. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load the
-    next update of this layout.
+    `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest. `wire_s`
+    is the time from the start of the first broadcast to the end of the last, or 0 if it cannot be
+    measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load
+    the next update of this layout.
     """
 
     digests: list[str]
@@ -59,8 +60,8 @@ class LoadResult:
     wire_s: float
     # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
     began_s: float = 0.0
-    # What the worker's parameters hold of each bucket (`LiveBase.read`), where this was a delta or
-    # showed that the next update may be a delta.
+    # The worker's share of each bucket (`LiveBase.read`), if this update was a delta or the next
+    # update may be a delta; else [].
     shares: list[Share] = field(default_factory=list)
 
 
@@ -69,8 +70,8 @@ class _Announced:
     publish_id: str
     version: PolicyVersion
     limit_s: float
-    # The communicator and the bucket deadline: workers keep what they prepared while these last.
-    # None if they keep nothing: the sizes of a delta's buckets are never the same again, and staged
+    # The communicator and the bucket deadline: while these stay the same, workers keep what they
+    # prepared. None if they keep nothing: a delta's buckets have other sizes every time, and staged
     # buckets arrive elsewhere.
     terms: tuple[str, float] | None
     staged: bool
@@ -95,7 +96,7 @@ class WeightUpdate:
         self._all_have_plan = False
         # Whether all workers have room to stage; None if unknown. Once used, they keep it.
         self._has_room: bool | None = None
-        # What the log said of it last.
+        # The value of `_has_room` that was logged last.
         self._told_room: bool | None = None
         self._announced: _Announced | None = None
         # The terms of the last update, if all workers copied it by plan: they still have its
@@ -120,10 +121,11 @@ class WeightUpdate:
     ) -> None:
         """Prepares membership, memory and views of an update; generation continues meanwhile.
 
-        An empty `layout` means that of the previous update. Calls to the workers delay the engine's
-        steps, so they are left out for an update like the previous one. A staged update always
-        calls the workers: they receive all its buckets here, and copy them in `receive`. `is_busy`
-        says that requests run; only then does "auto" stage an update.
+        An empty `layout` means the layout of the previous update. Calls to the workers delay the
+        engine's steps, so they are left out for an update like the previous one. A staged update
+        always calls the workers: they receive all its buckets here, and copy them in `receive`.
+        `is_busy` says that requests run; only then does "auto" stage an update. Raises
+        WeightSyncError if the update cannot be prepared, EngineDied if the workers do not answer.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
@@ -157,7 +159,8 @@ class WeightUpdate:
 
         `resume_idle` is given for an idle engine whose requests are held until `resume`. If all
         workers have a copy plan, it is called in place of a pause and a resume, even if the update
-        then fails.
+        then fails. Raises WeightSyncError if the update fails, EngineDied if the workers do not
+        answer.
         """
         announced, self._announced = self._announced, None
         if announced is None or announced.publish_id != publish_id:
@@ -216,7 +219,7 @@ class WeightUpdate:
             self._adds_up = False
 
     async def _chooses_staging(self, *, is_busy: bool) -> bool:
-        """Returns whether an update is staged: by all workers or by none."""
+        """Returns whether to stage the update; either all workers stage it or none."""
         if self._stage != "auto" or not (self._all_have_plan or self._are_adapters_alone):
             return self._stage is True and (self._all_have_plan or self._are_adapters_alone)
         if is_busy and self._has_room is None:
@@ -235,7 +238,7 @@ class WeightUpdate:
     def _digests_of(self, results: Sequence[Any]) -> list[bytes]:
         """Returns the digests of all buckets.
 
-        Raises WeightSyncError when workers received different bytes.
+        Raises WeightSyncError if the workers received different bytes.
         """
         shares = [result["shares"] for result in results]
         whole = whole_digests(shares) if all(shares) else []
@@ -243,7 +246,7 @@ class WeightUpdate:
             raise WeightSyncError("the workers of one engine received different bytes")
         received = [bytes.fromhex(digest) for digest in results[0]["digests"]]
         if received and not results[0]["by_plan"]:
-            # The loader's work is done: can deltas follow?
+            # vLLM's loader has loaded the update: deltas may follow if the workers' shares add up.
             self._adds_up = received == whole
             if whole and not self._adds_up:
                 log.info("every update is sent whole: the workers' shares do not add up")
@@ -270,7 +273,7 @@ class WeightUpdate:
         return await self._finish(announced)
 
     async def _begin(self, announced: _Announced, *mark: str) -> None:
-        """Makes the workers begin to copy; they send `mark`, if given, once the engine pauses."""
+        """Makes the workers begin to copy; they send `mark`, if any, once the engine has paused."""
         try:
             await self._carry_out("slipstream_begin", announced.limit_s, *mark)
         except WeightSyncError:

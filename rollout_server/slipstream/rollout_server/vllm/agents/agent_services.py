@@ -1,6 +1,6 @@
 """Opens, on first use, the parts of vLLM's server that episodes need: most runs need none.
 
-Agents need its HTTP API, other environments the parsers of replies.
+Agents need vLLM's HTTP API; other environments may need vLLM's parsers of replies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Agents:
         return await asyncio.shield(self._reading)
 
     async def api(self) -> AgentApi:
-        """Returns the API.
+        """Returns the API for agents.
 
         The first call opens the API, in a thread; raises ConfigError if it does not start.
         """
@@ -62,7 +62,7 @@ class Agents:
         return await asyncio.shield(self._opening)
 
     def _open(self) -> AgentApi:
-        # These import vLLM's server, which takes a second.
+        # This imports vLLM's server, which takes a second.
         from slipstream.rollout_server.vllm.agents.application import (
             CURRENT,
             MODEL,

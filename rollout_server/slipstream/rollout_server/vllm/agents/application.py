@@ -65,7 +65,7 @@ ONE_TOKEN_PARSERS = ("deepseek_v3", "deepseek_v31", "hunyuan_a13b", "xlam")
 MARK = "slipstreamimageplaceholder"
 _IMAGE_PARTS = {"image_url", "input_image"}
 _BEFORE, _AFTER = "slipstreambefore", "slipstreamafter"
-# Parts of messages whose text vLLM reads; it would fetch pictures and files from where they name.
+# Types of message parts whose text vLLM reads. vLLM would fetch the images and files of others.
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
@@ -83,7 +83,8 @@ Message = Mapping[str, Any]
 class PromptRenderer:
     """Replaces vLLM's renderer, which turns the messages of a request into a prompt.
 
-    Only the messages after a recorded conversation are tokenized; its own tokens are reused.
+    Only the messages after a recorded conversation are tokenized; the conversation's tokens are
+    reused.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class PromptRenderer:
         values = params.chat_template_kwargs
         settings = json.dumps(values, sort_keys=True, default=str)
         found = recorder.find(opened, settings, [message_key(each) for each in messages])
-        # A request that has the model continue a message of the client's is tokenized as a whole.
+        # A request to continue a message that the client wrote is tokenized as a whole.
         if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
             found = None
         length = sum(len(each.get("content") or "") for each in messages)
@@ -175,10 +176,10 @@ class PromptRenderer:
     def _render(
         self, messages: list[Message], params: ChatParams, found: Found | None, most: int
     ) -> list[int] | None:
-        """Returns the tokens of the messages after `found`, or None if that turn cannot go on.
+        """Returns the tokens of the messages after `found`, or None if they cannot be appended.
 
         If `found` is None, all messages are tokenized. A text of more than `most` characters is not
-        tokenized: the result is placeholders, more than any limit allows.
+        tokenized: the result is then more placeholder tokens than any limit allows.
         """
         if found is None:
             return self._tokens(self._text(messages, params), most)
@@ -189,7 +190,7 @@ class PromptRenderer:
         try:
             text = self._text([*messages[: known - 1], _REPLY, *new], params)
         except (VLLMValidationError, ValueError, TypeError):
-            # A template may want what a plain reply lacks, calls before their results, for one.
+            # A template may demand what a plain reply lacks, such as calls before their results.
             return None
         if text.count(PLACEHOLDER) != 1:
             return None
@@ -275,7 +276,7 @@ def text_of_an_image(
     tokenizer: Any,  # noqa: ANN401 - transformers' own
     template: str | None,
 ) -> str:
-    """Returns the text that `template`, or the tokenizer's if None, renders for an image."""
+    """Returns the text that `template` renders for an image; None is the tokenizer's template."""
     parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
     message = {"role": "user", "content": parts}
     text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
@@ -410,7 +411,7 @@ def _open_application(
 
 
 def as_messages(path: str, reply: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Returns the chat messages that vLLM makes of `reply` when a client sends it back."""
+    """Returns the chat messages that vLLM makes of `reply` when it is sent back to `path`."""
     if path == MESSAGES_PATH:
         request = AnthropicMessagesRequest(
             model="policy", max_tokens=1, messages=[{"role": "assistant", "content": reply}]

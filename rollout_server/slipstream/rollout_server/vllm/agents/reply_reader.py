@@ -1,4 +1,4 @@
-"""Reads reasoning and tool calls in replies, by the same parsers of vLLM that agents' calls use."""
+"""Reads reasoning and tool calls in replies, with the parsers that vLLM uses for agents."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from vllm.parser.abstract_parser import Parser
 from vllm.renderers.chat_utils import make_tool_call_id
 
 _CACHED_REQUESTS = 128
-# A longer id, which some models write themselves, would not travel; it is replaced.
+# A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
 
 
@@ -33,8 +33,9 @@ class ReplyReader:
         self._tokenizer: Any = parts.renderer.get_tokenizer()
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self._settings = settings
-        # A parser of calls would cut them out of replies without tools too, and lose them. The one
-        # with tools comes last: vLLM keeps the newest in the class where a model has its own.
+        # A parser of tool calls would also cut calls out of replies to requests without tools, and
+        # lose them. The parser with tools is made last: if a model has its own parser class, vLLM
+        # keeps the newest parser in that class.
         self._plain_kind = self._parsing(None)
         self._kind = self._parsing(settings.tool_parser)
         self._request = lru_cache(_CACHED_REQUESTS)(self._make_request)

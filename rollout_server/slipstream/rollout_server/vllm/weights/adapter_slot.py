@@ -1,6 +1,6 @@
-"""The adapters of an engine: vLLM's arguments for them, their tensors and their activation.
+"""The adapters of an engine: vLLM's arguments for adapters, their tensors and their activation.
 
-Their tensors are replaced between two steps of the engine; requests refer to adapters by id.
+The tensors are replaced between two steps of the engine; requests refer to adapters by id.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from vllm.model_executor.models.interfaces import supports_lora
 class AdapterRequests:
     """Maps the adapter names in `lora` to the LoRARequests by which vLLM finds them.
 
-    If vLLM lacks an adapter, it tries to load it from `lora_path`, which does not exist. So the
-    request fails, instead of running without the adapter.
+    If vLLM lacks an adapter, vLLM tries to load it from `lora_path`, which does not exist. The
+    request then fails, instead of running without the adapter.
     """
 
     def __init__(self, lora: LoraSection) -> None:

@@ -1,8 +1,8 @@
 """A copy plan for a model some of whose matrices vLLM keeps in FP8.
 
-Such a matrix is copied to a landing, an unquantised buffer apart from the engine's weights. After
-its last copy it is quantised from the landing into the live matrix, as vLLM's loader would do it.
-Matrices that arrive at different times share a landing.
+Such a matrix is copied to a landing, an unquantised buffer outside the engine's weights. After the
+last copy the landing is quantised into the live matrix, as vLLM's loader would do it. Matrices that
+arrive at different times share a landing.
 
 vLLM keeps such a layer's matrix transposed in float8, with a scale for each of its rows. No
 checkpoint has that form: a loader needs the unquantised matrix.
@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
-# Elements that are divided at one time: their quotients take four bytes each.
+# Elements that are divided by scales at one time: the quotients take four bytes each.
 _CHUNK = 16 << 20
 # vLLM divides the smallest scale of a row by this (0.32.0).
 _SMALLEST = 512
@@ -142,7 +142,7 @@ class Fp8Plan(CopyPlan):
     """A copy plan and the live matrices that are quantised after its copies, by name."""
 
     linears: Mapping[str, Fp8Linear]
-    # Whether these are kept as they arrived too, each in a landing of its own.
+    # Whether the unquantised matrices are kept too, each in a landing of its own.
     keeps_plain: bool = False
 
     @classmethod
@@ -173,7 +173,8 @@ class _Part:
 
     copy: Copy
     rows: slice
-    # Whole rows, of which a worker may have only a part: so all workers find the same.
+    # Whole rows in the bucket, of which the worker may copy only a part: all workers then compute
+    # the same scales.
     measured: View
 
     @classmethod
@@ -204,7 +205,7 @@ class _Part:
         """Writes each row's greatest absolute value to `landing.largest`, after the copy."""
         found = landing.plain[self.rows]
         if self.measured != self.copy.source:
-            # Other workers have the rest. The bucket may lie in main memory, slow to look through.
+            # Other workers copy the other parts. The bucket may be in main memory, slow to read.
             typed = buffer.view(self.copy.dtype)
             found = self.measured.within(typed, int(typed.storage_offset())).to(found.device)
         low, high = found.aminmax(dim=1, keepdim=True)
@@ -235,12 +236,12 @@ class Fp8Replay(Replay):
     def __init__(
         self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
     ) -> None:
-        """Uses the landings in `kept`; if it is None, allocates landings that matrices share."""
+        """Uses the landings in `kept`; if empty or None, allocates landings that matrices share."""
         self._linears, parts_by_name = plan.linears, plan.parts()
         self._landings = kept or _landings(plan.linears, parts_by_name)
         plain = {name: landing.plain for name, landing in self._landings.items()}
         super().__init__(plan, {**parameters, **plain})
-        # The parameters from which buckets can be read: landings only if nothing else takes them.
+        # The parameters from which buckets can be read: with landings only if these are not shared.
         self.readable = self._parameters if kept else parameters
         self._by_bucket: dict[int, list[_Part]] = defaultdict(list)
         self._ends: dict[int, list[str]] = defaultdict(list)
@@ -272,7 +273,7 @@ class Fp8Check(PlanCheck):
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
         self._keeps_plain = plan.keeps_plain
-        # The plain weights of each matrix that was found, if the plan keeps them.
+        # The landing of each matrix that was compared, if the plan keeps unquantised matrices.
         self.kept: dict[str, _Landing] = {}
         self._linears, self._parts = plan.linears, plan.parts()
         self._arrived: dict[str, list[torch.Tensor]] = {name: [] for name in plan.linears}
@@ -327,7 +328,7 @@ def _landings(
             free = [len(sizes)]
             sizes.append(0)
             busy.append(-1)
-        # The smallest that is large enough, else the largest, which grows.
+        # Takes the smallest slot that is large enough, or else the largest slot, which grows.
         slot = min(free, key=lambda slot: (sizes[slot] < wanted, abs(sizes[slot] - wanted)))
         sizes[slot] = max(sizes[slot], wanted)
         busy[slot], slots[name] = last, slot

@@ -99,7 +99,7 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
 
 
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
-    """Passes `tensors` to the loader of `model`; returns the names that the loader returns.
+    """Passes `tensors` to the loader of `model`; returns the loader's names, or None if unknown.
 
     The loader of gpt-oss copies attention sinks, and all experts of a layer at once, into
     parameters without calling the parameters' own loaders. During a reload the parameters have no
@@ -141,7 +141,7 @@ def _one_by_one(
 # vLLM's own logger: the engine's processes have no other handler.
 log = init_logger(f"vllm.{__name__}")
 
-# The weight-transfer engine's name where quantised matrices are also kept as they arrived.
+# The name of the weight-transfer engine that also keeps quantised matrices as they arrived.
 KEEPING_BACKEND = "slipstream-keeping-plain"
 # Errors of models' loaders when the layers do not look as they did at the start.
 _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -195,7 +195,7 @@ def proved_replay(
 
 
 def live_base(plan: Fp8Plan, replay: Fp8Replay, device: torch.device) -> LiveBase | None:
-    """Returns the base of deltas, or None, with the reason in the log, if there can be none."""
+    """Returns the base of deltas, or None, with the reason in the log, if deltas are impossible."""
     try:
         base = LiveBase(plan, replay, replay.readable, device)
         if plan.linears and not base.holds_all:
@@ -226,7 +226,7 @@ class LoaderUpdate:
         # Parameters that layers compute from others after loading, such as scales, are never sent.
         awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
         self._missing = set(map(loaded_name, awaited))
-        # Notes what the loader does with each bucket; None without a plan to compare it with.
+        # Compares the loader's work with the plan; None without a plan.
         self.check: Fp8Check | None = None
         self._digests: list[bytes] = []
         self._receive_s = self._wire_s = 0.0
@@ -243,6 +243,7 @@ class LoaderUpdate:
         """Receives all buckets, each within its deadline, and passes their tensors to the model.
 
         The first `num_weights` buckets hold weights; `keep_adapters` takes the other buckets.
+        Raises WeightSyncError if a bucket misses its deadline or parameters are left out.
         """
         self.check = None if plan is None else Fp8Check(plan, self.parameters)
         waiting_s = time.perf_counter()

@@ -66,7 +66,7 @@ class NcclReceiver(BucketReceiver):
         communicator = membership.communicator
         self._backend = CupyNccl(index)
         self._backend.use()
-        # It is loaded here, before the other members wait for this one.
+        # The kernel is loaded here, before the other members wait for this one.
         load_kernel(index)
         with launched_nccl_variables():
             self._group = NcclGroup.join(
@@ -99,7 +99,7 @@ class NcclReceiver(BucketReceiver):
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """Yields each bucket; never blocks the host, so `digests` shows a missed deadline."""
+        """Yields each bucket; never blocks the host, so only `digests` raises a missed deadline."""
         memory, digests = self.prepare(incoming), self._digests
         assert digests is not None
         buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
@@ -161,7 +161,7 @@ class NcclReceiver(BucketReceiver):
 
 @functools.cache
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Returns the list of streams on which receivers of this process have received."""
+    """Returns the list of streams that receivers of this process use; callers may append to it."""
     return []
 
 

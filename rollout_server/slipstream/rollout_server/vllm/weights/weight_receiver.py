@@ -6,7 +6,7 @@ continues) and each bucket. Unblocked by: the bytes, or the deadline of that wai
 
 The first update goes through vLLM's own loader and checks a copy plan; later updates replay the
 plan. A model that the plan does not cover goes through the loader every time. Low-rank adapters
-arrive after the weights of the same update, or alone.
+arrive after the weights of the same update, or without weights.
 """
 
 import contextlib
@@ -131,13 +131,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _stages = False
     _staging: Staging | None = None
     _copying: Copying | None = None
-    # The update that vLLM's loader is given now.
+    # The update that vLLM's loader is loading.
     _loading: LoaderUpdate | None = None
     _plan: Fp8Plan | None = None
     _replay: Fp8Replay | None = None
-    # The base of deltas; None where only whole updates can be received.
+    # The base of deltas; None if only whole updates can be received.
     _live: LiveBase | None = None
-    # The same if the announced update is a delta.
+    # Equal to `_live` if the announced update is a delta, else None.
     _delta: LiveBase | None = None
     # The layout of the last update: its buckets of weights, and its adapters.
     _layout = b""
@@ -149,7 +149,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _is_whole = False
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Leaves the old communicator and begins to join a new one."""
+        """Leaves the old communicator and begins to join a new one, on a thread.
+
+        Raises WeightSyncError if the transport is unknown.
+        """
         self.shutdown()
         # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
         logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
@@ -186,8 +189,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
         """Announces an update; its tensors have the layout passed to the last `learn`.
 
-        With `stage` it is received into separate memory while old weights serve, if a plan can copy
-        it.
+        With `stage` the update is received into separate memory while old weights serve, if a plan
+        can copy it. Raises WeightSyncError if the update cannot be received.
         """
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
@@ -259,7 +262,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._copying.begin()
 
     def copy_weights(self) -> None:
-        """Receives an update and copies it by the plan; after an error it must be repeated."""
+        """Receives an update and copies it by the plan; after an error it must be sent again."""
         if self._copying is None:
             self.begin_copies()
         copying, receiver = self._copying, self._receiver
@@ -293,7 +296,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            # The reload keeps what arrived: a second update would mix both.
+            # The reload keeps tensors that arrived: a second update would mix them with its own.
             reload.finalize_layerwise_reload(self.model, self.model_config)
             self.shutdown()
             raise
@@ -313,7 +316,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def finish_weight_update(self) -> None:
         """Finalises the layers; later updates use the plan if it agrees with the result."""
-        # The check holds the memory of all buckets that it has not found in the model.
+        # The check holds the memory of all buckets whose copies it has not yet seen in the model.
         loading, self._loading = self._loading, None
         assert loading is not None
         loading.finish(on_cpu=self.device.type == "cpu")

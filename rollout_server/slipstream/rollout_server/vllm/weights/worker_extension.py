@@ -43,7 +43,7 @@ class WorkerExtension:
     def slipstream_prepare(
         self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
     ) -> dict[str, Any]:
-        """Prepares an update; returns whether it can be received already.
+        """Prepares an update; returns whether the update can be received already.
 
         Begins to join a communicator if `order` names a new one.
         """
@@ -53,7 +53,7 @@ class WorkerExtension:
             engine = self.weight_transfer_engine
             if parsed.new_communicator:
                 engine.shutdown()
-            # It comes before joining: once all members have joined, each bucket has its deadline.
+            # This comes before joining: once all members have joined, each bucket has its deadline.
             engine.learn(layout)
             if parsed.new_communicator:
                 self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
@@ -93,8 +93,8 @@ class WorkerExtension:
     def slipstream_finish(self, call: int) -> dict[str, Any]:
         """Finishes the update that `slipstream_begin` began; returns the fields of a `LoadResult`.
 
-        It may run outside the engine's thread: the engine plans no step before the server has the
-        answer.
+        This method may run outside the engine's thread: the engine plans no step before the server
+        has the answer.
         """
 
         def finish() -> dict[str, Any]:
