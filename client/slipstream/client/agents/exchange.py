@@ -47,7 +47,7 @@ class CallExchange:
     """
 
     def __init__(self, on_waiting: Callable[[bool], None]) -> None:
-        """Takes a callback: True when a first call opens, False when the last one closes."""
+        """Takes a callback that gets True when a first call opens, False when the last closes."""
         self._on_waiting = on_waiting
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0

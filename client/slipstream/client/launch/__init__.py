@@ -1,1 +1,1 @@
-"""The start of a run: checks, placement, processes and their end."""
+"""Starts a run: makes checks, assigns GPUs, starts processes and ends them."""

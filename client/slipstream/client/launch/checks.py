@@ -1,8 +1,8 @@
-"""The list of all checks before a run starts; most comparisons are in other modules of `launch`.
+"""Lists all checks before a run starts; most comparisons are in other modules of `launch`.
 
 A command stops at the first problem. A dry run makes only the checks that start and call nothing.
-`slipstream doctor` shows the findings of the same checks, or with `--role` those of all checks of
-that role. A check returns the fact that it saw or its findings, or raises ConfigError.
+`slipstream doctor` shows the findings of the same checks, or with `--role` the findings of all
+checks of that role. A check returns the fact that it saw or its findings, or raises ConfigError.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 RETRY_S = 0.2
 # Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Parts of gRPC's texts about a certificate that is not taken: it will not get better.
+# Parts of gRPC's texts about a refused certificate, which a retry would not change.
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
-# Seconds in which a file of another host must show: network file systems remember for a while that
+# Seconds in which a file of another host must appear: network file systems cache for a while that
 # there was none.
 SHOW_LIMIT_S = 5.0
 GOODBYE_S = 5.0
@@ -99,10 +99,10 @@ class Scene:
     """The settings, and the parts of a run that a command is about to start with them."""
 
     config: Config
-    # The parts that start on this machine; the doctor does not know them.
+    # The parts that start on this machine; empty for the doctor without a role.
     parts: frozenset[Part] = frozenset()
     dry_run: bool = False
-    # The doctor looks, and makes no folder.
+    # Whether the checks must make no folder or log, as for the doctor.
     leaves_nothing: bool = False
     # Number of the learner's node.
     node_rank: int = 0
@@ -129,7 +129,7 @@ class Check:
     # Returns the fact or findings, None if there is nothing to tell; raises ConfigError.
     check: Callable[[Scene], Seen | Awaitable[Seen]]
     remedy: str = ""
-    # If set, the problem is a hint on a machine of unknown part, with this remedy.
+    # If set, a problem becomes a hint with this remedy where the scene has no parts.
     elsewhere: str = ""
 
     async def run(self, scene: Scene) -> None:
@@ -252,7 +252,7 @@ def _run_folder(scene: Scene) -> str:
 
 
 def _controller(scene: Scene) -> str:
-    """Checks that the controller can listen here; the doctor connects to one on another machine."""
+    """Checks that the controller can listen here; the doctor connects to a remote controller."""
     address = scene.config.controller.address
     if not scene.parts:
         if address.startswith("unix:"):
@@ -323,7 +323,7 @@ async def _running_queue(scene: Scene) -> str | None:
 
 
 async def _environments(scene: Scene) -> None:
-    """Loads all environments; where the controller starts, plays a first step of each too."""
+    """Loads all environments; if the controller starts here, also plays a first step of each."""
     play = "controller" in scene.parts
     await check_environments(scene.config, play=play, keeps_log=not scene.leaves_nothing)
 
@@ -373,7 +373,11 @@ CHECKS = (
 async def ask_controller(
     address: str, credentials: Credentials, limit_s: float, *, asker: str = ""
 ) -> Answer:
-    """Waits for the controller's setup; raises ConfigError if it refuses or misses `limit_s`."""
+    """Asks the controller for its setup until it answers.
+
+    Raises ConfigError if the controller refuses or does not answer within `limit_s` seconds.
+    `asker` names this host to the controller.
+    """
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
@@ -430,7 +434,7 @@ async def compare(
 
 
 async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
-    """Reports that this host has compared everything; ignores a controller that has ended."""
+    """Reports to the controller that this host has compared everything; ignores gRPC errors."""
     request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
     with contextlib.suppress(grpc.aio.AioRpcError):
         async with open_channel(address, credentials) as channel:
@@ -440,7 +444,7 @@ async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
 
 
 def _near(answer: Answer) -> str:
-    """Returns, as text, how far apart the two hosts' clocks can be, by the answer's times."""
+    """Returns, as text, the largest difference of the two clocks that the answer's times allow."""
     least, most = sorted(
         (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
     )
@@ -464,7 +468,7 @@ INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 
 
 def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns which interface leads to the rendezvous, or None if one node has all ranks.
+    """Returns a line on the interface to the rendezvous, or None if one node has all ranks.
 
     Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
     `learner.master` has no address or no route from here.
@@ -496,10 +500,10 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
 
 
 def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
-    """Returns the interfaces among `present` that `value`, a variable in `INTERFACES`, selects.
+    """Returns the interfaces among `present` that `value`, of a variable in `INTERFACES`, selects.
 
     With `takes_beginning` a name selects all interfaces that begin with it, unless `value` begins
-    with "=".
+    with "=". A `value` that begins with "^" selects all other interfaces.
     """
     excludes, value = value.startswith("^"), value.removeprefix("^")
     is_exact, value = value.startswith("=") or not takes_beginning, value.removeprefix("=")

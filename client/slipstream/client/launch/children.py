@@ -1,7 +1,7 @@
-"""The processes that a command starts: each has its own log file, none outlives the command.
+"""Starts the processes of a command: each has its own log file, none outlives the command.
 
-Waits for: the ends of the processes, or a signal of the user. Unblocked by: these; `stop` ends a
-process, by force after its grace time.
+Waits for: the ends of the processes, or a signal of the user. Unblocked by: such an end or signal;
+`stop` ends a process, by force after its grace time.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from slipstream.core.machine.process import below_this
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # A restart after one of these would fail in the same way.
 FINAL_CODES = (USAGE_ERROR, FINAL_ERROR)
-# Starts in a row that may fail before the program has begun to work.
+# Failed starts in a row, in which the program did not begin to work, that end the restarts.
 MAX_FAILED_STARTS = 2
 TAIL_BYTES = 65536
 # A disk with fewer free bytes counts as full.
 FULL_BYTES = 1 << 20
 # Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
-# A scheduler sends SIGTERM to a job, to its steps and to their processes: one order, sent often.
+# A scheduler sends SIGTERM to a job, to its steps and to their processes: all mean one request.
 SAME_ORDER_S = 5.0
 OUR_PREFIXES = ("slipstream: ", "rollout server: ")
-# Lines of a traceback that name no cause, and vLLM's hint at a cause above, which is not there
-# when a signal has ended the process.
+# Lines of a traceback that name no cause.
 NO_CAUSE = re.compile(
     r'(\[rank\d+\]:\s*)?([\s^~]*$|File "|frame #\d|Exception raised from |<omitting python)'
 )
 # The word before the cause with which a C++ program ends.
 WHAT = "what():"
+# vLLM's hint at a cause above, which is missing when a signal has ended the process.
 SEE_ABOVE = "See root cause above"
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception): ")
 TRACEBACK = "Traceback (most recent call last):"
 # A line of a log that is newer than a traceback above it.
 NEW_ERROR = re.compile(r"\S.* (ERROR|CRITICAL) ")
-# What a user can do about it stands before the numbers of torch, which are many.
+# The remedy, which is put before torch's long message.
 _LESS_MEMORY = (
     "the GPU's memory is full: lower learner.micro_batch_tokens, or what engines on that GPU take "
     "(rollout_server.gpu_memory_utilization), or spread the model (learner.parallel)"
@@ -102,7 +102,7 @@ class Child:
     def describe_end(self) -> str:
         """Returns how the program ended, with the last cause that its log names, if any.
 
-        It also says if the disk is full, since the log may then lack the cause.
+        The text also says if the disk is full, since the log may then lack the cause.
         """
         code = self.process.returncode
         if code is not None and code < 0:
@@ -140,7 +140,7 @@ class Child:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Opens a log at its end; raises ConfigError when it cannot be written."""
+    """Opens a log file for appending; raises ConfigError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
@@ -156,8 +156,9 @@ async def start_child(
     log_path: Path,
     environ: Mapping[str, str] = {},
 ) -> Child:
-    """Starts `python -m module arguments` in its own process group, its output in `log_path`.
+    """Starts `python -m module arguments` in a process group of its own.
 
+    The output is appended to `log_path`, and `environ` is added to the environment variables.
     Raises ConfigError when the log cannot be written.
     """
     command = [sys.executable, "-m", module, *arguments]
@@ -176,9 +177,9 @@ async def start_child(
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
-    """Returns the first child whose exit code is not in `fine`, or None if all codes are.
+    """Returns the first child whose exit code is not in `fine`, or None if there is no such child.
 
-    It returns as soon as a child has failed: the others may wait for that child.
+    Returns as soon as a child has failed, since the others may wait for that child.
     """
 
     async def ended(child: Child) -> Child:
@@ -223,10 +224,10 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
 
 
 def last_complaint(path: Path, start: int = 0) -> str:
-    """Returns the line of a log, from byte `start` on, that most likely names the cause, or "".
+    """Returns the line of a log that most likely names the cause of a failure, or "" without one.
 
-    A line that our programs wrote for people is preferred, then the exception of the last
-    traceback, then the last line.
+    Only lines from byte `start` on count. A line that our programs wrote for people is preferred,
+    then the exception of the last traceback, then the last line.
     """
     try:
         with path.open("rb") as file:

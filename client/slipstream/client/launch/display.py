@@ -1,4 +1,4 @@
-"""The screen of a run: a line for each step and each event, a table at the end."""
+"""Shows a run on the screen: a line for each step and each event, a table at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FILES = (
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
-# The beginning of its event of a stop in order.
+# The beginning of the controller's event of a stop in order.
 STOPPING = "stopping: "
-# Least seconds between two lines of steps, but for the last: all steps lie in metrics.jsonl.
+# Least seconds between two lines of steps, except the last step; metrics.jsonl has all steps.
 STEP_EVERY_S = 2.0
 SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
 
@@ -80,7 +80,7 @@ class Display:
         return time.monotonic() - self.spoke_s
 
     def tell(self, text: str) -> None:
-        """Shows a line on an action of the command itself."""
+        """Shows a line about an action of the command itself."""
         self._line(text)
 
     def warn(self, text: str) -> None:
@@ -93,13 +93,19 @@ class Display:
         complain(cause, self._err)
 
     def resuming(self, first: str = "") -> str:
-        """Returns the end of a line: `first` and how to resume; "" if `run.resume` is "never"."""
+        """Returns the end of a line: `first`, then the command that resumes the run.
+
+        Returns "" if `run.resume` is "never".
+        """
         if self._config.run.resume == "never":
             return ""
         return f"; {first}resume it with: {this_command()}"
 
     def summary(self) -> None:
-        """Shows the table at the end, from summary.json, and how to resume an unfinished run."""
+        """Shows the table at the end, from summary.json, and how to resume an unfinished run.
+
+        Sets `is_stopped`. Does nothing if there is no summary.
+        """
         folder = self._config.run_dir
         summary = read_summary(folder)
         if summary is None:
@@ -136,7 +142,7 @@ class Display:
 
 
 def loading_line(config: Config, num_servers: int) -> str:
-    """Returns the first line of a run, of which this command starts `num_servers` servers."""
+    """Returns the first line of a run; this command starts `num_servers` of its servers."""
     into = counted(config.learner.world_size, "trainer rank")
     if not num_servers:
         then = f"rollout servers join at {config.controller.address}"

@@ -55,7 +55,10 @@ class Pods:
     def __init__(
         self, path: Path, overrides: Sequence[str], code: ShippedCode, *, on_gpus: bool
     ) -> None:
-        """Raises ConfigError if Kubernetes refuses the run's name, or a file name in `code`."""
+        """Takes the settings file `path` with its overrides, and the `code` to ship to the pods.
+
+        Raises ConfigError if Kubernetes refuses the run's name, or a file name in `code`.
+        """
         config = load_config(path, overrides)
         self.run = config.run.name
         self.nodes, _ = learner_nodes(config)
@@ -70,7 +73,7 @@ class Pods:
         self.metrics_port = address_parts(prometheus)[1] if prometheus else 0
         self.components = ("kueue", *(("monitor", "scaling") if self.metrics_port else ()))
         self.has_queue = config.queue.kind == "redis" and config.queue.redis_url is None
-        # How the first pod of the learner is found in the run's namespace.
+        # Host name of the learner's first pod in the run's namespace.
         self.host = f"{self.run}-{LEARNER}-0-0.{self.run}"
         self.controller = f"{self.host}:{controller_port(config)}"
         self.master = f"{self.host}:{master_port(config)}"
@@ -84,7 +87,7 @@ class Pods:
         places = ['run.dir="/runs"']
         places += [f"{setting}={json.dumps(path)}" for setting, path in self.models.items()]
         if self.metrics_port:
-            # Only the learner's first pod has a certificate to be asked from elsewhere.
+            # Only the learner's first pod has a certificate for callers from other hosts.
             places.append(f'tracking.prometheus="127.0.0.1:{self.metrics_port}"')
         if self.has_queue:
             url = f"rediss://{self.run}-queue:6380/0?ssl_ca_certs={SECRETS}/ca.pem"
@@ -92,7 +95,7 @@ class Pods:
         return places
 
     def files(self, folder: str) -> dict[str, str]:
-        """Returns the text of each file by its name; `folder` is the folder where they will lie."""
+        """Returns the text of each file by its name; `folder` is where the files will be saved."""
         learner, server = self.roles[LEARNER], self.roles[ROLLOUT_SERVER]
         jobs = self._job(learner, LEARNER, 1)
         secrets = {LEARNER: learner}
@@ -266,7 +269,7 @@ def check_keys(code: ShippedCode) -> None:
 
 
 def check_name(run: str, nodes: int) -> None:
-    """Raises ConfigError unless pods and services can have names that begin with the run's."""
+    """Raises ConfigError unless names of pods and services can begin with the name `run`."""
     # Kubernetes adds five letters to the names of pods.
     longest = LONGEST_NAME - max(
         len(f"-{FURTHER_LEARNER}-{nodes}-0-abcde"), len(f"-{ROLLOUT_SERVER}-0123456789-abcde")

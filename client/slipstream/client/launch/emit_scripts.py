@@ -12,23 +12,23 @@ from pprint import pformat
 from slipstream.client.launch.roles import LEARNER, ROLLOUT_SERVER, Role, Roles
 from slipstream.client.launch.template import filled_template, shell_command, shell_word
 
-# Seconds between two looks of a rollout job for the controller, and for the learner's job while its
-# server runs.
+# Seconds between two checks of a rollout job: for the controller's address, and that the learner's
+# job still runs.
 LOOK_S, WATCH_S = 5, 60
 # Servers of Ray start beside the learner, which may prove its algorithm before it listens.
 CONNECT_TIMEOUT_S = 3600
 LEARNER_JOB = Path(__file__).with_name("slurm_learner.template.sbatch")
 ROLLOUT_JOB = Path(__file__).with_name("slurm_rollout_server.template.sbatch")
-# In a file without the suffix of a module: nothing here can import Ray.
+# The file has no suffix of a module, because nothing here can import Ray.
 RAY_PROGRAM = Path(__file__).with_name("ray_program.txt")
 
 
 def slurm_files(
     roles: Roles, folder: str, *, controller_port: int, master_port: int, watch_s: float = WATCH_S
 ) -> dict[str, str]:
-    """Returns the text of each file by its name; `folder` is the folder where they will lie.
+    """Returns the text of each Slurm file by its name; `folder` is where they will be saved.
 
-    A rollout job checks every `watch_s` whether the learner's job still runs.
+    A rollout job checks every `watch_s` seconds whether the learner's job still runs.
     """
     address = f"{roles.folder}/controller.address"
     learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]

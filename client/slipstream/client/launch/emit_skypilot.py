@@ -27,7 +27,7 @@ from slipstream.core.errors import ConfigError
 TEMPLATE = Path(__file__).with_name("skypilot.template.yml")
 TASK = Path(__file__).with_name("skypilot_task.template.yml")
 VOLUME = Path(__file__).with_name("skypilot_volume.template.yml")
-# The folder on each machine for what travels there; the shell knows where it is.
+# The folder for copied files on each machine; the shell there replaces the variable.
 PLACE = "${HOME}/slipstream"
 # Machines of a group start in any order, and the learner may be recovered.
 PATIENCE = "--connect-timeout-s=3600"
@@ -36,10 +36,10 @@ GROUP_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class Group:
-    """The files of a job group by their names, and two names that its user needs in commands."""
+    """The files of a job group by name, the learner's host name, and the lock file to install."""
 
     files: dict[str, str]
-    # How the learner's first machine is found in the group.
+    # Host name of the learner's first machine in the group.
     host: str
     lock: str
 

@@ -1,4 +1,4 @@
-"""The findings of checks: what was seen, and whether it prevents a run."""
+"""Defines the findings of checks: the fact that a check saw, and whether that prevents a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Finding:
 
     @classmethod
     def read(cls, line: str) -> Finding:
-        """Returns the finding in a line that `write` made; raises ValueError if it is no JSON."""
+        """Returns the finding in a line that `write` made; raises ValueError if it is not JSON."""
         values = json.loads(line)
         return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
 

@@ -1,4 +1,4 @@
-"""Checks that a configuration fits this machine: its engines, its GPUs and its memory."""
+"""Checks that a configuration fits the engines, GPUs and memory of this machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_processor(config: Config) -> None:
 
 
 def processor_problems(config: Config) -> tuple[str, ...]:
-    """Returns a line for each setting that needs engines on GPUs; none if they run on GPUs."""
+    """Returns a line for each setting that needs engines on GPUs, or () if engines run on GPUs."""
     return () if uses_gpus() else tuple(cpu_engine_problems(config))
 
 
@@ -72,7 +72,7 @@ def check_variables(config: Config, environ: Mapping[str, str] = os.environ) -> 
 def compiler_problem(
     server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
 ) -> str:
-    """Returns why torch.compile cannot work with `environ`, or "" if it can or need not."""
+    """Returns why torch.compile cannot work with `environ`, or "" if it can or is not used."""
     if server.is_eager(on_cpu=on_cpu):
         return ""
     value = environ.get(DYNAMO_SWITCH, "")
@@ -117,7 +117,7 @@ def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
     )
 
 
-# GiB that torch, Megatron and vLLM take by themselves: in a rank, in all processes of an engine.
+# GiB that libraries take without a model: in a trainer rank, and in all processes of an engine.
 RANK_GIB, ENGINE_GIB = 0.6, 1.5
 # Bytes of optimizer state for a parameter: two moments, and the fp32 master of a 16-bit weight.
 MOMENT_BYTES = 8
@@ -142,7 +142,7 @@ class Needs:
     saved_bytes: float
     # The part of `saved_bytes` that belongs to experts.
     saved_expert_bytes: float = 0.0
-    # What a rank keeps of a micro batch; None: not estimated.
+    # Memory of a micro batch in a rank, or None if it is not estimated.
     kept: Kept | None = None
 
 
@@ -150,7 +150,7 @@ class Needs:
 class Kept:
     """Estimated bytes that a rank stores of a micro batch until its backward pass."""
 
-    # Activations of all layers; of one layer, with the inputs of the others, which recompute.
+    # Activations of all layers; with recomputation, of one layer plus the inputs of the others.
     layers: float
     recomputed: float
     # All logits.
@@ -204,7 +204,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Computes the needs from the headers of the model's files, or None if a file is missing."""
+    """Returns the needs by the headers of the model's files, or None if a file is missing."""
     if missing_weights(config.model.path, "model.path"):
         return None
     try:
@@ -246,12 +246,12 @@ def needs_of(config: Config) -> Needs | None:
 
 
 def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
-    """Estimates the bytes that a rank stores of a micro batch; None for models it does not cover.
+    """Returns an estimate of the bytes that a rank stores of a micro batch, or None without one.
 
-    It covers dense decoders without `recompute_granularity` or `cpu_offloading`: a layer stores
-    inputs and outputs of its matrix products in 16 bits. Together with the rest of a rank's memory,
-    three estimates without recomputation were within 8 % of the peaks measured on an H200
-    (benchmarks/results/learner.md).
+    The estimate covers dense decoders in 16 bits without `recompute_granularity` or
+    `cpu_offloading`: a layer stores inputs and outputs of its matrix products. Together with the
+    rest of a rank's memory, three estimates without recomputation were within 8 % of the peaks
+    measured on an H200 (benchmarks/results/learner.md).
     """
     learner, parallel = config.learner, config.learner.parallel
     is_dense = not (sizes.experts or sizes.latent_size or sizes.linear_heads)
@@ -292,7 +292,7 @@ def expert_split(parallel: ParallelSection) -> int:
 
 
 def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Returns an advice if main memory is too small for a run that uses CPUs alone."""
+    """Returns an advice if main memory is too small for a run on CPUs, else an ok finding."""
     server = config.rollout_server
     engine = server.kv_cache_gib + server.tensor_parallel_size * needs.worker_bytes / GIB
     needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)
@@ -309,9 +309,9 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
 
 
 def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Returns a problem if main memory has no room for a checkpoint's copy.
+    """Returns a problem if main memory has no room for a checkpoint's copy, else an ok finding.
 
-    Of the ranks that hold the same parameters, the first one copies them into main memory.
+    Only the first of the ranks that hold the same parameters copies them into main memory.
     """
     parallel, size = config.learner.parallel, config.learner.world_size
     stages = range(0, size, max(1, size // parallel.pp))
@@ -398,7 +398,7 @@ def short(number: float) -> str:
 
 
 def _parameters(config: Config) -> tuple[int, int]:
-    """Returns the numbers of all parameters that a run loads, and of its experts' parameters."""
+    """Returns how many parameters a run loads, and how many of them belong to experts."""
     total = experts = 0
     for name, shape in loaded_tensors(config):
         elements = math.prod(shape)

@@ -21,12 +21,12 @@ from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.process import below_this
 
 PROGRAM = "slipstream.core.machine.fork_server"
-# Seconds in which a server that has imported the program must fork it: one may have stopped it.
+# Seconds in which a server that has imported the program must fork: SIGSTOP may have stopped it.
 ANSWER_LIMIT_S = 15.0
 
 
 class ForkedProcess:
-    """A process that a fork server has forked; see asyncio's `Process`."""
+    """A process that a fork server has forked, with the interface of asyncio's `Process`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -34,7 +34,7 @@ class ForkedProcess:
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
-        """Returns the exit code, or the negative number of the signal that ended the process."""
+        """Waits for the end of the process; returns its exit code, or minus a signal's number."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
@@ -47,31 +47,31 @@ class ForkedProcess:
 
 
 class _Server(asyncio.SubprocessProtocol):
-    """The process of a fork server; asyncio calls the methods that read its answers.
+    """The process of a fork server; asyncio calls the methods that read the server's answers.
 
-    No task reads them, because a second signal cancels all tasks.
+    No task reads the answers, because a second signal to this command cancels all tasks.
     """
 
     def __init__(self) -> None:
         self._forked: dict[int, ForkedProcess] = {}
         self._unread = b""
-        # The process that follows the order under way; None when the server has ended.
+        # Gets the process that the current order starts, or None when the server ends.
         self.next: asyncio.Future[ForkedProcess | None] | None = None
         self.is_there, self.gone = True, asyncio.Event()
 
     def order(self, order: object) -> None:
-        """Sends `order` to the server as a line of JSON; it is lost if the server has ended."""
+        """Sends `order` to the server as a line of JSON, which is lost if the server has ended."""
         self._orders.write(json.dumps(order).encode() + b"\n")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the server's process and the pipe for orders; asyncio calls it."""
+        """Keeps the server's process and the pipe for orders; called by asyncio."""
         assert isinstance(transport, asyncio.SubprocessTransport)
         orders = transport.get_pipe_transport(0)
         assert isinstance(orders, asyncio.WriteTransport)
         self.process, self._orders = transport, orders
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Handles the server's answers on processes that began or ended; asyncio calls it."""
+        """Handles the server's answers on processes that began or ended; called by asyncio."""
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             answer = json.loads(line)
@@ -85,7 +85,7 @@ class _Server(asyncio.SubprocessProtocol):
                 self._follow(process)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Records that the server and all its processes have ended; asyncio calls it."""
+        """Records that the server and all its processes have ended; called by asyncio."""
         if fd == 1:
             self.is_there = False
             for process in self._forked.values():
@@ -94,7 +94,7 @@ class _Server(asyncio.SubprocessProtocol):
             self._follow(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Closes the server's process after its end; asyncio calls it."""
+        """Closes the server's process after its end; called by asyncio."""
         self.process.close()
         self.gone.set()
 
@@ -117,7 +117,10 @@ class ForkServer:
         self._server: _Server | None = None
 
     async def start(self, name: str, *, log_path: Path, environ: Mapping[str, str] = {}) -> Child:
-        """Starts a process; raises ConfigError when its log cannot be written."""
+        """Starts a process with the log `log_path`, and with `environ` added to its variables.
+
+        Raises ConfigError when the log cannot be written.
+        """
         if not self._is_plain:
             with open_log(log_path) as log:
                 log_start, oom_kills = log.tell(), kernel_oom_kills()
@@ -137,7 +140,10 @@ class ForkServer:
     async def _fork(
         self, name: str, log_path: Path, environ: Mapping[str, str]
     ) -> ForkedProcess | None:
-        """Lets the fork server start a process. If it fails, closes the server and returns None."""
+        """Lets the fork server start a process and returns it.
+
+        Closes the fork server and returns None if it fails.
+        """
         server, is_new = self._server, False
         if server is None or not server.is_there:
             server, is_new = await self._begin(name, log_path, environ), True

@@ -1,7 +1,7 @@
-"""The commands that start services: everything on this machine, or one part of a run.
+"""Implements the commands that start a whole run on this machine, or one part of a run.
 
 With `--dry-run` a command starts nothing: it prints the resolved settings, the trainer's parallel
-groups, and what this machine lacks.
+groups, and whatever this machine lacks.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ _HERE = ('weights.host="127.0.0.1"', 'learner.master="127.0.0.1:0"')
 async def run_all(
     path: Path | None, overrides: Sequence[str], *, dry_run: bool, profile: Path | None = None
 ) -> int:
-    """`slipstream run`: controller, trainer ranks and rollout servers on this machine.
+    """Runs `slipstream run`: controller, trainer ranks and rollout servers on this machine.
 
-    A dry run predicts the speed from the `profile` of an earlier run.
+    Returns the exit code after the end of the run. A dry run predicts the speed from the `profile`
+    of an earlier run.
     """
     if profile is not None and not dry_run:
         raise ConfigError("--profile belongs to --dry-run, which predicts from it")
@@ -96,7 +97,10 @@ async def run_all(
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
-    """`slipstream quickstart`: makes its tiny model if it is missing, and runs its settings."""
+    """Runs `slipstream quickstart`: makes a tiny model if it is missing, then starts a run with it.
+
+    Returns the exit code of the run. Raises RunFailed if the model cannot be made.
+    """
     path = Path(__file__).parents[1] / "quickstart.toml"
     model = load_config(path, overrides).model.path
     if not any(model.glob("*.safetensors")):
@@ -117,7 +121,10 @@ async def run_learner(
     connect_timeout_s: float | None = None,
     dry_run: bool,
 ) -> int:
-    """`slipstream learner`: the trainer ranks of this node, and the controller on node 0."""
+    """Runs `slipstream learner`: the trainer ranks of this node, and the controller on node 0.
+
+    Returns the exit code after the end of the run.
+    """
     raise_open_files()
     overrides = [*learner_overrides(master), *overrides]
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
@@ -133,7 +140,10 @@ async def _carry_out(
     dry_run: bool,
     profile: Path | None = None,
 ) -> int:
-    """Runs this share of the roles until the run ends, or makes a dry run; returns an exit code."""
+    """Starts a share of the roles and waits for the run's end, or makes a dry run.
+
+    Returns the exit code.
+    """
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     ranks, servers = len(share.ranks), share.servers
@@ -179,7 +189,11 @@ async def run_rollout_server(
     connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
-    """`slipstream rollout-server`: one server, which joins a controller that runs already."""
+    """Runs `slipstream rollout-server`: one server, which joins a running controller.
+
+    Returns 0 when the server has left the run in order. Raises ConfigError if the server refuses
+    its settings, and RunFailed if it fails otherwise.
+    """
     raise_open_files()
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
@@ -224,7 +238,10 @@ async def _run_server(
 
 
 async def run_check(path: Path, overrides: Sequence[str]) -> int:
-    """`slipstream check`: tests the algorithms' functions on the CPU; returns its exit code."""
+    """Runs `slipstream check`: tests the algorithms' functions on the CPU; returns the exit code.
+
+    Raises RunFailed if the test breaks off before it names a fault.
+    """
     config = load_config(path, overrides)
     check_installed("torch", "megatron.core")
     checked = await prove_algorithms(config)
@@ -239,9 +256,11 @@ async def run_check(path: Path, overrides: Sequence[str]) -> int:
 
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
-    """`slipstream replay`: starts only the trainer ranks, which train the journaled batches again.
+    """Runs `slipstream replay`: trainer ranks train the journaled batches again.
 
     The ranks end after `step` unless it is None. `overrides` set paths that differ on this machine.
+    Returns 0 if every step's digest equals the recorded digest, else 1; raises ConfigError or
+    RunFailed if a rank fails.
     """
     path = settings_of(folder)
     overrides = [*_HERE, *overrides]
@@ -279,9 +298,9 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
 
 
 async def run_receipt(path: Path, out: Path | None) -> int:
-    """`slipstream receipt`: packs the run's folder `path` into the archive `out` and checks it.
+    """Runs `slipstream receipt`: packs the run folder `path` into the archive `out` and checks it.
 
-    If `path` is such an archive, only checks it.
+    If `path` is such an archive, only checks it. Returns the exit code.
     """
     arguments = [str(path)]
     with contextlib.ExitStack() as stack:
@@ -304,7 +323,11 @@ async def run_receipt(path: Path, out: Path | None) -> int:
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
-    """`slipstream set-aside`: makes a resumed run leave out the batch at which it failed."""
+    """Runs `slipstream set-aside`: makes a resumed run leave out the batch at which it failed.
+
+    If `groups` is not empty, only these groups of the batch of `step` are left out. Returns 0;
+    raises ConfigError or RunFailed if it fails.
+    """
     settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
     log = log_path(folder, "set-aside")
@@ -322,7 +345,11 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
 
 
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
-    """`slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder."""
+    """Runs `slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder.
+
+    If `step` is None, the newest checkpoint is exported; if `out` is None, to hf-STEP among the
+    checkpoints. Returns 0; raises ConfigError or RunFailed if the export fails.
+    """
     path = settings_of(folder)
     config = load_config(path)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
@@ -345,7 +372,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
 async def _run_program(
     name: str, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str] = {}
 ) -> Child:
-    """Runs a program until it ends, and returns it; stops it if this command ends first."""
+    """Runs a program until it ends, and returns it; stops it if the caller is cancelled."""
     child = await start_child(name, module, arguments, log_path=log, environ=environ)
     try:
         await child.process.wait()
@@ -387,9 +414,10 @@ def learner_share(config: Config, node_rank: int | None) -> Share:
 
 
 def learner_overrides(master: str | None) -> list[str]:
-    """Returns [], or an override of `learner.master` with `master` or torchrun's variables.
+    """Returns an override of `learner.master` by `master` or by torchrun's variables, if any.
 
-    A setting on the command line takes precedence over it.
+    A setting on the command line takes precedence. Raises ConfigError if MASTER_ADDR is set without
+    MASTER_PORT.
     """
     if master is None and "MASTER_ADDR" in os.environ:
         host = os.environ["MASTER_ADDR"]
@@ -435,9 +463,9 @@ def describe_dry_run(
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the plan of a command that would start `ranks` and `servers` here, and its obstacles.
 
-    The plan is TOML that `load_config` reads, except for a password; all else is a comment. An
-    obstacle is a change that this machine needs first. Reads only config.json of the model; raises
-    ConfigError like `check_sizes`.
+    The plan is TOML that `load_config` reads, without passwords; everything but settings is a
+    comment. An obstacle is a change that this machine needs first. Of the model's files, only
+    config.json is read. Raises ConfigError like `check_sizes`.
     """
     missing = check_sizes(config)
     config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)

@@ -1,4 +1,4 @@
-"""Checks the machine: processors, memory, disk, limits, packages, and GPUs by their driver."""
+"""Checks the machine: processors, memory, disk, limits, packages, and GPUs with their driver."""
 
 from __future__ import annotations
 
@@ -36,26 +36,29 @@ _PATHS = {
 # vLLM imports these wherever they are installed, and their builds may not fit the installed torch.
 COMPANIONS = ("torchvision", "torchaudio")
 GIB = 1 << 30
-# The control group of the container, if this is one.
+# The control group of this container, if it is one.
 CGROUP = Path("/sys/fs/cgroup")
 TESTED_PYTHONS = ((3, 11), (3, 12))
 # Memory for vLLM's engine, the trainer ranks and torch together; with less, allocations fail.
 MIN_MEMORY_GIB = 6
-# The same for one of them.
+# The same for one role.
 ROLE_MEMORY_GIB = 3
 MIN_SHARED_GIB = 1
 MIN_DISK_GIB = 5
 # Room for settings, logs and the first steps of the journal.
 LEAST_DISK_BYTES = 64 << 20
 MIN_OPEN_FILES = 4096
-# No system has a lower hard limit by itself.
+# No system has a lower hard limit by default.
 LEAST_OPEN_FILES = 1024
 SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
 
 
 def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator[Finding]:
-    """Yields findings on Python, processors and memory of this machine."""
+    """Yields findings on Python, processors and memory of this machine.
+
+    Less free memory than `least_gib` is a problem.
+    """
     yield _python()
     yield _processors(has_gpu=has_gpu)
     free, seen = free_memory()
@@ -136,9 +139,9 @@ def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) 
 
 
 def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 0.0) -> Finding:
-    """Returns the finding on the disk of the folder for runs, which need not exist.
+    """Returns the finding on the disk that holds `run_dir`, a folder that need not exist.
 
-    A run cannot save a checkpoint without `least_bytes`, and takes `usual_bytes` in all.
+    Too little room for `least_bytes` is a problem, too little for `usual_bytes` an advice.
     """
     place = run_dir.absolute()
     while not place.exists():
@@ -158,7 +161,7 @@ def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a write in `folder` succeeds; for root, permissions hide a read-only mount."""
+    """Whether a write in `folder` succeeds; root's permissions would hide a read-only mount."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -167,7 +170,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _open_files() -> Finding:
-    """Returns the finding on the hard limit of open files; services raise the soft limit alone."""
+    """Returns the finding on the hard limit of open files; services raise the soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return ok("open files", "one process may open any number of files")
@@ -181,7 +184,7 @@ def _open_files() -> Finding:
 
 
 def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yields the findings about the GPUs of this machine; nothing if it has none."""
+    """Yields the findings about the GPUs of this machine; yields nothing without GPUs."""
     if not gpus:
         return
     with Nvml() as nvml:
@@ -274,7 +277,7 @@ def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
 
 
 def _environment(environ: Mapping[str, str]) -> Finding:
-    """Returns an advice if an NCCL variable differs from the value that was tested."""
+    """Returns an advice if an NCCL variable differs from the tested value, else an ok finding."""
     others = [
         f"{name}={environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()
@@ -321,7 +324,7 @@ STACKS = {
 
 
 def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
-    """Yields a finding on each role's packages, and on whether these were tested together."""
+    """Yields findings on each role's packages, and on how versions differ from the tested ones."""
     for role in roles:
         yield _check_role(role)
     yield from _check_stack()

@@ -225,7 +225,7 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
 
 
 def describe_turns(config: Config, placement: Placement) -> str:
-    """Returns one line with what `controller.turns` means for ranks and servers here, and why.
+    """Returns one line that says whether ranks and servers here take turns on a GPU, and why.
 
     The controller decides the same by the GPUs of the servers and ranks that join (`EngineTurns`).
     """

@@ -1,8 +1,8 @@
-"""The checks before anything expensive starts; each error is one line.
+"""Makes the checks before anything expensive starts; each error is one line.
 
 Some checks are programs of their own, which end with the command. Waits for: the end of such a
-program, not of processes that it has started. Unblocked by: its end, or its time limit, at which it
-is killed with all processes that it has started.
+program, not of processes that it has started. Unblocked by: the program's end, or its time limit,
+at which the program and all processes that it has started are killed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SETTINGS_LIMIT_S = 300.0
 PROOF_LIMIT_S = 600.0
 # Seconds beyond an environment's own limits in which its worker starts and says where it hangs.
 WORKER_GRACE_S = 30.0
-# Environments that are loaded side by side: one for each processor, few for the sake of memory.
+# Number of environments that are checked at once: one for each processor, few to save memory.
 CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
 # The calls of such a check that may take as long as the limit: load, reset and step.
 CHECKED_CALLS = 3
@@ -126,9 +126,9 @@ def check_own_certificate(config: Config) -> None:
 
 
 def check_weights_host(config: Config) -> str:
-    """Returns the result of a check that rank 0, which starts here, can listen on `weights.host`.
+    """Checks that rank 0, which starts here, can listen on `weights.host`; returns a line on it.
 
-    Raises ConfigError if it cannot.
+    Raises ConfigError if rank 0 cannot.
     """
     host = config.weights.host
     try:
@@ -143,7 +143,10 @@ def check_weights_host(config: Config) -> str:
 
 
 def check_port(address: str) -> str:
-    """Checks that the controller can listen on `address`; raises ConfigError if it cannot."""
+    """Checks that the controller can listen on `address`; returns a line that says so.
+
+    Raises ConfigError if it cannot, or if the port is 0.
+    """
     host, port = address_parts(address)
     if port == 0:
         raise ConfigError(
@@ -176,11 +179,11 @@ def check_installed(*names: str) -> None:
 
 
 async def check_megatron(config: Config) -> str | None:
-    """Has Megatron check the settings that are passed through to it.
+    """Lets Megatron check the settings that are passed through to it.
 
-    Raises ConfigError for a fault. The check takes as long as Megatron's imports and uses no GPU.
-    Returns None without a check if nothing is passed through, or if Megatron or the model's
-    config.json is missing.
+    Returns a line that says so. Returns None without a check if nothing is passed through, or if
+    Megatron or the model's config.json is missing. Raises ConfigError for a fault. The check takes
+    as long as Megatron's imports and uses no GPU.
     """
     learners = [config.learner, *(role.learner for role in role_settings(config).values())]
     passes = any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
@@ -195,8 +198,8 @@ async def check_megatron(config: Config) -> str | None:
 async def check_functions(config: Config) -> str | None:
     """Checks that the user's own algorithm functions can be imported and called.
 
-    Returns a line that names them, or None if the run has none. Raises ConfigError if a call fails.
-    The check takes as long as torch's import.
+    Returns a line that names the functions, or None if the run has none. Raises ConfigError if a
+    call fails. The check takes as long as torch's import.
     """
     if not config.algorithms.has_own:
         return None
@@ -206,10 +209,10 @@ async def check_functions(config: Config) -> str | None:
 
 
 async def check_algorithms(config: Config) -> str | None:
-    """Has the user's own algorithm functions tested; raises ConfigError with the first fault.
+    """Tests the user's own algorithm functions; raises ConfigError with the first fault.
 
-    The test takes a minute on a CPU; unchanged functions are not tested again. Returns None if the
-    run has no such functions.
+    The test takes a minute on a CPU; unchanged functions are not tested again. Returns a line that
+    says so, or None if the run has no such functions.
     """
     if not config.algorithms.has_own:
         return None
@@ -220,7 +223,10 @@ async def check_algorithms(config: Config) -> str | None:
 
 
 async def prove_algorithms(config: Config, *arguments: str) -> Ended:
-    """Runs the tests of the algorithm's functions; raises ConfigError at the time limit."""
+    """Runs the tests of the algorithm's functions in a program with the options `arguments`.
+
+    Raises ConfigError at the time limit, PROOF_LIMIT_S.
+    """
     with _told_when_slow("the proof of the algorithm's functions takes a minute"):
         checked = await run_program(
             [sys.executable, "-m", ALGORITHMS_CHECK, *arguments],
@@ -235,7 +241,7 @@ async def prove_algorithms(config: Config, *arguments: str) -> Ended:
 
 
 async def check_engine(config: Config) -> str | None:
-    """Has vLLM check the settings that are passed through to it; raises ConfigError for a fault.
+    """Lets vLLM check the settings that are passed through to it; raises ConfigError for a fault.
 
     These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
     vLLM's imports and uses no GPU. Returns a line that names the settings, or None if there are
@@ -254,9 +260,10 @@ async def check_engine(config: Config) -> str | None:
 
 
 async def check_reference(config: Config) -> None:
-    """Checks that the server of the reference model, if any, can do what the run needs.
+    """Checks that the server of the reference model, if any, can do all that the run needs.
 
-    Raises ConfigError if it cannot. Its tokenizer is compared token by token, which takes seconds.
+    Raises ConfigError if it cannot. The server's tokenizer is compared token by token, which takes
+    seconds.
     """
     if config.reference is not None and config.reference.server is not None:
         await _check_by(REFERENCE_CHECK, config, told="reference.server did not answer")
@@ -291,9 +298,10 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 
 
 async def check_environments(config: Config, *, play: bool = True, keeps_log: bool = True) -> None:
-    """Loads every environment in its own process and plays a first step; raises ConfigError.
+    """Loads every environment in its own process and plays a first step.
 
-    Without `play` they are only loaded. The first error in the order of the settings is raised.
+    Raises ConfigError with the first failure in the order of the settings. Without `play` the
+    environments are only loaded.
 
     An environment with tools needs `tool_parser`, one with images `max_images`. An agent that calls
     the run's initial model needs `lora.publish = "adapters"`.
@@ -384,10 +392,10 @@ def _told_when_slow(what: str) -> Iterator[None]:
 
 
 def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
-    """Returns a port that is free at this moment, and that the kernel does not assign on its own.
+    """Returns a port that is free now, and that the kernel does not assign on its own.
 
     A port that the kernel assigns could be taken by another process of the run before it is used.
-    Raises ConfigError when none of the `FREE_PORT_ATTEMPTS` of `ports` that are tried is free.
+    Raises ConfigError if none of the at most `FREE_PORT_ATTEMPTS` ports that are tried is free.
     """
     family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(ports))
     for port in random.SystemRandom().sample(ports, attempts):
@@ -401,7 +409,7 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
 class Ended:
     """The end of a program: its exit code, its stdout, and the last lines of its stderr.
 
-    The lines are those in the last `TAIL_BYTES`.
+    Only the last `TAIL_BYTES` of stderr are kept.
     """
 
     # The exit code, or None if the program did not end within its limit.
@@ -418,8 +426,8 @@ async def run_program(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `command` with `given` on its stdin; after `limit_s` kills it and its children."""
-    # Files rather than pipes: a pipe stays open as long as anything that the program has started.
+    """Runs `command` with `given` on its stdin; kills it and its children after `limit_s`."""
+    # Files instead of pipes: a pipe stays open as long as any process that the program has started.
     file = tempfile.TemporaryFile
     with file() as stdin, file() as stdout, file() as stderr:
         stdin.write(given)

@@ -1,4 +1,4 @@
-"""The command `slipstream roles`: prints the roles of a run, or writes them as files."""
+"""Implements `slipstream roles`, which prints the roles of a run, or writes them as files."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def print_roles(
 
     `code` is a folder of the user's modules to ship with the files. `gpus` gives instances GPUs
     even if this machine's packages are CPU builds. `schema` prints the roles' JSON schema instead.
+    Returns 0; raises ConfigError for arguments or settings that do not fit `target`.
     """
     if schema:
         say(json.dumps(Roles.model_json_schema(), indent=2))

@@ -1,4 +1,4 @@
-"""Checks that a run's Redis answers, keeps data, and lets the users of both ends write."""
+"""Checks that a run's Redis answers and keeps data, and that the users of both ends may write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def check_queue(config: Config) -> list[Finding]:
 
 
 async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
-    """Returns a line that names the user with which `end` may write.
+    """Checks that the user of `end` may write to the queue; returns a line that names the user.
 
     Raises ConfigError if that user may not write, or if no server answers within `patience_s`.
     """

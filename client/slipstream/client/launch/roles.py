@@ -1,7 +1,7 @@
-"""The roles of a run: what starts, how many of each, by which command, and what each needs.
+"""Defines the roles of a run: the number of instances, the command and the needs of each role.
 
 `slipstream run` starts all instances on one machine, `slipstream learner` and `slipstream
-rollout-server` one instance of one role. `slipstream roles` prints them for schedulers.
+rollout-server` one instance of one role. `slipstream roles` prints the roles for schedulers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slipstream.core.settings.sections import QueueEnd
 
 LEARNER, ROLLOUT_SERVER, QUEUE = "learner", "rollout-server", "queue"
 QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
-# Seconds in which a learner that is told to end makes its step, a checkpoint and the model.
+# Seconds in which a learner after SIGTERM ends its step and saves a checkpoint and the model.
 LEARNER_GRACE_S = 600.0
-# Seconds beside `rollout_server.drain_timeout_s` in which a server ends its engine.
+# Seconds after `rollout_server.drain_timeout_s` in which a server ends its engine.
 SERVER_GRACE_S = 30.0
-# Port of the ranks' meeting place, unless learner.master has one.
+# Port of the ranks' rendezvous, unless learner.master has one.
 MASTER_PORT = 29500
 
 
@@ -50,7 +50,7 @@ class Port(Contract):
 
 
 class Secret(Contract):
-    """A file that nobody but the role may read."""
+    """A secret file that only instances of the role may read."""
 
     name: str = Field(description="as deploy/make_certificates.sh names the file")
     file: str
@@ -59,7 +59,7 @@ class Secret(Contract):
 
 
 class Shared(Contract):
-    """A folder that the instances in `among` must share, or hold with the same content."""
+    """A folder that the instances in `among` must share, or have with the same content."""
 
     path: str
     setting: str
@@ -74,7 +74,7 @@ class Probe(Contract):
 
 
 class Program(Contract):
-    """A process that an instance starts itself, and starts again when it dies."""
+    """A process that an instance starts, and starts again when the process dies."""
 
     name: str
     module: str
@@ -83,7 +83,7 @@ class Program(Contract):
     first_only: bool = Field(False, description="only instance 0 has it")
 
     def times(self, count: int) -> Program:
-        """Returns the program with this number of processes."""
+        """Returns a copy of this program with `count` processes in each instance."""
         return self.model_copy(update={"count": count})
 
 
@@ -206,13 +206,17 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
 
 
 def learner_nodes(config: Config) -> tuple[int, int]:
-    """Returns the number of the learner's nodes, and of trainer ranks on each."""
+    """Returns the number of the learner's nodes, and the number of trainer ranks on each node."""
     per_node = config.learner.ranks_per_node or config.learner.world_size
     return config.learner.world_size // per_node, per_node
 
 
 def roles_of(config: Config, site: Site, *, on_gpus: bool) -> Roles:
-    """Returns the roles of a run whose instances lie on several machines."""
+    """Returns the roles of a run whose instances run on several machines.
+
+    With `on_gpus`, instances ask for GPUs. Raises ConfigError for a Redis queue without
+    `queue.redis_url`, and for `security.tls_client_ca`.
+    """
     if config.queue.kind == "redis" and config.queue.redis_url is None:
         raise ConfigError(
             "queue.redis_url must be the address of a server that all machines reach, or "
@@ -353,7 +357,7 @@ def _model(config: Config) -> Shared:
 
 
 def _needs(config: Config) -> list[str]:
-    """Returns the addresses of servers that the run does not start."""
+    """Returns the servers that the run does not start: the queue, and the reference's address."""
     reference = config.reference
     addresses = [config.queue.redis_url and QUEUE, reference and reference.server]
     return [str(address) for address in addresses if address]

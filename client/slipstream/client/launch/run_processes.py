@@ -1,4 +1,4 @@
-"""The processes of one command: their start, their restarts, their end, and the progress shown.
+"""Starts, restarts and ends the processes of one command, and shows the run's progress.
 
 Consumes: events of the controller, ends of processes. Produces: progress on the screen, restarts of
 processes. Waits for: the final end of the controller. Unblocked by: the end of the run, or of a
@@ -37,13 +37,13 @@ from slipstream.protocol.access.security import Credentials, call_metadata, open
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
-# Seconds of silence before the first such line; twice as long before each further one, to a limit.
+# Seconds without a line before one says why the run waits; doubled for each next line, to a limit.
 FIRST_S = 20.0
 LIMIT_S = 300.0
 # A controller that does not answer a stop for so many seconds is ended.
 STOP_LIMIT_S = 30.0
 ANSWER_LIMIT_S = 5.0
-# Seconds between two questions to the controller, as whether the trainer has loaded.
+# Seconds between two questions to the controller, such as whether the trainer has loaded.
 LOOK_S = 2.0
 GRACE_S = 30.0
 # Seconds of grace after a second signal: the next start resumes from the disk.
@@ -55,12 +55,12 @@ LEAVE_LIMIT_S = 60.0
 MAX_QUEUE_RESTARTS = 5
 # Seconds between two starts of a controller; servers and trainer wait for it.
 CONTROLLER_PAUSE_S = 0.1
-# Seconds after which a server or controller that ends is granted as many restarts as a new one.
+# A server or controller that ran for so many seconds has as many restarts as a new one.
 FORGIVEN_S = 600.0
 
 
 class RunCalls:
-    """Calls the controller at `address`; only `status` raises if it does not answer."""
+    """Calls the controller at `address`; only `status` raises an error if no controller answers."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._address, self._credentials = address, credentials
@@ -71,7 +71,7 @@ class RunCalls:
         return open_channel(self._address, self._credentials)
 
     async def stop(self, reason: str, *, failed: bool) -> str:
-        """Ends the run in order, or as failed; waits until the controller listens, up to a limit.
+        """Asks the controller to end the run, in order or as failed; waits 30 s for the answer.
 
         Returns "" when the controller answered, else the name of the gRPC status.
         """
@@ -129,10 +129,10 @@ async def end_in_order(
     grace_s: float,
     look_s: float = LOOK_S,
 ) -> None:
-    """Stops the run; awaits `ends` until `grace_s` after the controller last said "stopping".
+    """Asks the controller to stop the run, and waits for `ends`, the end of this node's ranks.
 
-    A cluster may stop all nodes or this one alone; in both cases rank 0 lets all ranks save and
-    export.
+    Stops waiting when the controller has not been "stopping" for `grace_s`. A scheduler may stop
+    all nodes or only this one; in both cases rank 0 lets all ranks save and export.
     """
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     looks = 0
@@ -146,7 +146,10 @@ async def end_in_order(
 async def tell_waits(
     display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
 ) -> None:
-    """Shows the cause of waiting whenever nothing was shown for long; runs until cancelled."""
+    """Shows why the run waits whenever nothing was shown for `first_s`; runs until cancelled.
+
+    The time doubles with each such line, up to `longest_s`, until something else is shown.
+    """
     patience_s, last_line_s = first_s, 0.0
     while True:
         if display.spoke_s != last_line_s:
@@ -164,7 +167,7 @@ async def tell_waits(
 
 
 def wait_line(run: RunStatus) -> str:
-    """Returns one line on the cause for which a run waits."""
+    """Returns one line that says why a run waits."""
     busy = [
         f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
         for s in run.servers
@@ -178,7 +181,7 @@ def wait_line(run: RunStatus) -> str:
 
 
 class RunProcesses:
-    """Starts the processes of one command and restarts them; leaving its context ends them."""
+    """Starts and restarts the processes of one command; leaving `async with` ends them."""
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class RunProcesses:
         self._over = False
         # How a trainer rank was killed; the other ranks only say that they lost it.
         self._killed = ""
-        # Why the run failed, as the controller is or was to be told; "" while it has not failed.
+        # The failure that this command reported to the controller, or "" without a failure.
         self._failure = ""
         # Whether this command ended the controller because it did not answer.
         self._ended_controller = False
@@ -235,7 +238,7 @@ class RunProcesses:
         await asyncio.to_thread(remove_abandoned)
 
     def start_controller(self, *, num_servers: int) -> None:
-        """Starts the controller; announces the `num_servers` rollout servers of this command."""
+        """Starts the controller and shows the run's first lines, with the number of servers."""
         self._display.tell(f"the run starts; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
         if self._config.automatic:
@@ -327,7 +330,7 @@ class RunProcesses:
         return 128 + stopping.result()
 
     def _tell_running(self) -> list[Child]:
-        """Shows the names of the processes, but the controller, that still run; returns them."""
+        """Shows the names of the processes that still run, except the controller; returns them."""
         trainers = self._trainers.children if self._trainers is not None else []
         children = (*self._children, *trainers)
         running = [child for child in children if child.name != "controller" and child.is_running]
@@ -379,7 +382,8 @@ class RunProcesses:
         """Shows the controller's events, and restarts it when it dies; returns the last controller.
 
         Servers and trainer reconnect to the new controller and keep their state. While the run
-        stops it is not restarted: it would not know of the stop, and the trainer leaves.
+        stops, the controller is not restarted: a new one would not know of the stop, and the
+        trainer leaves.
         """
         policy = RestartPolicy(CONTROLLER.restarts, first_pause_s=CONTROLLER_PAUSE_S)
         while True:

@@ -1,4 +1,4 @@
-"""The user's modules and models, which schedulers without a shared folder copy to a run."""
+"""Finds the user's modules and models, which schedulers without a shared folder must copy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from slipstream.core.configuration.roles import role_folders
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
-# What Python and editors leave in a folder.
+# Folders of Python, git and virtual environments, which are not shipped.
 _LEFT = ("__pycache__", ".git", ".venv")
-# A model on the hub in a state that the name says.
+# A model on the hub with its revision: OWNER/NAME@REVISION.
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*@[\w./-]+")
 
 
@@ -22,7 +22,7 @@ class ShippedCode:
     """The text of each file of a folder, by its path relative to the folder."""
 
     files: dict[str, str] = field(default_factory=dict)
-    # Whether they lie where they are shipped from, so that nothing has to be copied.
+    # Whether the files are already in the folder from which they are shipped.
     in_place: bool = False
 
     @property
@@ -32,11 +32,10 @@ class ShippedCode:
 
 
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
-    """Returns the text files of `folder`; no files if `folder` is None.
+    """Returns the text files of `folder`, or no files if it is None.
 
-    The result says whether `folder` is `place`, where nobody has to copy the files.
-
-    Raises ConfigError for more than `most_bytes` as JSON, and for a file that is no text.
+    If `folder` is `place`, the folder from which files are shipped, the result says that they need
+    no copy. Raises ConfigError for more than `most_bytes` as JSON, and for a file that is no text.
     """
     if folder is None:
         return ShippedCode()
@@ -63,7 +62,7 @@ def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> Sh
 
 
 def left_behind(config: Config, code: ShippedCode) -> list[str]:
-    """Returns the modules in the settings that lie in the working folder but are not shipped."""
+    """Returns the modules of the settings that are in the working directory but are not shipped."""
     references = [played.reference for played in (*config.environments, *config.evaluations)]
     for each in config.algorithms.distinct:
         references += each.own_functions.values()

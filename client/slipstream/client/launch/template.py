@@ -21,7 +21,10 @@ def filled_template(path: Path, **values: object) -> str:
 
 
 def shell_command(command: list[str], *, indent: int) -> str:
-    """Returns a command for a shell script, with one line for each setting and option."""
+    """Returns a command for a shell script, with one line for each setting and option.
+
+    Lines after the first are indented by `indent` spaces.
+    """
     words = [shell_word(word) for word in command]
     joint = " \\\n" + " " * indent
     return joint.join([" ".join(words[:3]), *words[3:]])

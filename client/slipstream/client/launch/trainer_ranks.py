@@ -1,8 +1,8 @@
-"""The trainer ranks of one node: started together, and restarted together when one of them dies.
+"""Starts the trainer ranks of one node together, and restarts all of them when one dies.
 
 Consumes: the ends of the processes. Produces: restarts. Waits for: a rank that ends. Unblocked by:
-its end. After a restart all ranks resume from the last checkpoint, while the controller and the
-rollout servers keep running.
+the end of a rank. After a restart all ranks resume from the last checkpoint, while the controller
+and the rollout servers keep running.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class TrainerRanks:
         warn: Callable[[str], None],
         milestones: Callable[[], Awaitable[Milestones | None]],
     ) -> None:
-        """Passes `arguments` to every rank; `milestones` returns None if no controller answers."""
+        """Takes the `arguments` of every rank, and the function `warn`, which shows a line.
+
+        `milestones` asks the controller, and returns None if no controller answers.
+        """
         self._config, self._placement = config, placement
         self._forks = ForkServer(TRAINER.module, arguments)
         self._ranks = ranks
@@ -87,9 +90,10 @@ class TrainerRanks:
             self.children.append(await self._forks.start(name, log_path=log, environ=environ))
 
     async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
-        """Starts the ranks, and all again when one dies; returns None when all ended in order.
+        """Starts the ranks, and restarts all when one dies; returns None when all ended in order.
 
-        Returns the rank that died if its exit code is final or it was restarted too often.
+        Returns the rank that died if its exit code is final, or if the ranks were restarted too
+        often.
         """
         policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
         reached = Milestones(0, 0)
@@ -139,7 +143,7 @@ class TrainerRanks:
 
 
 def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:
-    """Returns the variables of each rank: those of torchrun, and the secret of the rendezvous."""
+    """Returns the environment variables of each rank: torchrun's and the rendezvous secret."""
     learner = config.learner
     host, port = address_parts(learner.master)
     # Random where one node has all ranks, equal on all nodes otherwise.
