@@ -51,8 +51,9 @@ def training_sequences(
 
     `estimates` has one entry for each trajectory; None if the run has no reference model or critic.
     A trajectory that `leave_out_truncated` removes has no trained token and is in no statistic. The
-    advantages of a branch are its side's advantages times its share. `reports` collects the values
-    that the functions report of each episode.
+    advantages of a branch are its side's advantages times the branch's share. `reports` collects
+    the values that the functions report of each episode. Raises RunFailed for a faulty function,
+    and UntrainableBatch for a faulty image.
     """
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
@@ -95,7 +96,7 @@ def weighted(
 ) -> list[TrainingSequence]:
     """Returns the sequences with the loss weights that follow from mini-batch and environment.
 
-    `environments` names the environment of each sequence, which may have a weight of its own.
+    `environments` has the environment of each sequence; None leaves out the environments' weights.
     """
     algorithm, algorithms = config.algorithm, config.algorithms
     changed = list(sequences)
@@ -120,12 +121,12 @@ def loss_weights(
 
     `num_trained` has the number of trained tokens of every sequence of the mini-batch, over all
     ranks. The sum of weight * loss over all tokens, divided by all trained tokens N, is
-    - `token_mean`: the mean over tokens, DAPO's (arXiv:2503.14476): weight 1;
-    - `sequence_mean`: the mean of the means of the S sequences with a trained token, GRPO's
-     (arXiv:2402.03300): weight N / (S * n) for a sequence with n trained tokens;
-    - `fixed`: the sum over tokens / (all sequences * `fixed_tokens`), Dr. GRPO's
-     (arXiv:2503.20783): weight N / (all sequences * `fixed_tokens`). The length of one reply then
-     does not affect the weight of another.
+    - for `token_mean` the mean over tokens, as in DAPO (arXiv:2503.14476), from weight 1;
+    - for `sequence_mean` the mean of the means of the S sequences with a trained token, as in GRPO
+     (arXiv:2402.03300), from weight N / (S * n) for a sequence with n trained tokens;
+    - for `fixed` the sum over tokens / (number of sequences * `fixed_tokens`), as in Dr. GRPO
+     (arXiv:2503.20783), from weight N / (number of sequences * `fixed_tokens`). The length of one
+     reply then does not affect the weight of another.
     Every rank knows the whole mini-batch, so the weights are the same in every layout, and the
     schedule divides by N in every case.
     """
@@ -183,7 +184,7 @@ def _advantages(
 def _by_function(
     episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection], where: str
 ) -> list[TokenAdvantages]:
-    """Returns the advantages of each episode; `algorithms` has the algorithm of each.
+    """Returns the advantages of each episode; `algorithms` has the algorithm of each episode.
 
     Episodes with the same advantage function and arguments are passed to it in one call.
     """
@@ -218,7 +219,7 @@ def _token_costs(
 def _estimates(
     trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
 ) -> TokenEstimates[NumpyArray]:
-    """Returns one trajectory's estimates, with advantages 0 if `found` is None (left out)."""
+    """Returns one trajectory's estimates; advantages are 0 if it is left out (`found` is None)."""
     zeros = np.zeros(trajectory.num_sampled_tokens)
     worth = found if found is not None else TokenAdvantages(zeros, zeros)
     advantages, reference = worth.advantages, known.reference
@@ -246,7 +247,7 @@ class Side:
     """
 
     name: str
-    # Places of its tokens among the episode's sampled tokens.
+    # Indices of the side's tokens among the episode's sampled tokens.
     places: npt.NDArray[np.int64]
     # The tokens of each branch among `places`.
     branches: tuple[slice, ...]
@@ -259,7 +260,7 @@ class Side:
         values: FloatArray | None,
         lags: npt.NDArray[np.int32],
     ) -> ScoredEpisode:
-        """Returns the side as an episode; the arrays passed cover the whole episode."""
+        """Returns the side as an episode, with its part of the arrays of the whole episode."""
         group_id = trajectory.group_id
         return ScoredEpisode(
             # A group's id has no space.
@@ -287,7 +288,7 @@ def _sides_of(trajectory: Trajectory) -> list[Side]:
 
 
 def _joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> TokenAdvantages:
-    """Returns the advantages of all sampled tokens of an episode, joined from its sides' ones."""
+    """Returns the advantages of all sampled tokens of an episode, joined from its sides."""
     advantages = np.zeros(num_tokens)
     returns = None if sides[0][1].returns is None else np.zeros(num_tokens)
     for side, found in sides:

@@ -13,7 +13,7 @@ from slipstream.core.types import Trajectory
 
 @dataclass(frozen=True)
 class Batch:
-    """Trajectories that train version `step` into version `step` + 1: whole groups, in order.
+    """Trajectories of whole groups, in order, that train version `step` into version `step` + 1.
 
     A trajectory is trained as one sequence, or as one for each of its branches, in the order of
     their tokens.
@@ -71,10 +71,10 @@ class Batch:
         return [(name, replace(self, trajectories=part)) for name, part in parts if part]
 
     def mini_batches(self, number: int, *, or_fewer: bool = False) -> list[list[int]]:
-        """Returns each mini-batch's indices of sequences: equal shares of the groups, in order.
+        """Returns the indices of each mini-batch's sequences: about equal shares of the groups.
 
-        If there are fewer groups than `number`, each is a mini-batch with `or_fewer`; without it
-        RunFailed is raised.
+        If there are fewer groups than `number`, with `or_fewer` each group is a mini-batch. Without
+        `or_fewer` RunFailed is raised.
         """
         groups = list(dict.fromkeys(self.group_ids))
         if or_fewer:

@@ -18,7 +18,7 @@ from slipstream.v1 import trajectory_pb2
 
 # The protocol's bound: larger rewards are refused before a batch, but older journals may hold some.
 LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
-# Trajectories or groups that an error names.
+# The most trajectories or groups that an error names.
 MAX_TOLD = 3
 
 
@@ -106,7 +106,7 @@ def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
 
 
 def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
-    """Raises UntrainableBatch if the recorded experts do not fit the model of `config`."""
+    """Raises UntrainableBatch if recorded experts do not fit the model of Megatron's `config`."""
     expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
     for trajectory in trajectories:
         routed = trajectory.routed_experts
@@ -125,7 +125,7 @@ def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
 def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
     """Raises UntrainableBatch if a trajectory lacks log-probabilities of a served reference model.
 
-    They must cover `top_k` tokens at each position, with ids below `vocab_size`.
+    The log-probabilities must cover `top_k` tokens at each position, with ids below `vocab_size`.
     """
 
     def fits(trajectory: Trajectory) -> bool:
@@ -149,8 +149,8 @@ def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
     """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large.
 
-    One reward may spoil all advantages of a group: if some rewards are above `LARGEST_REWARD`, the
-    error names only their trajectories.
+    One reward may spoil all advantages of a group: if the magnitudes of some rewards are above
+    `LARGEST_REWARD`, the error names only the trajectories with these rewards.
     """
     faulty = [
         index

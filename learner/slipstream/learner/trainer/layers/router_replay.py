@@ -38,8 +38,8 @@ class LayerReplay:
         # Experts of the current micro batch; None if the router chooses.
         self._expert_ids: Tensor | None = None
         self._is_inside = self._has_gradient = False
-        # Experts of micro batches whose expert MLPs alone, without the rest of the layer, are
-        # recomputed in the backward pass; in the order of the forward pass.
+        # Experts of micro batches whose expert MLPs, but not the rest of the layer, are recomputed
+        # in the backward pass; in the order of the forward pass.
         self._again: deque[Tensor | None] = deque()
         self._counts: Tensor | None = None
         # The family's own choice, where it differs from Megatron's; see `GroupsByBest`.
@@ -58,8 +58,8 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids of the chosen experts, both [tokens, top_k].
 
-        `scores` is [tokens, experts]. If the record of a token does not have `topk` different,
-        valid experts, the router itself chooses.
+        `scores` is [tokens, experts]. The router itself chooses for a token without a record of
+        `topk` different, valid experts.
         """
         assert default_compute_topk is not None
         choose = default_compute_topk if self._family is None else self._family.get_replay_topk
@@ -82,9 +82,9 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """Returns how many of the replayed choices differ from the router's own, and their number.
+        """Returns the number of replayed choices that differ from the router's, and of all, int64.
 
-        The result, int64 [2], counts from the last call; it is None without any choice. Call this
+        The result [2] counts choices since the last call; it is None if there were none. Call this
         only between micro batches.
         """
         # Remaining entries were not recomputed: layers below the first adapter have no gradient.
@@ -93,7 +93,7 @@ class LayerReplay:
         return counts
 
     def _now(self) -> Tensor | None:
-        """Returns the recorded experts of the current micro batch; None if the router chooses."""
+        """Returns the current micro batch's recorded experts, or None if the router chooses."""
         if not self._is_inside:
             return self._again.popleft()
         if self._has_gradient and not torch.is_grad_enabled():
@@ -162,9 +162,9 @@ def routing_metrics(
 ) -> dict[str, float]:
     """Returns routing metrics of training since the last call, equal on every rank; collective.
 
-    `unrecorded` is the fraction of tokens without recorded experts. Each token passes each layer's
-    router on one rank. Raises RunFailed if there were experts to replay and no router asked for
-    them.
+    `unrecorded` is the fraction of tokens without recorded experts. Sums over ranks count each
+    token once, because it passes each layer's router on only one rank. Raises RunFailed if there
+    were recorded experts and no router replayed them.
     """
     totals = torch.zeros(2, dtype=torch.int64)
     for module in (module for chunk in chunks for module in chunk.modules()):

@@ -36,10 +36,10 @@ def batch_outputs(
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
-    Each is float32 [sampled tokens], or [sampled tokens, width] with a `width`. It is 0 for a
-    sampled token that is the first of its sequence, which nothing predicts. The layout of `model`
-    must be in force; each replica computes its share. Collective: besides the model's own messages,
-    it sums 4 bytes for each output of the batch over all ranks.
+    Each array is float32 [sampled tokens], or [sampled tokens, width] with a `width`. The output is
+    0 for a sampled token that is the first of its sequence, which nothing predicts. The layout of
+    `model` must be in force; each replica computes its share. Collective: besides the model's own
+    messages, 4 bytes for each output of the batch are summed over all ranks.
     """
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories,
@@ -140,10 +140,11 @@ def _shared_plan(
     *,
     max_tokens: int,
 ) -> list[list[list[Bundle]]] | None:
-    """Returns the bundles of each micro batch of each replica; None if nothing can be shared.
+    """Returns the bundles of each micro batch of each replica, or None if nothing can be shared.
 
-    Long bundles share most; short ones fill micro batches and replicas evenly. So several limits of
-    a bundle's length are tried, and the plan with the least work is returned.
+    Long bundles share most; short bundles fill micro batches and replicas evenly. So several limits
+    of a bundle's length are tried, and the plan with the least work is returned. The work that it
+    saves is added to `model.sharing`.
     """
     if model.sharing is None:
         return None
