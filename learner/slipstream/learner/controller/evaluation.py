@@ -226,7 +226,7 @@ class Evaluator:
             self.step_done(progress.version.step)
 
     def server_lost(self, session: ServerSession) -> None:
-        """Ends and requests again the running round if `session` is its server."""
+        """Ends the running round and requests it again if `session` is its server."""
         round_, self._round = self._round, None
         if round_ is None:
             return

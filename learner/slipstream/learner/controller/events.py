@@ -104,7 +104,7 @@ class EventLog:
         step: int = 0,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Adds an event of one line and wakes the followers.
+        """Adds an event of one line and wakes the followers; `step` 0 means no step.
 
         Servers and environments may have written parts of `text`, so control characters are
         escaped, and the text is cut after 16,384 characters.

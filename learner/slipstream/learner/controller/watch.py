@@ -150,8 +150,8 @@ class CheckpointWatch:
     def begin(self, recorded: int) -> None:
         """Warns about incomplete checkpoints, or else about a missing checkpoint.
 
-        An incomplete checkpoint is a newer folder without a manifest. `recorded` is the version of
-        the journal's newest checkpoint.
+        An incomplete checkpoint is a folder without a manifest that is newer than the newest
+        complete checkpoint. `recorded` is the version of the journal's newest checkpoint.
         """
         over = passed_over(self._folder)
         self._newest = max(complete_steps(self._folder), default=0)

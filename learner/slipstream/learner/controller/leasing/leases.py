@@ -35,10 +35,10 @@ class ClosingLease:
 
 
 class ClosingLeases:
-    """All closing leases, by group; see `ClosingLease`.
+    """All closing leases, by group.
 
-    A lease is removed when `end_member` was called for its last member, when the server has closed
-    it (`close`), or when its server is lost (`server_lost`).
+    A closing lease is removed when `end_member` was called for its last member, when the server has
+    closed it (`close`), or when its server is lost (`server_lost`).
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class FailRun:
 def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
     """Returns the consequence of a failed publish, which `counts` already includes.
 
-    The run fails only if no server serves (`is_any_serving`).
+    The run fails only if `is_any_serving` is false.
     """
     if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
         return FailRun()

@@ -91,7 +91,8 @@ class StepTimes:
         """Returns the times of the step that has just ended, by name.
 
         `waited_s` is the time in which the trainer waited for groups, and `lease_waits_s` the time
-        in which a lease waited, by cause. Both are total seconds since the start.
+        in which a lease waited, by cause. Both are in seconds, in total since the controller
+        started.
         """
         totals = {"groups_wait_s": waited_s} | {
             f"lease_wait_{name}_s": lease_waits_s[name] for name in LEASE_WAITS
@@ -116,10 +117,10 @@ def outside_s(group: Group, trajectory: Trajectory) -> float:
 
 
 def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
-    """Returns the mean seconds of the groups in the queue and of their episodes elsewhere.
+    """Returns the means of the groups' time in the queue and of their episodes' rest, in seconds.
 
-    `given_s` is the Unix time at which the trainer got the groups. Elsewhere means outside engine,
-    environment and queue.
+    `given_s` is the Unix time at which the trainer got the groups. The rest of an episode is its
+    time from lease to arrival outside engine and environment.
     """
     waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
     rests = [

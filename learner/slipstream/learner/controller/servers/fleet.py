@@ -77,7 +77,7 @@ class Fleet:
         return [s for s in self.sessions.values() if not s.hello.from_storage]
 
     def gauges(self) -> dict[str, float]:
-        """Returns metrics of the fleet by its newest reports; docs/metrics.md explains them."""
+        """Returns metrics of the fleet, from the servers' newest reports; see docs/metrics.md."""
         reports = [session.report for session in self.sessions.values()]
         return {
             "servers_serving": float(len(self.serving())),

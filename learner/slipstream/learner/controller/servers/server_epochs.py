@@ -118,7 +118,7 @@ class ServerEpochs:
         self._earlier = array("Q")
 
     def join(self, key: ServerKey) -> EpochCount:
-        """Adds a connecting server epoch, if it is new; returns its count."""
+        """Adds the epoch of a connecting server, unless it is known, and returns its count."""
         count = self._departed.get(key) or self.connected.get(key)
         if count is None:
             count = self.connected[key] = EpochCount()

@@ -99,7 +99,7 @@ class TrainerPlace:
     async def keep(
         self, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[trainer_pb2.PlaceKept, None]:
-        """Keeps the place taken as long as the stream is open."""
+        """Keeps the place taken as long as the stream is open; rejects any other trainer."""
         await self.check(context)
         self._streams += 1
         self._reserved_until_s = 0.0

@@ -211,9 +211,10 @@ class EnvironmentBook:
     def may_run(
         entry: EnvironmentEntry, key: ServerKey, open_episodes: Mapping[str, int], episodes: int
     ) -> bool:
-        """Whether server `key` can take `episodes` more episodes of `entry`.
+        """Whether `episodes` more episodes of `entry` may run on server `key`.
 
-        If a client serves the environment, the client must have room for them too.
+        The environment must be ready. It must be loaded on the server, or be served by a client
+        that has room for the episodes.
         """
         has_room = (
             entry.client_episodes is None
