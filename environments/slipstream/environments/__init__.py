@@ -1,1 +1,1 @@
-"""Environments that come with Slipstream, written as users write theirs."""
+"""Environments that come with Slipstream, written in the same way as a user's own environments."""

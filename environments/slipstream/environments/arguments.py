@@ -1,6 +1,6 @@
 """Checks of an environment's arguments; each raises ConfigError with the argument and the rule.
 
-`Split`, made of two arguments, divides tasks into training and held-out ones.
+`Split` divides tasks into training tasks and held-out tasks.
 """
 
 import hashlib
@@ -37,9 +37,10 @@ def check_holds(argument: str, text: str, field: str) -> None:
 
 @dataclass(frozen=True)
 class Split:
-    """One of the splits "train" and "heldout", which holds out one task in `heldout_one_in`.
+    """The tasks for training (`name` "train"), or the held-out tasks (`name` "heldout").
 
-    A hash of the task decides its split, so that seed and order have no effect.
+    One task in `heldout_one_in` is held out. A hash of the task decides, so that seed and order
+    have no effect.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Split:
         check_at_least("heldout_one_in", self.heldout_one_in, 2)
 
     def has(self, task: str) -> bool:
-        """Whether a task belongs to this split."""
+        """Whether `task`, a text that identifies a task, belongs to this split."""
         digest = hashlib.blake2b(task.encode(), digest_size=8).digest()
         is_heldout = int.from_bytes(digest, "big") % self.heldout_one_in == 0
         return is_heldout == (self.name == "heldout")

@@ -1,4 +1,4 @@
-"""Arithmetic tasks of adjustable difficulty with an exact check, for models that can read."""
+"""Arithmetic tasks of adjustable difficulty, whose answers are checked exactly."""
 
 import hashlib
 import itertools
@@ -44,7 +44,7 @@ class Addition(NamedTuple):
 
     @property
     def is_heldout(self) -> bool:
-        """Whether the task is held out, by a hash of its operation and operands, in any order."""
+        """Whether a hash of the operation and the sorted operands holds the task out."""
         operands = sorted((self.left, self.right))
         key = f"{operands[0]}{self.operation}{operands[1]}".encode()
         return hashlib.blake2b(key, digest_size=8).digest()[0] % HELDOUT_ONE_IN == 0
@@ -56,10 +56,10 @@ class Addition(NamedTuple):
 class Arithmetic(Environment[Addition]):
     """Asks for `left operation right`, with operands of `min_digits` to `digits` digits.
 
-    Reward 1 for the right integer, `format_credit` for a wrong one in the asked-for form, else 0.
-    The answer of a reply is its last number (`format="number"`), or the number in its last line
-    "Answer: NUMBER" (`format="line"`). Differences are never negative. A tenth of all tasks is
-    held out by a hash of the operands: no seed brings them into training.
+    The reward is 1 for the right number, `format_credit` for a wrong number in the requested
+    format, else 0. The answer of a reply is its last number (`format="number"`), or the number in
+    its last line "Answer: NUMBER" (`format="line"`). Differences are never negative. A hash of the
+    operands holds out a tenth of all tasks, whatever the seed is.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class Arithmetic(Environment[Addition]):
         format: Literal["number", "line"] = "number",
         format_credit: float = 0.1,
     ) -> None:
-        """Takes the number of different tasks; None means an endless iterator of tasks.
+        """`num_tasks` is the number of different tasks; None means an endless iterator of tasks.
 
-        `instruction` is the prompt, in which "{task}" stands for the task.
+        `instruction` is the prompt, in which "{task}" stands for the task; the default depends on
+        `format`. Raises ValueError for arguments that cannot work.
         """
         self._min_digits = digits if min_digits is None else min_digits
         if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
@@ -108,12 +109,12 @@ class Arithmetic(Environment[Addition]):
         return self._draw() if self._tasks is None else self._tasks
 
     def reset(self, task: Addition) -> list[Message]:
-        """Asks for the result of the task."""
+        """Returns the prompt that asks for the result of the task."""
         self._task = task
         return [Message("user", self._instruction.replace("{task}", str(task)))]
 
     def step(self, reply: str) -> StepResult:
-        """Checks the answer of the reply."""
+        """Returns the reward for the reply's answer."""
         answer = find_answer(reply, self._format)
         is_right = answer == self._task.answer
         reward = 1.0 if is_right else self._format_credit if answer is not None else 0.0

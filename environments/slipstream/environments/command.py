@@ -29,7 +29,7 @@ FIELD = re.compile(r"\{(\w+)\}")
 MAX_SCORE_BYTES = 64 << 10
 GIB = 1 << 30
 ADDRESS_SPACE_BYTES = 1 << 47
-# What a program in the sandbox, which says nothing, may lack.
+# Hint for a program that was killed in the sandbox without a message.
 REFUSED = (
     " (the sandbox refuses /proc/self and every other path that `readable` does not name: "
     "docs/guides/agents.md#in-the-sandbox)"
@@ -39,15 +39,15 @@ REFUSED = (
 class Command(AgentEnvironment[Row]):
     """Runs a program for each task, in a folder of its own, and scores the result.
 
-    A task is an object; a task that is a text is an object with the field `task`. In `command`,
-    `files`, `variables` and `score_command`, {NAME} is replaced by the task's field NAME; other
-    braces stay as they are. {NAME} may also name a variable of the endpoint, except in
-    `score_command`. The program's environment variables are PATH, LANG, those of the endpoint, HOME
-    and TMPDIR (folders of the episode) and `variables`.
+    A task is an object; a text stands for an object with the text in the field `task`. In
+    `command`, `files`, `variables` and `score_command`, {NAME} is replaced by the task's field
+    NAME; other braces stay as they are. {NAME} may also name a variable of the endpoint, except in
+    `score_command`. The program's environment variables are PATH, LANG, the endpoint's variables,
+    HOME and TMPDIR (folders of the episode) and `variables`.
 
-    The reward is what `score_command` prints last, or the content of `score_file`: a number, or a
-    JSON object with `reward` and metrics. Without either it is 1 for exit status 0, otherwise 0. A
-    program that reaches a limit is ended, and scored like any other.
+    The reward is the last line that `score_command` prints, or the content of `score_file`: a
+    number, or a JSON object with `reward` and metrics. Without both, the reward is 1 for exit
+    status 0, otherwise 0. A program that reaches a limit is ended, and scored like any other.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Command(AgentEnvironment[Row]):
         sandbox: bool = False,
         readable: Sequence[str] = (),
     ) -> None:
-        """Takes the tasks: a list, or the path of a .jsonl or .parquet file.
+        """`tasks` is a list, or the path of a .jsonl or .parquet file.
 
-        `files` are written before the program starts. The limits hold for the program and all that
-        it starts; 0 for `memory_gib` or `max_processes` means no limit. With `sandbox` both
-        programs run in sandlock, and may also read the paths `readable`. Raises ConfigError for
-        arguments that cannot work.
+        `files` are written before the program starts. The limits hold for the program and all
+        processes that it starts; 0 for `memory_gib` or `max_processes` means no limit. If
+        `sandbox`, the program and `score_command` run in sandlock, and may also read the paths
+        `readable`. Raises ConfigError for arguments that cannot work.
         """
         if score_command is not None and score_file is not None:
             raise ConfigError("give score_command or score_file, not both")
@@ -109,7 +109,10 @@ class Command(AgentEnvironment[Row]):
         return self._tasks
 
     async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:
-        """Runs the program, then scores it."""
+        """Runs the program for `task`, and returns its score as the reward.
+
+        Raises ValueError if scoring gives no reward.
+        """
         with contextlib.closing(OwnedFolder("agent")) as owned:
             folder = owned.path / "work"
             fields = {**endpoint.variables(), **task}
@@ -134,7 +137,7 @@ class Command(AgentEnvironment[Row]):
     def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
         """Returns the command, wrapped in the sandbox if a sandbox is used.
 
-        The sandbox allows connections to `port` alone, or to none if it is 0.
+        The sandbox allows connections to `port` only, or to no port if `port` is 0.
         """
         if self._confined is None:
             return command
@@ -201,7 +204,7 @@ class Command(AgentEnvironment[Row]):
 
 
 def _sandbox_limits(limits: ProgramLimits) -> Limits:
-    """Converts the limits of a program to those of its sandbox.
+    """Converts the limits of a program to limits of its sandbox.
 
     Raises ConfigError if memory or processes are unlimited, or if sandlock does not work here.
     """

@@ -76,7 +76,10 @@ class Demonstrations(Environment[Conversation]):
         return ResetResult(task[0].messages, reply=task[0].reply)
 
     def step(self, reply: str) -> StepResult:
-        """Returns the next turn, or reward 1 after the last turn; `reply` is a demonstrated one."""
+        """Returns the next turn, or reward 1 after the last turn.
+
+        `reply` is the demonstrated reply of the previous turn, and is not read.
+        """
         if not self._left:
             return StepResult(reward=1.0)
         turn = self._left.pop(0)
@@ -108,7 +111,10 @@ def _cell(row: Row, column: str, where: str) -> Cell:
 
 
 def _turns(messages: Sequence[Message], where: str) -> Conversation:
-    """Returns the turns up to the last reply; messages after it are dropped."""
+    """Returns the turns up to the last reply; messages after it are dropped.
+
+    Raises ConfigError for an empty reply, a reply without a message before it, or no reply at all.
+    """
     turns: list[Reply] = []
     read: list[Message] = []
     for message in messages:

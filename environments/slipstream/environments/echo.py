@@ -18,8 +18,8 @@ class Echo(Environment[Pair]):
     """The prompt is two letters; the right reply names both of them, and nothing else.
 
     The first `reply_length` words of a reply are judged. Half of the reward is the share of these
-    words that are letters of the prompt; a missing word is a wrong one. The other half is the share
-    of the prompt's letters that are among these words. About a fifth of all ordered pairs of
+    words that are letters of the prompt; a missing word counts as wrong. The other half is the
+    share of the prompt's letters that are among these words. About a fifth of all ordered pairs of
     different letters is held out, chosen by `seed`. In training every letter still occurs in both
     positions.
     """
@@ -31,7 +31,10 @@ class Echo(Environment[Pair]):
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
     ) -> None:
-        """Raises ValueError, which names the argument, for invalid arguments."""
+        """The letters are the first `num_symbols` of the alphabet.
+
+        Raises ValueError, which names the argument, for invalid arguments.
+        """
         if not 3 <= num_symbols <= len(string.ascii_lowercase):
             raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
         if reply_length < 2:
@@ -54,7 +57,7 @@ class Echo(Environment[Pair]):
         return [Message("user", " ".join(task))]
 
     def step(self, reply: str) -> StepResult:
-        """Judges the first words of a reply."""
+        """Returns the reward for the first words of a reply."""
         words = reply.split()[: self._reply_length]
         right = sum(word in self._letters for word in words) / self._reply_length
         named = sum(letter in words for letter in self._letters) / len(self._letters)
@@ -65,21 +68,22 @@ class Others(Echo):
     """Shows the prompts of `Echo`; the right reply has only letters that are not in the prompt.
 
     The letters are the first `num_symbols` of the alphabet. The reward is the share of the first
-    `reply_length` words that are such letters; a missing word is a wrong one.
+    `reply_length` words that are such letters; a missing word counts as wrong.
     """
 
     def step(self, reply: str) -> StepResult:
-        """Judges the first words of a reply."""
+        """Returns the reward for the first words of a reply."""
         words = reply.split()[: self._reply_length]
         others = self._symbols - set(self._letters)
         return StepResult(reward=sum(word in others for word in words) / self._reply_length)
 
 
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Returns all ordered pairs of different letters, shuffled: those for training, those held out.
+    """Returns the pairs of letters for training, and the held-out pairs.
 
-    The pairs (x, successor of x in a random circle) stay in training. Each letter thus occurs there
-    in the first and in the second place.
+    Together these are all ordered pairs of different letters, shuffled by `seed`. The pairs (x,
+    successor of x in a random circle) stay in training, so that each letter occurs there in the
+    first and in the second place.
     """
     letters = list(string.ascii_lowercase[:num_symbols])
     generator = random.Random(seed)

@@ -96,7 +96,10 @@ def _text(row: Row, column: str, where: str, *, may_be_empty: bool = False) -> s
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str, ...]:
-    """Returns the names that tests use, and that are not defined by them, the setup or Python."""
+    """Returns the names that setup and tests use, without names that they or Python define.
+
+    Raises ConfigError if there are none, or a text is no Python.
+    """
     used: set[str] = set()
     defined = set(dir(builtins))
     for text in (setup, *tests):
@@ -144,9 +147,9 @@ class Functions(Environment[Exam]):
         """Reads tasks from `path`, .jsonl or .parquet. Raises ConfigError for invalid arguments.
 
         `question`, `tests`, `setup` and `function` name columns. A row's tests are a list of Python
-        texts, or one text; its setup is code that runs before them. The tested function is the one
-        that the row names; a test that defines `check` is called with it. Without `function`, all
-        names that the tests use but do not define are tested.
+        texts, or one text; its setup is code that runs before them. The column `function` has the
+        tested function's name; a test that defines `check` calls `check` with this function.
+        Without `function`, all names that the tests use but do not define are tested.
 
         `instruction` is the prompt, with the question in place of `{question}`. `reward` is the
         share of passed tests, or with "all" 1 if all pass, else 0. `limit_s` limits one call,
@@ -176,12 +179,12 @@ class Functions(Environment[Exam]):
         return self._exams
 
     def reset(self, task: Exam) -> list[Message]:
-        """Asks the question."""
+        """Returns the prompt with the task's question."""
         self._exam = task
         return [Message("user", self._instruction.replace("{question}", task.question))]
 
     async def step(self, reply: str) -> StepResult:
-        """Runs the tests against the code of the reply."""
+        """Runs the tests against the reply's code, and returns the reward."""
         code = code_of(reply)
         async with self._running:
             outcomes = Counter(await self._examine(code))
@@ -209,7 +212,7 @@ class Functions(Environment[Exam]):
                     try:
                         line = await examiner.stdout.readline()
                     except ValueError:
-                        # A value of the candidate's made a call longer than a line.
+                        # A value from the candidate made a call longer than the longest line.
                         return outcomes + ["error"] * left
                     if not line:
                         finished = await examiner.finish()
@@ -261,14 +264,14 @@ class _Candidate:
             await program.stdin.drain()
             answer = await _said(program, self._limit_s)
             if answer.keys() not in ANSWERS:
-                # What the examiner hears beside is ours to say: how a test ended.
+                # Only this process may tell the examiner how a test ended.
                 raise ValueError(f"an answer has a value or an error, got {list(answer)}")
             return answer
         except TimeoutError:
             await self.end()
             return {"ended": "timeout"}
         except (ValueError, RecursionError, ConnectionError):
-            # It ended, or wrote what is no answer, or too long a line.
+            # The program ended, or wrote an invalid answer or too long a line.
             await self.end()
             return {"ended": "error"}
 

@@ -1,8 +1,8 @@
 """Judges and reward models: models behind an endpoint that score replies.
 
 `Judge` and `RewardModel` are for your own environments; `Judged`, `Rewarded` and `JudgedByStart`
-ask the questions of a file. Waits for: the endpoint. Unblocked by: its answer, or `timeout_s` after
-the last retry began.
+ask the questions of a file. A call waits for the endpoint's answer, or until `timeout_s` after the
+last retry began.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ from slipstream.environments.question_files import Row, read_rows
 Answer = TypeVar("Answer", bound="Form")
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FIELD = re.compile(r"\{(\w+)\}")
-# Stands where each call names its own address.
+# Address of clients whose calls each name another address.
 NOWHERE = "http://127.0.0.1:0/v1"
 # No score needs a longer answer.
 MAX_ANSWER_BYTES = 4 << 20
 
 
 class Form(BaseModel, strict=True):
-    """The fields that are used of a server's answer; `kind` describes the answer in errors."""
+    """The fields that are read from a server's answer; errors name the answer by `kind`."""
 
     kind: ClassVar[str]
 
@@ -91,8 +91,8 @@ class Judge:
         judge = Judge("http://127.0.0.1:9000/v1", "judge", prompt="From 0 to 10: {reply}")
         score = await judge.score({"reply": reply})
 
-    Without `base_url` the run's own servers judge: `judge.score(fields, endpoint)`, with the
-    endpoint of an agent's episode; see `Endpoint.judge`.
+    Without `base_url` the run's own servers judge. Then call `judge.score(fields, endpoint)` with
+    the endpoint of an agent's episode; see `Endpoint.judge`.
 
     One instance serves all episodes of a worker: make it in `__init__`. At most `max_open` calls
     are open at one time. The openai package repeats a call up to `max_retries` times after 408,
@@ -214,7 +214,8 @@ class JudgeServer:
     ) -> Answer:
         """Posts `body` to `url`, and returns the answer as a `form`.
 
-        With an episode's `endpoint`, it asks that endpoint's judge instead of the server.
+        With an episode's `endpoint`, the client asks that endpoint's judge instead of the server.
+        Raises JudgeError if there is no answer, or the answer has another form.
         """
         client = self._client
         if endpoint is not None:
@@ -270,7 +271,7 @@ class _Questions(Environment[Row]):
         return self._rows
 
     def reset(self, task: Row) -> list[Message]:
-        """Asks the question."""
+        """Returns the prompt with the row's question."""
         self._row = task
         self._asked = self._instruction.replace("{question}", task[self._question])
         return [Message("user", self._asked)]
@@ -294,8 +295,8 @@ class Judged(_Questions):
         """`base_url` and `model` name the judge, whose key is in `api_key_file`.
 
         `rubric` is the text for the judge: {reply} stands for the reply and {NAME} for the column
-        NAME. `options` are those of `Judge`. Raises ConfigError, which names the argument that
-        cannot work.
+        NAME. `options` are further arguments of `Judge`. Raises ConfigError, which names the
+        argument that cannot work.
         """
         check_holds("rubric", rubric, "{reply}")
         super().__init__(path, question, instruction)
@@ -308,11 +309,11 @@ class Judged(_Questions):
         )
 
     async def step(self, reply: str) -> StepResult:
-        """Returns the reward of `reply`, which the judge scores."""
+        """Returns the judge's score of `reply` as the reward."""
         return await self.judged(reply)
 
     async def judged(self, reply: str, endpoint: Endpoint | None = None) -> StepResult:
-        """Returns the judge's score of `reply` as a reward; `endpoint` is as in `Judge.score`."""
+        """Returns the judge's score of `reply` as the reward; `endpoint` is as in `Judge.score`."""
         fields = {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in self._row.items()
@@ -339,7 +340,8 @@ class Rewarded(_Questions):
     ) -> None:
         """`base_url` and `model` name the reward model, whose key is in `api_key_file`.
 
-        The rest are the arguments of `RewardModel`. Raises ConfigError, which names the argument
+        `question` is the column of questions, each of which replaces {question} in `instruction`.
+        The other arguments are as in `RewardModel`. Raises ConfigError, which names the argument
         that cannot work.
         """
         super().__init__(path, question, instruction)
@@ -353,7 +355,7 @@ class Rewarded(_Questions):
         )
 
     async def step(self, reply: str) -> StepResult:
-        """Returns as reward the model's score of the reply, without its reasoning."""
+        """Returns the model's score of the reply, without its reasoning, as the reward."""
         said = reply.content if isinstance(reply, Reply) else reply
         asked = {"role": "user", "content": self._asked}
         return StepResult(await self._model.score([asked, {"role": "assistant", "content": said}]))
@@ -362,7 +364,7 @@ class Rewarded(_Questions):
 class JudgedByStart(AgentEnvironment[Row]):
     """Asks and scores like `Judged`; the judge is the model as it was at the start of the run.
 
-    It needs `lora.publish = "adapters"`: the run's servers keep that model beside the adapters.
+    It needs `lora.publish = "adapters"`, with which the run's servers keep this model's weights.
     """
 
     asks_start = True
@@ -373,7 +375,7 @@ class JudgedByStart(AgentEnvironment[Row]):
             if name in options:
                 raise ConfigError(f"{name} must be left out: the run's own servers judge")
         self._judged = Judged(path, "", "any", rubric, **options)
-        # The judge has said so if the package is missing.
+        # If the package is missing, `Judge` has already raised ConfigError.
         from openai import AsyncOpenAI
 
         self._client = AsyncOpenAI(base_url=NOWHERE, api_key="none")
@@ -383,7 +385,7 @@ class JudgedByStart(AgentEnvironment[Row]):
         return self._judged.tasks()
 
     async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:
-        """Asks the model the question, and the judge about its reply."""
+        """Asks the model the question, and returns the judge's score of its reply as the reward."""
         asking = copy.copy(self._judged)
         asked: list[Any] = [dataclasses.asdict(message) for message in asking.reset(task)]
         client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
@@ -408,7 +410,7 @@ class RewardModel:
         score = await model.score([{"role": "user", ...}, {"role": "assistant", ...}])
 
     The server applies the model's chat template. One instance serves all episodes of a worker. At
-    most `max_open` calls are open at one time; they are retried like those of `Judge`.
+    most `max_open` calls are open at one time; failed calls are repeated as in `Judge`.
     """
 
     def __init__(
@@ -429,7 +431,7 @@ class RewardModel:
         self._server = JudgeServer(
             f"the reward model {model} at {base_url}", base_url, api_key=api_key, **limits
         )
-        # vLLM has this call beside /v1, not below it.
+        # vLLM serves this path next to /v1, not below it.
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/classify"
         self._name = self._server.name
         self._model, self._label, self._as_probability = model, label, as_probability

@@ -1,7 +1,6 @@
-"""Compares answers with math-verify: a JSON object on stdin, one on stdout, line by line.
+"""Compares answers with math-verify; each line of stdin, a JSON object, gets a line on stdout.
 
-{"answer": "1/2", "reply": "It is 0.5."}
-{"known": true, "readable": true, "right": true}
+{"answer": "1/2", "reply": "It is 0.5."} {"known": true, "readable": true, "right": true}
 """
 
 import json
@@ -31,9 +30,10 @@ def main() -> None:
 
 
 def compare(answer: str, reply: str) -> dict[str, bool]:
-    """Returns whether `answer` is mathematics, whether `reply` has some, and whether they agree.
+    """Returns `known`, `readable` and `right`.
 
-    These are `known`, `readable` and `right`.
+    `known` says that `answer` is mathematics, `readable` that `reply` contains mathematics, and
+    `right` that they agree. Blocks without a time limit.
     """
     from math_verify import parse, verify
 

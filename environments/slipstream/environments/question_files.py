@@ -1,7 +1,7 @@
 """Reads questions and answers from files and hub data sets, and reports faults in them.
 
-The files of a split are those that the front matter of the data set's README names, else those with
-the usual names. Parquet and JSON lines are read.
+The front matter of a data set's README may name the files of a split; otherwise, files with the
+usual names are read. They are Parquet or JSON lines.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class HubData:
 
 
 def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> Iterable[Row]:
-    """Downloads the files of a split unless they are in the hub's cache, and returns its rows.
+    """Returns the rows of a split; downloads its files unless they are in the hub's cache.
 
-    `read_file` reads one file. Raises ConfigError with one line on the file that cannot be read.
+    `read_file` returns the rows of one file. Raises ConfigError with one line if a download fails
+    or the split has no file of a known format.
     """
     readme = data.files.bring(["README.md"]) / "README.md"
     files = _find_files(data, _configs(readme))
@@ -54,7 +55,10 @@ def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> 
 
 
 def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
-    """Downloads the files of the split, and returns their paths in order."""
+    """Downloads the files of the split, and returns their paths in order.
+
+    Raises ConfigError if there is no file, or a file has an unknown format.
+    """
     patterns = _patterns(data, configs)
     folder = data.files.bring(patterns)
     found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
@@ -139,7 +143,7 @@ def read_questions(
     *,
     duplicates: Literal["refuse", "drop"],
 ) -> list[Question]:
-    """Returns the questions of a file or of a data set on the hub in its order, each once.
+    """Returns the questions of a file or of a hub data set in their order, each once.
 
     `question` and `answer` name columns; "a.b" is the field b of the objects in column a. A
     question is a text, or a list of messages with role and content. If `answer` is None, answers
@@ -168,7 +172,8 @@ def read_questions(
 def read_rows(path: Path | HubData) -> Iterable[Row]:
     """Returns the rows of a .jsonl or .parquet file, or of a data set on the hub.
 
-    Raises ConfigError, which names the fault.
+    Raises ConfigError, which names the fault. A .jsonl file is read during the iteration, so a
+    fault in it is raised then.
     """
     if isinstance(path, HubData):
         return read_hub_rows(path, read_rows)

@@ -37,17 +37,17 @@ ARGUMENTS = ("reply", "question", "answer", "row")
 class Questions(Environment[Question]):
     """Asks the questions of a parquet or JSON-lines file, or of a data set on the hub.
 
-    Each gets one reply. A subclass that judges by its own `step` finds the question, its answer and
-    its row in `self.question`.
+    Each question gets one reply. A subclass with a `step` of its own can read the question, its
+    answer and its row from `self.question`.
 
     `judge` "math_verify" compares as mathematics: 1/2 equals 0.5, and the last or boxed expression
     of the reply counts. "exact" compares as text; "contains" looks for the answer in the reply.
-    These give reward 1 or 0. "module:function" names a function, plain or async, that takes `reply`
-    and any of `question`, `answer` and `row` by these names; it returns the reward, or a mapping of
-    metrics with the reward under "reward".
+    These three give reward 1 or 0. "module:function" names a function, plain or async, that takes
+    `reply` and any of `question`, `answer` and `row` by these names; it returns the reward, or a
+    mapping of metrics with the reward under "reward".
 
-    With `split` "train" or "heldout", one in `heldout_one_in` questions is held out, by a hash of
-    its text: no seed and no other order brings it into training.
+    A hash of the text holds out one in `heldout_one_in` questions, whatever seed and order are.
+    `split` "heldout" takes the held-out questions, "train" all others, and "all" both.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class Questions(Environment[Question]):
         `question` and `answer` are columns; "a.b" is the field b of the objects in column a. The
         column `answer` is not read for a function that does not take the answer.
 
-        `instruction` is put around a question that is a text. Where the text `answer_after` occurs
-        in an answer or a reply, only what follows its last occurrence counts. `limit` keeps only
-        the first questions of the split, after shuffling. Raises ConfigError for wrong arguments.
+        `instruction` is the prompt of a question that is a text, with this text in place of
+        `{question}`. If the text `answer_after` occurs in an answer or a reply, only the text after
+        its last occurrence counts. `limit` keeps only the first questions of the split, after
+        shuffling. Raises ConfigError for wrong arguments.
         """
         self._function = JudgeFunction(judge) if ":" in judge else None
         if self._function is None:
@@ -115,7 +116,7 @@ class Questions(Environment[Question]):
         return self._questions
 
     def reset(self, task: Question) -> list[Message]:
-        """Asks the question."""
+        """Returns the prompt with the question."""
         self.question = task
         *before, last = task.messages
         if not before:
@@ -124,7 +125,7 @@ class Questions(Environment[Question]):
         return [*system, *before, last]
 
     async def step(self, reply: str) -> StepResult:
-        """Judges the reply in the way that the argument `judge` names."""
+        """Judges the reply by the argument `judge`, and returns the reward."""
         answer, given = self._tail(self.question.answer), self._tail(reply)
         if self._function is not None:
             return await self._function.judge(self.question, answer, given)
@@ -144,12 +145,13 @@ class Questions(Environment[Question]):
 
 
 class JudgeFunction:
-    """A function that judges replies, with the arguments that it takes."""
+    """A user's function that judges replies."""
 
     def __init__(self, reference: str) -> None:
         """Imports the function that `reference` names as "module:function".
 
-        Raises ConfigError if there is no such function, or it needs arguments that no judge gets.
+        Raises ConfigError if there is no such function, or it requires an argument not in
+        `ARGUMENTS`.
         """
         self._reference = reference
         self._call = import_function("judge", reference)
@@ -161,7 +163,10 @@ class JudgeFunction:
         return "answer" in self._taken
 
     async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
-        """Returns the function's reward and metrics. Raises EnvironmentFailed if it gives none."""
+        """Returns the function's reward and metrics.
+
+        Raises EnvironmentFailed if the function returns no reward.
+        """
         known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):
@@ -201,7 +206,7 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def is_heldout(question: Question, one_in: int) -> bool:
-    """Whether a question is held out; a hash of its text holds out one in `one_in`."""
+    """Whether a question is held out: a hash of its text holds out one question in `one_in`."""
     text = "\0".join(f"{message.role}\0{message.content}" for message in question.messages)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % one_in == 0
@@ -220,10 +225,10 @@ def _plain(text: str) -> str:
 
 
 class MathJudge:
-    """Compares answers with math-verify in a process, which the first comparison starts."""
+    """Compares answers with math-verify in another process, which the first comparison starts."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Takes the time limit of one comparison."""
+        """`timeout_s` limits one comparison."""
         self._timeout_s = timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
@@ -240,7 +245,7 @@ class MathJudge:
                 await self._kill()
                 return MathVerdict(right=False, readable=False, timed_out=True)
             except asyncio.CancelledError:
-                # The late answer would be taken for that of the next comparison.
+                # The late answer would be taken for the next comparison's answer.
                 await asyncio.shield(self._kill())
                 raise
             if said is None:
@@ -279,8 +284,8 @@ class MathJudge:
 class MathVerdict:
     """The result of a comparison.
 
-    `readable` says that an expression was found in the reply, `timed_out` that the comparison was
-    abandoned.
+    `right` says that the reply equals the answer, `readable` that an expression was found in the
+    reply, and `timed_out` that the comparison was abandoned.
     """
 
     right: bool

@@ -1,1 +1,1 @@
-"""Adapters to environments of other frameworks, each named in a run's configuration."""
+"""Adapters that turn environments of other frameworks into environments of a run."""

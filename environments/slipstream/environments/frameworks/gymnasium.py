@@ -56,7 +56,7 @@ class Gymnasium(Environment[int]):
         illegal_reward: float = -1.0,
         max_illegal: int = 3,
     ) -> None:
-        """Takes the text before the first observation, and words for numbered actions.
+        """`instruction` is the text before the first observation; `action_names` name the actions.
 
         `observe` names a "module:function" that turns observation and info into a text. `act` names
         a "module:function" that turns reply and action space into an action. It may raise
@@ -82,12 +82,12 @@ class Gymnasium(Environment[int]):
         self._reader = self._try_out(action_names, act)
 
     def tasks(self) -> list[int] | Iterator[int]:
-        """Returns `num_tasks` seeds, or an endless iterator of seeds."""
+        """Returns `num_tasks` seeds, or an endless iterator of seeds if `num_tasks` is None."""
         drawn = (n for n in itertools.count(self._seed) if self._split.has(str(n)))
         return drawn if self._num_tasks is None else list(itertools.islice(drawn, self._num_tasks))
 
     def reset(self, task: int) -> list[Message]:
-        """Begins the episode of one seed."""
+        """Begins the episode of the seed `task`, and returns the first observation."""
         self._num_steps = self._num_illegal = 0
         self._game = self._make()
         observation, info = self._game.reset(seed=task)
@@ -95,7 +95,7 @@ class Gymnasium(Environment[int]):
         return [Message("user", "\n".join(part for part in parts if part))]
 
     def step(self, reply: str) -> StepResult:
-        """Takes the action in the reply; returns its reward and the next observation."""
+        """Takes the reply's action; returns the action's reward and the next observation."""
         try:
             action = self._reader.read(reply)
         except ValueError as error:
@@ -131,7 +131,10 @@ class Gymnasium(Environment[int]):
         return text_of(self._game.observation_space, observation)
 
     def _try_out(self, action_names: Sequence[str], act: str | None) -> ActionReader:
-        """Begins one episode to check the arguments, and returns the reader of actions."""
+        """Begins one episode to check the arguments, and returns the reader of actions.
+
+        Raises ConfigError for arguments that cannot work.
+        """
         import_act = import_function("act", act) if act else None
         try:
             self._game = self._make()
@@ -208,8 +211,8 @@ class ActionReader:
         given = numpy.array(numbers)
         with numpy.errstate(all="ignore"):
             action = given.astype(space.dtype)
-        # A cast to a byte makes 44 of 300. One to a float rounds, which is no other action, but
-        # makes infinity of a number that is too large.
+        # A cast to a byte turns 300 into 44. A cast to a float may round, which keeps the action,
+        # but turns a number that is too large into infinity.
         is_float = action.dtype.kind == "f"
         if not (numpy.isfinite(action).all() if is_float else numpy.array_equal(action, given)):
             return None
@@ -247,7 +250,10 @@ def text_of(space: Space, value: Value) -> str:
 
 
 def show_rendering(drawn: Value) -> str:
-    """Returns an ANSI rendering as plain text, with [ ] around the parts that have a color."""
+    """Returns an ANSI rendering as plain text, with [ ] around the parts that have a color.
+
+    Raises ConfigError if the rendering is no text.
+    """
     if not isinstance(drawn, str):
         raise ConfigError("render_mode = 'ansi' draws no text here; give observe")
     return CODE.sub("", COLOURED.sub(r"[\1]", drawn)).strip("\n")

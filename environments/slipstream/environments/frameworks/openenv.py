@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 INSIDE_PORT = 8000
 # Seconds for Docker to say what it knows of an image.
 ASK_LIMIT_S = 30.0
-# Runs the image's own program, and ends it when standard input ends: that is when Docker's client
-# is gone, whatever has killed it or the worker.
+# Runs the image's own program, and ends it when standard input ends, which happens when Docker's
+# client or the worker ends for any reason.
 _UNTIL_THE_INPUT_ENDS = """
 exec 3<&0
 "$@" </dev/null 3<&- &
@@ -55,11 +55,11 @@ Cell: TypeAlias = Any
 FIELD = re.compile(r"\{(\w+)\}")
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
-# No longer text of a reply is read as a number.
+# Longest text of a reply that is read as a number.
 MAX_CHARACTERS = 40
 REFERENCE = re.compile(r"[\w.]+:\w+")
 
-# What `reset` of the server is given.
+# Arguments of the server's `reset`.
 Start: TypeAlias = Mapping[str, Any]
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
@@ -129,7 +129,10 @@ class OpenEnv(Environment[Start]):
         return self._tasks
 
     async def reset(self, task: Start) -> list[Message]:
-        """Opens a session and resets it."""
+        """Opens a session, resets it, and returns the first observation.
+
+        Raises RuntimeError if no server answers or no session becomes free.
+        """
         seen = await self._open(task)
         if seen.get("done"):
             raise RuntimeError("the server says that the episode is over at its reset")
@@ -137,7 +140,7 @@ class OpenEnv(Environment[Start]):
         return [*system, Message("user", self._observe(seen["observation"]))]
 
     async def step(self, reply: str) -> StepResult:
-        """Sends the action of the reply; returns its reward and the next observation."""
+        """Sends the reply's action; returns the action's reward and the next observation."""
         self._turns += 1
         try:
             action = self._action(reply)
@@ -154,7 +157,7 @@ class OpenEnv(Environment[Start]):
         return StepResult(reward, metrics=metrics)
 
     async def close(self) -> None:
-        """Ends the session."""
+        """Ends the session, if there is one."""
         socket, self._socket = self._socket, None
         if socket is not None:
             await socket.close()
@@ -196,7 +199,10 @@ class OpenEnv(Environment[Start]):
             raise RuntimeError(f"no OpenEnv server answers at {url}: {_said(error)}") from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends one message and returns the data of its answer."""
+        """Sends one message and returns the data of the server's answer.
+
+        Raises _ServerFull, NoAction or, for other errors and a lost server, RuntimeError.
+        """
         from websockets.exceptions import ConnectionClosed
 
         assert self._socket is not None
@@ -305,7 +311,7 @@ def action_maker(rule: str | Mapping[str, Any]) -> Callable[[str], Action]:
 
 
 class NoAction(Exception):
-    """A reply that is no action of the environment."""
+    """A reply is no action of the environment."""
 
 
 def observation_text(rule: str | None) -> Callable[[Mapping[str, Any]], str]:
@@ -339,7 +345,10 @@ def _as_text(value: Cell) -> str:
 
 
 def _json_action(reply: str) -> Action:
-    """Reads the reply, or the last block between ``` in it, as a JSON object."""
+    """Returns the JSON object in the reply's last block between ```, else in the whole reply.
+
+    Raises NoAction if there is no such object.
+    """
     blocks = FENCED.findall(reply)
     try:
         action = json.loads(blocks[-1] if blocks else reply)
@@ -353,7 +362,10 @@ def _json_action(reply: str) -> Action:
 
 
 def _filled(rule: Cell, reply: str) -> Cell:
-    """Replaces {reply} and {number} in the texts of a rule; a text "{number}" becomes a number."""
+    """Replaces {reply} and {number} in the texts of a rule; a text "{number}" becomes a number.
+
+    Raises NoAction if the rule needs a number and the reply has none.
+    """
     if isinstance(rule, Mapping):
         return {name: _filled(value, reply) for name, value in rule.items()}
     if isinstance(rule, list):
@@ -377,13 +389,14 @@ def _filled(rule: Cell, reply: str) -> Cell:
 class ServerProcess:
     """The server process of one worker; an episode starts it if it is not running.
 
-    Its stdout and stderr are those of the worker.
+    The process shares the worker's stdout and stderr.
     """
 
     def __init__(self, command: Sequence[str], *, is_container: bool = False) -> None:
-        """Takes the command; raises ConfigError if it is no list with `{port}` in an argument.
+        """Raises ConfigError unless `command` is a list with `{port}` in an argument.
 
-        The port of a container accepts connections before its server does, so /health is polled.
+        If `is_container`, /health is polled, since the port of a container accepts connections
+        before its server does.
         """
         if isinstance(command, str) or not command or not any("{port}" in c for c in command):
             raise ConfigError(
@@ -399,8 +412,8 @@ class ServerProcess:
     async def base_url(self) -> str:
         """Starts the server unless it runs, and returns its address once it answers.
 
-        Raises RuntimeError if the server ends while it starts. The time limit of the episode bounds
-        the wait.
+        Raises RuntimeError if the server ends while it starts. Only the time limit of the episode
+        ends the wait for an answer.
         """
         async with self._starting:
             is_new = False
@@ -461,7 +474,7 @@ class ServerProcess:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server; Docker's client passes the signal on to its container."""
+    """Ends a server and waits for its end; Docker's client passes the signal to its container."""
     process.terminate()
     try:
         process.wait(STOP_LIMIT_S)
@@ -473,7 +486,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def container_command(image: str, options: Sequence[str]) -> list[str]:
     """Returns the command that runs `image` and serves it on loopback at `{port}`.
 
-    `options` are those of `docker run`. Raises ConfigError when Docker or the image is missing.
+    `options` are options of `docker run`. Raises ConfigError when Docker or the image is missing.
     """
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise ConfigError(f"image_options must be a list of texts, got {options!r}")
@@ -487,7 +500,10 @@ def container_command(image: str, options: Sequence[str]) -> list[str]:
 
 
 def _program_of(image: str) -> list[str]:
-    """Returns the program that the image runs, with its arguments."""
+    """Returns the program that the image runs, with its arguments.
+
+    Raises ConfigError without one.
+    """
     asked = ["docker", "image", "inspect", "--format", "{{json .Config}}", image]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_LIMIT_S)

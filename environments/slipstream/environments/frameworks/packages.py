@@ -39,7 +39,7 @@ def needs(module: str, package: str, advice: str) -> None:
 
 
 def import_function(argument: str, reference: str) -> Callable[..., Any]:
-    """Imports the function that `reference` names as "module:function".
+    """Imports and returns the function that `reference` names as "module:function".
 
     Raises ConfigError, which names `argument`, if there is no such function.
     """

@@ -16,9 +16,9 @@ from slipstream.environments.arguments import Split, check_at_least, check_choic
 from slipstream.environments.arithmetic import NUMBER
 from slipstream.environments.frameworks.packages import import_package, unknown_name
 
-# Questions that one data set of the package is asked for; its successor has another seed.
+# Number of questions in one data set of the package; the next data set has another seed.
 CHUNK = 500
-# Questions in a row that are not wanted, after which there are no more.
+# Number of questions in a row outside the split, or already drawn, after which drawing ends.
 MAX_IN_A_ROW = 2000
 # Characters of a metric's name.
 MAX_NAME = 40
@@ -41,10 +41,11 @@ Generator: TypeAlias = Any
 class ReasoningGym(Environment[Entry]):
     """Asks the questions of one generator, or of several with weights; one reply each.
 
-    The reward is the package's own `score_answer`. A hash of a question's text decides whether it
-    is held out, one in `heldout_one_in`: no seed brings it into training. `answer` says which part
-    of a reply is judged: "tags", the text between the last <answer> and </answer>; "whole", all of
-    it; "last_line"; "number", its last number. White space around this part does not count.
+    The reward is the result of the package's own `score_answer`. A hash of the text holds out one
+    in `heldout_one_in` questions, whatever the seed is. `answer` says which part of a reply is
+    judged: the text between the last <answer> and </answer> ("tags"), the whole reply ("whole"),
+    its last line ("last_line") or its last number ("number"). White space around this part does not
+    count.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ReasoningGym(Environment[Entry]):
         try:
             importlib.import_module("pycosat")
         except ModuleNotFoundError:
-            # Only what needs it is missing then.
+            # Then only the generator that needs pycosat is missing.
             sys.modules["pycosat"] = ModuleType("pycosat")
         self._library = import_package("reasoning_gym", install="reasoning-gym")
         importlib.import_module("reasoning_gym.composite")
@@ -97,18 +98,21 @@ class ReasoningGym(Environment[Entry]):
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
 
     def tasks(self) -> list[Entry] | Iterator[Entry]:
-        """Returns `num_tasks` different questions, or an endless iterator."""
+        """Returns `num_tasks` different questions, or an endless iterator if that is None."""
         return self._draw() if self._tasks is None else self._tasks
 
     def reset(self, task: Entry) -> list[Message]:
-        """Asks the question."""
+        """Returns the prompt with the question."""
         self._entry = task
         asked = self._instruction.replace("{question}", task["question"])
         system = [Message("system", self._system)] if self._system else []
         return [*system, Message("user", asked)]
 
     def step(self, reply: str) -> StepResult:
-        """Scores the part of the reply that is its answer."""
+        """Returns the package's score of the reply's answer as the reward.
+
+        If the package's scorer fails, the reward is 0.
+        """
         answer = self._cut(reply)
         try:
             score = float(self._scorer.score_answer(answer, self._entry))
@@ -208,7 +212,10 @@ class Chance:
 def _read_specs(
     dataset: str | Sequence[Spec], config: Mapping[str, Any] | None, library: ModuleType
 ) -> list[dict[str, Any]]:
-    """Returns name, weight and config of each generator; all names are known to the package."""
+    """Returns name, weight and config of each generator.
+
+    Raises ConfigError for an unknown name or option, and for a weight that is not above 0.
+    """
     if isinstance(dataset, str):
         given: list[Spec] = [{"name": dataset, "config": config or {}}]
     elif config is not None:
@@ -248,7 +255,7 @@ def _check_options(name: str, config: Mapping[str, Any], library: ModuleType) ->
 
 
 def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
-    """Returns a function that extracts the answer from a reply, or returns None if it has none."""
+    """Returns a function that takes a reply, and returns its answer or None if it has none."""
     cuts: dict[str, Callable[[str], str | None]] = {
         "tags": library.utils.extract_answer,
         "whole": str.strip,

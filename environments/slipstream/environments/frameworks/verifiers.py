@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.4, each by the name of its taskset.
+"""Environments of verifiers 0.4, each named by its taskset.
 
     [[environments]]
     name = "gsm8k"
@@ -64,7 +64,7 @@ class Verifiers(AgentEnvironment[Any]):
         from verifiers.v1.configs.select import SelectConfig
         from verifiers.v1.utils import loaders
 
-        # Harnesses are found as modules without a package.
+        # verifiers looks up a harness as a module without a package.
         sys.modules.setdefault(CHAT.replace("-", "_"), verifiers_chat)
         table = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
         try:
@@ -84,7 +84,10 @@ class Verifiers(AgentEnvironment[Any]):
         return list(self._tasks) if self._tasks.bounded else self._tasks
 
     async def run(self, task: Foreign, endpoint: Endpoint) -> AgentOutcome:
-        """Plays one episode of verifiers."""
+        """Plays one episode of verifiers, and returns its outcome.
+
+        Raises RuntimeError if verifiers does not report the episode as ok.
+        """
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.env import RunSlot
 
@@ -120,7 +123,10 @@ class Serving:
         self._ready: asyncio.Future[None] | None = None
 
     async def begin(self) -> None:
-        """Starts the services unless they run; raises the error with which the start failed."""
+        """Starts the services unless they run, and waits until they have started.
+
+        Raises the error with which the start failed.
+        """
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._holding = asyncio.get_running_loop().create_task(self._hold(self._ready))
@@ -133,7 +139,7 @@ class Serving:
                 # The end of the event loop cancels it.
                 await asyncio.Event().wait()
         except Exception as error:  # noqa: BLE001 - `begin` raises it, or it is told here
-            # The next episode starts it again.
+            # The next episode starts the services again.
             self._ready = None
             if ready.done():
                 print(f"what the environment shares has ended: {error!r}", file=sys.stderr)
@@ -179,8 +185,8 @@ def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
         if agent.client is None
     }
     own.config = env.config.model_copy(update=clients)
-    # A server of its own for each agent run: one that all share would keep a client for every
-    # endpoint that there ever was.
+    # Each agent run gets a server of its own, since a shared server would keep the clients of all
+    # past endpoints.
     own._interception = None
     return own
 

@@ -29,7 +29,7 @@ ENDED = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """Requests replies and runs their tool calls until a reply has none."""
+    """Requests replies and runs their tool calls, until a reply has no tool call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -39,7 +39,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
     @cached_property
     def _client(self) -> openai.AsyncOpenAI:
-        # One for all episodes: to make one takes longer than a call.
+        # All episodes share one client, since making a client takes longer than a call.
         return openai.AsyncOpenAI(api_key="of no episode", base_url="http://127.0.0.1")
 
     async def launch(
@@ -52,7 +52,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         mcp_urls: Mapping[str, str],
         data: Foreign,
     ) -> Foreign:
-        """Requests replies and runs their tool calls, until a reply has none.
+        """Requests replies and runs their tool calls, until a reply has no tool call.
 
         The chat also ends, without an error, when the context is full. Other errors of the API are
         raised.

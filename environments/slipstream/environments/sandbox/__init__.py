@@ -1,6 +1,7 @@
-"""The names that users need to run untrusted programs in a sandbox.
+"""The public names for running untrusted programs in a sandbox.
 
-They are imported on first use: the launcher of each program needs none of them.
+The names are imported on first use, since the launcher, which starts for each program, needs none
+of them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""Runs one program with limits; when it ends, also ends everything that it has started.
+"""Runs one program with limits; when it ends, also ends all processes that it has started.
 
-Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all of which leave no
+A run waits for the end of the program, an exceeded limit, or a cancellation. None of these leaves a
 process behind.
 """
 
@@ -82,7 +82,8 @@ async def run_program(
 ) -> ProgramEnd:
     """Runs `command` in `folder`, with `variables` as its environment, and returns how it ended.
 
-    With `with_errors` its stderr is part of its output; else it goes to this process's stderr.
+    A program that exceeds a limit is ended. If `with_errors`, the program's stderr is part of its
+    output; else it goes to this process's stderr.
     """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),
@@ -116,7 +117,10 @@ async def run_program(
 
 
 def own_program(module: str) -> list[str]:
-    """Returns a command that runs `main` of our `module`; the caller appends its arguments."""
+    """Returns a command that runs `main` of our `module`; the caller appends its arguments.
+
+    Modules are imported from this process's `sys.path`, whatever folder and variables contain.
+    """
     begin = f"{_OWN_PATH}from {module} import main; main(sys.argv[1:])"
     path = json.dumps([os.path.abspath(each) for each in sys.path if each])
     return [sys.executable, "-I", "-c", begin, path]
@@ -148,7 +152,7 @@ class _Output:
 
 
 async def _end(process: asyncio.subprocess.Process, output: _Output) -> None:
-    """Ends the program and everything below it, if it has not ended."""
+    """Ends the program, if it still runs, and all processes below it."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

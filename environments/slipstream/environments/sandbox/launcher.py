@@ -1,8 +1,8 @@
 """Runs one program inside a sandbox: `launcher.py PLAN PROGRAM ARGUMENTS...`, below a keeper.
 
-PLAN is a JSON object with the fields of `Plan`. The launcher stays outside of the sandbox and ends
-as its program ends: same code, same signal. Waits for: the program. Unblocked by: its end, or a
-limit of time or of the folder, at which the launcher kills itself and the keeper its descendants.
+PLAN is a JSON object with the fields of `Plan`. The launcher stays outside the sandbox, waits for
+the program, and ends with the program's exit code or signal. If the program exceeds a limit of time
+or of the folder, the launcher kills itself, and the keeper then kills the launcher's descendants.
 """
 
 import errno
@@ -36,7 +36,7 @@ _LAST_SIGNAL = 64
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Runs the program in its sandbox, and ends with its code or signal."""
+    """Runs the program in its sandbox, and ends with the program's exit code or signal."""
     plan = Plan.of(arguments[0])
     if plan.cause_fd > 2:
         os.set_inheritable(plan.cause_fd, False)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         resource.RLIMIT_CPU: plan.limits.processor_s,
     }
     for name, value in limits.items():
-        # Above the soft limit of processor time the signal says why; the hard one ends for certain.
+        # At the soft limit of processor time SIGXCPU shows the cause; the hard limit always kills.
         resource.setrlimit(name, (value, value + (name == resource.RLIMIT_CPU)))
     start = _in_sandlock if plan.backend == "sandlock" else _in_bubblewrap
     status = _watched(start(plan, arguments[1:]), plan)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
-    """Starts the program; returns a function that waits for its status, -N for signal N."""
+    """Starts the program; returns a function that waits for its exit status, or -N for signal N."""
     import sandlock
 
     give_up_privileges()
@@ -83,7 +83,7 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
         if result.reason is sandlock.ExitReason.SIGNALED:
             return -int(result.signal)
         if result.reason is sandlock.ExitReason.KILLED:
-            # So ends a program that asks for too much memory; sandlock does not say why.
+            # A program that asks for too much memory ends this way; sandlock gives no reason.
             return -signal.SIGKILL
         return int(result.exit_code) if result.error is None else 125
 
@@ -91,7 +91,7 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
 
 def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
-    """Starts the program; returns a function that waits for its status, -N for signal N."""
+    """Starts the program; returns a function that waits for its exit status, or -N for signal N."""
     read_end, write_end = os.pipe()
     os.write(write_end, filter_program())
     os.close(write_end)
@@ -118,7 +118,7 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
 
 def _set_own_limits(plan: Plan) -> None:
-    """Sets the limits of memory and open files, which sandlock would set itself."""
+    """Sets this process's limits of memory and open files, which bubblewrap does not set."""
     resource.setrlimit(resource.RLIMIT_DATA, (plan.limits.memory_bytes, plan.limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (plan.limits.open_files, plan.limits.open_files))
 
@@ -130,9 +130,9 @@ def _readable(plan: Plan) -> list[str]:
 
 
 def _watched(wait: Callable[[], int], plan: Plan) -> int:
-    """Returns the program's status; kills this launcher if the program exceeds a limit.
+    """Waits for the program and returns its status; kills this launcher at an exceeded limit.
 
-    It checks the limits of time and of the folder.
+    The limits are the time limit and the limits of the folder.
     """
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)

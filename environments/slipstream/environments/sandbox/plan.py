@@ -16,9 +16,9 @@ class Limits:
     """Limits of a program and of all processes that it starts.
 
     `processor_s`, `open_files` and `file_bytes` hold for each process. `folder_bytes` limits the
-    files on the disk. A removed file that is still open does not count in it, so each process can
-    hold up to `file_bytes` more in each of its `open_files`. `output_bytes` holds for stdout and
-    for stderr.
+    files on the disk. A removed file that is still open does not count, so each process can hold up
+    to `file_bytes` more in each of its `open_files`. `output_bytes` holds for stdout and for
+    stderr.
     """
 
     seconds: float = 10.0
@@ -32,7 +32,7 @@ class Limits:
     output_bytes: int = 1 << 20
 
     def wrong(self) -> str:
-        """Returns a line on the first limit that is not above 0, or "" if all are."""
+        """Returns a line on the first limit that is not above 0, or "" if all limits are."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
@@ -42,10 +42,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launcher's instructions; it writes the limit that ended the program to `cause_fd`.
+    """The instructions for a launcher, which runs one program in a sandbox.
 
-    The program may write below `folder`. It starts in `cwd`, or in `folder` if that is "". It may
-    connect to `port` of 127.0.0.1, or to nothing if that is 0; only sandlock can allow a port.
+    The program may write below `folder`. It starts in `cwd`, or in `folder` if `cwd` is "". It may
+    connect to `port` of 127.0.0.1, or to no address if `port` is 0; only sandlock can allow a port.
+    If the program exceeds a limit, the launcher writes the limit to `cause_fd`.
     """
 
     backend: Backend
@@ -58,7 +59,7 @@ class Plan:
 
     @staticmethod
     def of(text: str) -> Plan:
-        """Returns the plan that the method `text` wrote as JSON."""
+        """Returns the plan in the JSON that `Plan.text` returned."""
         table = json.loads(text)
         return Plan(**table | {"limits": Limits(**table["limits"])})
 

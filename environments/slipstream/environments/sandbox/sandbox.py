@@ -1,7 +1,7 @@
 """Runs untrusted programs, such as code that a model has written, with limits.
 
-Waits for: the program. Unblocked by: its end, a limit, or a cancellation, all of which leave no
-process and no file behind.
+A run waits for the end of the program, an exceeded limit, or a cancellation. None of these leaves a
+process or a file behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OWN_PROCESSES = 4
 # Seconds beyond the program's own for starting and ending it on a busy machine.
 _SLACK_S = 60.0
 _PROBE_LIMIT_S = 60.0
-# What the kernel and sandlock end a program with at a limit, without another word.
+# Signals with which the kernel and sandlock end a program at a limit, without naming the limit.
 _SIGNALS_OF_LIMITS = {-signal.SIGXCPU: "processor_s", -signal.SIGKILL: "kill"}
 
 
@@ -46,8 +46,9 @@ _SIGNALS_OF_LIMITS = {-signal.SIGXCPU: "processor_s", -signal.SIGKILL: "kill"}
 class Finished:
     """The end of a program: its exit status, -N for signal N, and its output.
 
-    `ended_by` is the name of the limit that ended it, or "" if none did. It is "kill" after a
-    SIGKILL of unknown origin; under sandlock, a program that asks for too much memory ends so.
+    `ended_by` is the name of the limit that ended the program, or "" if none did. It is "kill"
+    after a SIGKILL of unknown origin, such as sandlock's for a program that asks for too much
+    memory.
     """
 
     status: int
@@ -62,8 +63,9 @@ class Sandbox:
         finished = await Sandbox(Limits(seconds=5)).run("print(6 * 7)")
         assert int(finished.stdout) == 42
 
-    A program sees a folder of its own, which is its working directory and is removed afterwards,
-    and can read the system's programs and libraries, this Python's, and `readable`.
+    A program has a folder of its own, which is its working directory and is removed afterwards. It
+    can also read the programs and libraries of the system and of this Python, and the paths
+    `readable`.
     """
 
     def __init__(
@@ -93,7 +95,11 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         stdin: bytes = b"",
     ) -> Finished:
-        """Runs `program`, a command or the text of a Python program, with `files` in its folder."""
+        """Runs `program`, a command or the text of a Python program, and returns how it ended.
+
+        `files` are written into the program's folder first, by relative path. Raises ValueError for
+        a path outside the folder.
+        """
         async with self.start(program, files=files) as started:
             feeding = asyncio.create_task(_feed(started.stdin, stdin))
             try:
@@ -106,7 +112,10 @@ class Sandbox:
     async def start(
         self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
     ) -> AsyncIterator[StartedProgram]:
-        """Starts a program and yields it; when the context ends, ends it and removes its files."""
+        """Starts a program and yields it; after the block, ends it and removes its folder.
+
+        The arguments are as in `run`.
+        """
         owned = OwnedFolder("sandbox")
         folder = str(owned.path)
         try:
@@ -151,7 +160,7 @@ class Sandbox:
     def _command(
         self, folder: str, cause_fds: tuple[int, int], command: Sequence[str]
     ) -> list[str]:
-        """Returns `command` below a launcher and a keeper, which end it and all that it starts."""
+        """Returns the command that runs `command` below a launcher, which runs below a keeper."""
         limits = self.limits
         plan = Plan(self.backend, folder, self._readable, limits, cause_fds[1])
         return [
@@ -169,7 +178,7 @@ class StartedProgram:
     """A program in a sandbox: `stdin` and `stdout` are its pipes, `finish` waits for its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, cause_fd: int) -> None:
-        """Takes the process, and the pipe from which `end` reads the limit that ended it."""
+        """Takes the process, and the pipe to which launcher and keeper write an exceeded limit."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -180,7 +189,10 @@ class StartedProgram:
         self._errors = _Output(process.stderr, limits.output_bytes)
 
     async def finish(self) -> Finished:
-        """Waits for the program's end; `stdout` of the result lacks what was read before."""
+        """Waits for the program's end and returns it; ends a program that exceeds a limit.
+
+        The result's `stdout` lacks output that the caller has already read from the pipe.
+        """
         output = _Output(self.stdout, self._limits.output_bytes)
         ended_by = ""
         reading = {output.reading, self._errors.reading}
@@ -203,7 +215,10 @@ class StartedProgram:
         return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
 
     async def end(self) -> None:
-        """Ends the program and all processes that it has started, if it has not ended."""
+        """Ends the program, if it still runs, and all processes that it has started.
+
+        A second call does nothing.
+        """
         if self._cause_fd < 0:
             return
         self._errors.reading.cancel()
@@ -259,7 +274,11 @@ def first_backend() -> Backend:
 
 @functools.cache
 def why_not(backend: Backend) -> str:
-    """Tries a backend; returns in one line why it does not work here, or "" if it does."""
+    """Tries a backend; returns in one line why it does not work here, or "" if it works.
+
+    The first call for a backend blocks until a program in it has ended; later calls return that
+    result.
+    """
     if not machine_is_known():
         return f"it needs Linux on x86_64 or aarch64, this is {platform.system()} on " + (
             platform.machine()
@@ -299,7 +318,7 @@ def _lack_of_landlock(backend: Backend) -> str:
 
 
 def launched(plan: Plan, command: Sequence[str]) -> list[str]:
-    """Returns a command that runs `command` in a sandbox; the caller puts it below a keeper."""
+    """Returns a command that runs `command` in a sandbox; the caller must run it below a keeper."""
     return [*own_program("slipstream.environments.sandbox.launcher"), plan.text(), *command]
 
 

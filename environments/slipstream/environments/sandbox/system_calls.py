@@ -117,7 +117,10 @@ def filter_program(machine: str | None = None) -> bytes:
 
 
 def give_up_privileges() -> None:
-    """Drops all capabilities and sets no_new_privs, for this process and all its children."""
+    """Drops all capabilities and sets no_new_privs, for this process and all its children.
+
+    Raises OSError if the kernel refuses.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     number = 0
     while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
@@ -128,7 +131,10 @@ def give_up_privileges() -> None:
 
 
 def install(program: bytes) -> None:
-    """Applies a filter to this process and all its children; the filter cannot be removed."""
+    """Applies a filter to this process and all its children; the filter cannot be removed.
+
+    Raises OSError if the kernel refuses the filter.
+    """
     code = ctypes.create_string_buffer(program, len(program))
     size = struct.calcsize("HBBI")
     described = struct.pack("HxxxxxxQ", len(program) // size, ctypes.addressof(code))
