@@ -113,7 +113,7 @@ class Membership:
     def order_for(
         self, targets: Sequence[ServerSession], transport: str, *, trainer_has: str
     ) -> weights_pb2.PublishOrder:
-        """Returns an order to publish to `targets`, with the rank of each in the communicator.
+        """Returns an order to publish to `targets`, with their first ranks in the communicator.
 
         The newest communicator is used again if its members are the same and the trainer still has
         it: `trainer_has` is the trainer's communicator id. Otherwise the order names a new

@@ -59,7 +59,7 @@ class ServerWork:
 
 
 class StepTimes:
-    """Computes the times of each step from counters, which grow from the run's start.
+    """Computes the times of each step from counters, which grow from the controller's start.
 
     Call `report` for each report of a server, and `step` at the end of each step.
     """

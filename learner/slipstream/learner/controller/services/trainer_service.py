@@ -457,10 +457,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return True
 
     async def _take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
-        """Reads the batch of `message` from the journal if an earlier controller gave it out.
-
-        The trainer has had this batch since before the restart of the controller.
-        """
+        """Reads the batch of `message` from the journal if an earlier controller sent the batch."""
         if message.step == self._orders.trainer_version.step:
             await self._former.take_up(message)
 

@@ -196,7 +196,7 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """Returns the environment for the next group on server `key`, or None if none has room.
+        """Returns the environment for the next group on server `key`, or None if none may run.
 
         `open_episodes` is the number of open episodes of each environment.
         """
