@@ -199,7 +199,10 @@ class LeaseBook:
         ]
 
     def episodes_by_holder(self) -> Counter[ServerKey]:
-        """Returns the number of members that each server runs or will run, with closing leases."""
+        """Returns the number of members that each server runs or will run.
+
+        Members of closing leases are included.
+        """
         episodes: Counter[ServerKey] = Counter()
         for group in self.groups.values():
             if group.holder is not None:
@@ -213,7 +216,10 @@ class LeaseBook:
         return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
-        """Returns the number of unfinished members of each environment, with closing leases."""
+        """Returns the number of unfinished members of each environment.
+
+        Members of closing leases are included.
+        """
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing

@@ -49,7 +49,7 @@ class ServerWork:
         return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
 
     def shares(self) -> dict[str, float]:
-        """Returns the shares of the servers' time by use, or {} if no server has reported."""
+        """Returns the shares of sampling, paused and idle time, or {} if no server has reported."""
         if self.uptime_s <= 0:
             return {}
         sampling = min(1.0, self.sampling_s / self.uptime_s)

@@ -296,7 +296,7 @@ class MlflowTracker:
     """Logs to one run of the MLflow experiment `tracking.project`; see `Tracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
-        """Opens the server or database MLFLOW_TRACKING_URI, or else mlflow.db in the folder."""
+        """Opens the server or database in MLFLOW_TRACKING_URI, or else mlflow.db in `folder`."""
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 

@@ -100,7 +100,7 @@ class Fleet:
         return sum(told)
 
     def find(self, key: ServerKey | None) -> ServerSession | None:
-        """Returns the session with this server and epoch, or None if it is not connected."""
+        """Returns the session of the server and epoch in `key`, or None if it is not connected."""
         session = None if key is None else self.sessions.get(key.server_id)
         return session if session is not None and session.key == key else None
 

@@ -41,7 +41,7 @@ BEFORE_S = 60.0
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """Serves rollout servers: their streams, and their calls to environments that clients serve."""
+    """Serves rollout servers: their streams, and their calls to environments of clients."""
 
     def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
         self._fleet, self._relay = fleet, relay

@@ -297,7 +297,7 @@ class EnvironmentBook:
             entry.failed_on.pop(key, None)
 
     def group_complete(self, name: str) -> None:
-        """Notes that a group is complete, which resets the counts of failures in a row."""
+        """Notes that a group is complete, and resets the counts of failures in a row."""
         entry = self.entries.get(name)
         if entry is not None:
             entry.failed_in_a_row.clear()

@@ -168,7 +168,7 @@ class BatchFormer:
     async def take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
         """Takes the batch of `message` from the journal if no trainer has got a batch yet.
 
-        An earlier controller gave this batch to the trainer, which has registered again since.
+        An earlier controller gave this batch to the trainer, which has since registered again.
         """
         if self.training is not None or self._reported is not None:
             return
