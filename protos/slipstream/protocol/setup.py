@@ -59,7 +59,7 @@ class Answer:
 
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
-    """Returns this host's setup without its clock; `mark` names a file in `run.dir` with the id."""
+    """Returns this host's setup without its clock; file `mark` in `run.dir` contains the run id."""
     values = flatten(config.model_dump(mode="json", exclude_none=True))
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
@@ -166,7 +166,8 @@ def model_digest(folder: Path) -> bytes:
 def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Returns a settings table as JSON texts by dotted name, without settings of single hosts.
 
-    Long values and the arguments of environments are replaced by their digests.
+    All names begin with `prefix`. Long values and the arguments of environments are replaced by
+    their digests.
     """
     found: dict[str, str] = {}
     for name, value in table.items():

@@ -1,7 +1,7 @@
 """Converts a folder with MXFP4 experts, as gpt-oss is published, to bfloat16.
 
 Run it once before training: `python -m slipstream.learner.trainer.dequantize SOURCE TARGET`. The
-new folder takes four times the disk of the old one; learner and rollout servers load it.
+new folder takes four times the disk space of the old folder; learner and rollout servers load it.
 """
 
 import argparse

@@ -20,8 +20,8 @@ class ArithmeticSizes:
 
     `matrix_parameters` counts the matrix weights that a token is multiplied by: active experts and
     the output projection (tied or not), but no embedding or norms. `attention_width` is the number
-    of heads times the head size, summed over the layers; if keys and values differ in head size,
-    the mean of the two counts.
+    of heads times the head size, summed over the layers; the head size is the mean for keys and
+    values.
     """
 
     matrix_parameters: int

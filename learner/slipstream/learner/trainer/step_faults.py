@@ -30,9 +30,10 @@ def loss_fault(
 ) -> RunFailed:
     """Returns the error that names the cause of a mini-batch loss that is not finite; collective.
 
-    `chosen` has the sequences of the mini-batch by their index in the batch, `losses` those of this
-    rank's micro batches, and `total` their sum over all ranks. `fault` is the fault of the user's
-    own function, or "". Returns UntrainableBatch if only some sequences are at fault.
+    `chosen` has the sequences of the mini-batch by their index in the batch, `losses` the losses of
+    this rank's micro batches, and `total` the loss over all ranks. `fault` describes an error of
+    the user's own function, or is "". The result is UntrainableBatch if the batch is at fault, and
+    another RunFailed if the weights or the user's function are.
     """
     cause = f"the loss is {total}; the weights were not changed"
     sequences = list(chosen.values())

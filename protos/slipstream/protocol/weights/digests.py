@@ -32,7 +32,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class BucketDigests(Protocol):
-    """Digests of the tensors of one pass over some buckets.
+    """Computes the digests of all tensors in a pass over some buckets.
 
     Pointers and streams are CUDA's handles, as integers.
     """
@@ -45,7 +45,7 @@ class BucketDigests(Protocol):
 
 
 class HostDigests:
-    """Computes digests of buckets in main memory, already in `add`; streams are ignored."""
+    """Digests of buckets in main memory: `add` computes them immediately, streams are ignored."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)

@@ -67,7 +67,8 @@ def set_nccl_environment(environ: MutableMapping[str, str]) -> None:
 def agreed_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the NCCL variables of `environ` that must be equal on all members of a group.
 
-    Unset ones are left out. Values are in lower case: NCCL does not distinguish Ring from ring.
+    Unset variables are left out. Values are in lower case: NCCL does not distinguish Ring from
+    ring.
     """
     return {name: environ[name].lower() for name in AGREED if environ.get(name)}
 

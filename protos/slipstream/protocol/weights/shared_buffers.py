@@ -34,7 +34,7 @@ class SharedBuffers(Protocol):
 
 
 class HostBuffers:
-    """Files in /dev/shm that all processes map; after `hide` the last process's end frees them."""
+    """Files in /dev/shm that all processes map; `hide` removes the names, not the mappings."""
 
     def __init__(self, handles: Sequence[str], maps: Sequence[mmap.mmap]) -> None:
         self.handles = tuple(handles)

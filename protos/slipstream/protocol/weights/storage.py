@@ -32,7 +32,7 @@ _FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 @dataclass(frozen=True)
 class Until:
-    """The end of one use of storage: a `time.monotonic` deadline, or `abandoned` if set earlier."""
+    """The limit of one use of storage: a `time.monotonic` deadline, and an event that ends it."""
 
     deadline_s: float
     limit_s: float

@@ -53,7 +53,7 @@ class Projection:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group over which the vocabulary is split, None without a split."""
+        """The group over which the vocabulary is split, or None if it is not split."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
 

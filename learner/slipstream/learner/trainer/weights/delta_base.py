@@ -2,8 +2,8 @@
 
 Consumes: filled buckets. Produces: numbers of changed elements, and payloads with these elements
 (`protocol.weights.deltas` describes their form). On CUDA all work is enqueued on the current
-stream. `count`, `counts`, `encode` and `finish` may wait for a number of changed elements; the
-other methods do not wait.
+stream. `DeltaBase.count`, `counts`, `encode` and `finish` may wait for a number of changed
+elements; the other methods of `DeltaBase` do not wait.
 """
 
 import logging

@@ -85,7 +85,7 @@ def plan_adapters(policy: Policy) -> list[Piece]:
     """Returns pieces of A and B of every adapter on this rank, under PEFT's names; collective.
 
     Raises UnknownMapping for a mapping that this module does not know. Matrices that Megatron fuses
-    share A, which is returned under the name of each of them.
+    share A, which is returned under the name of each matrix.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
 
@@ -208,7 +208,7 @@ def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
     """Returns views of queries, keys and values in a fused matrix, by the names "q", "k" and "v".
 
     Each query group has its query heads first, then its key, then its value. Raises UnknownMapping
-    for another order.
+    if the matrix also holds gates, or if ranks split a query group.
     """
     if getattr(config, "attention_output_gate", False):
         raise UnknownMapping(f"{name} holds gates of the attention's output")

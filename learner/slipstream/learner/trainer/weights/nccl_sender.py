@@ -35,7 +35,7 @@ class CudaStream:
 
 
 class NcclSender(BucketSender):
-    """Sends from GPU to GPU; enqueues each bucket behind the work that fills it, without a wait."""
+    """Sends from GPU to GPU; enqueues each bucket behind the work that fills it."""
 
     transport = "nccl"
 

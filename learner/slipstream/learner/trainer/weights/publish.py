@@ -165,7 +165,7 @@ class WeightPublisher:
     def _agree(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
     ) -> tuple[weights_pb2.Communicator | None, str]:
-        """Returns the communicator to send through and "", or None and a problem.
+        """Returns, on every rank, the communicator to send through and "", or None and a problem.
 
         None and "" mean that the controller has abandoned the publish.
         """

@@ -84,7 +84,7 @@ class Published:
     def fill_ahead(self) -> None:
         """Fills the first buckets ahead, like `WeightStream.fill_ahead`.
 
-        If adapters are published separately, the buckets are those of the first adapter.
+        If adapters are published separately, fills the buckets of the first adapter.
         """
         # Between two passes the first adapter is the active one.
         next(iter(self._adapters.values()), self.weights).fill_ahead()

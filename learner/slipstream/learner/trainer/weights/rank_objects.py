@@ -26,8 +26,8 @@ class RankObjects:
     published.run(objects.take, is_publish=False)
     link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
 
-    Keeps two copies of the rank's own buckets in main memory: the version that it wrote last, and
-    the one that it writes. After a failed `write` the next `write` must be whole.
+    Keeps two copies of the rank's own buckets in main memory: the last written version, and the
+    version to write next. After a failed `write` the next `write` must be whole.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RankObjects:
     ) -> weights_pb2.StoredLink:
         """Writes the version that was taken last, whole or as changes since the last `write`.
 
-        `digests` has the digest of each of its buckets. Returns the rank's objects and, unless
-        `whole`, the number of changed elements of each bucket. Raises WeightSyncError if the
-        storage fails or `until` ends.
+        `digests` has the digests of all buckets, of other ranks too. Returns the rank's objects
+        and, unless `whole`, the number of changed elements of each bucket. Raises WeightSyncError
+        if the storage fails or `until` ends.
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
         changed = [0] * len(self._buckets)

@@ -223,7 +223,8 @@ class WeightStream:
         """Fills the first buckets before the next pass, which uses them only if it sends.
 
         The caller must have made a pass over these weights before, so that parameters are gathered,
-        and must not change them until the next pass.
+        and must not change the weights until the next pass. Does nothing if buckets must be filled
+        in order.
         """
         if self._ahead or not self._filling.fills_any:
             return
