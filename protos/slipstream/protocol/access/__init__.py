@@ -1,1 +1,1 @@
-"""Access: addresses that may be opened, tokens and TLS, and checks of callers."""
+"""Controls access: which addresses may be opened, tokens, TLS, and checks of callers."""

@@ -1,10 +1,10 @@
-"""Checks of incoming calls: each message is checked before its handler gets it.
+"""Checks incoming calls: each message is checked before its handler gets it.
 
-A handler may return bytes: a message that it has encoded itself.
 A small message is decoded on the event loop, a large one in a thread. A message out of its bounds
-ends its call with INVALID_ARGUMENT and one line. A handler that fails ends its own call with
-INTERNAL and one line, and its traceback is logged. `CallRates` limits the calls of each host under
-each role, so that no holder of a token stops a run.
+ends its call with INVALID_ARGUMENT and one line. A handler may return bytes: a message that it has
+encoded itself. A handler that fails ends its own call with INTERNAL and one line, and its traceback
+is logged. `CallRates` limits the calls of each host under each role, so that no holder of a token
+stops a run.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ else:
     _Interceptor = grpc.aio.ServerInterceptor
 
 _PACKAGE = "/slipstream."
-# The checks of so many bytes of the smallest elements hold the loop for 20 ms at most.
+# Largest message that is checked on the event loop, which it blocks for 20 ms at most.
 SMALL_BYTES = 64 << 10
-# Calls a second of one host under one role, calls at once, and calls that may wait for their turn.
+# Limits of one host under one role: calls a second, calls at once, and calls that wait for a turn.
 # A thousand servers of one host join with four calls each.
 CALLS_PER_S, MOST_AT_ONCE, MOST_WAITING = 200.0, 2000, 2000
 # Largest number of hosts that are remembered; the one that called longest ago goes first.
@@ -84,7 +84,7 @@ class _Accepted:
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
-    """Drops gRPC's log records, with tracebacks, of answers to callers that have left."""
+    """Drops gRPC's log records about answers to callers that have left."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
@@ -94,14 +94,14 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_NotOfCallersWhoLeft())
 
 
 class CheckingInterceptor(_Interceptor):
-    """Checks the requests of all methods of the package `slipstream`; others pass unchanged."""
+    """Checks the requests of all methods of the package `slipstream`; ignores other packages."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Returns the call's handler, wrapped in the checks."""
+        """Returns the call's handler, wrapped in the checks if its package is `slipstream`."""
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None or not method.startswith(_PACKAGE):
@@ -296,7 +296,7 @@ class CallRates:
     """Limits the calls of each host under each role.
 
     A host may make `most_at_once` calls at once, and then `calls_per_s`. Up to `most_waiting` of
-    its calls wait for their turn; further ones are refused.
+    its calls wait for their turn; further calls are refused with RESOURCE_EXHAUSTED.
     """
 
     def __init__(

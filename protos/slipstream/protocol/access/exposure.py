@@ -1,4 +1,4 @@
-"""Restrictions of the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
+"""Restricts the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
 
 The sockets listen only on the interface by which the other processes are reached. Public addresses
 are refused unless `security.allow_public_addresses` is set.
@@ -42,7 +42,10 @@ def check_private(config: Config) -> None:
 
 
 def describe_exposure(config: Config) -> str:
-    """Lists addresses that other machines reach without TLS and token, or "" if there are none."""
+    """Returns, as text, the addresses that other machines reach without TLS and token.
+
+    Returns "" if there are none.
+    """
     ports = {"learner.master": str(address_parts(config.learner.master)[1] or "any")}
     found = [
         f"{what} {host} (port {ports.get(what, 'any')})"
@@ -56,8 +59,8 @@ def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequen
     """Sets, in `environ`, the interfaces by which gloo and NCCL reach the other processes.
 
     gloo connects to the host `gloo`, NCCL to the first host in `nccl` that is not loopback. Call
-    this before they open their first socket. Variables that are already set stay. If no interface
-    is found, gloo and NCCL choose one.
+    this before gloo and NCCL open their first sockets. Variables that are already set stay. If no
+    interface is found, gloo and NCCL choose one.
     """
     far = next((host for host in nccl if not _is_loopback(host)), nccl[0])
     for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", far, "=")):
@@ -69,7 +72,7 @@ def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequen
 def local_address(host: str, port: int = 1) -> str:
     """Returns this machine's address from which `host` is reached.
 
-    Raises OSError if there is no route to it.
+    Raises OSError if `host` has no address or there is no route to it.
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

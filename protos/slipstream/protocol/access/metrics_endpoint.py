@@ -1,6 +1,6 @@
-"""The HTTP endpoint of one process of a run, at which Prometheus reads its metrics.
+"""Serves the metrics of one process of a run to Prometheus, over HTTP.
 
-Consumes: HTTP requests. Produces: what its collectors find at that moment, in Prometheus's format.
+Consumes: HTTP requests. Produces: the current metrics of its collectors, in Prometheus's format.
 Waits for: one request of a connection. Unblocked by: the request, or `LIMIT_S`.
 """
 
@@ -55,7 +55,7 @@ class LabelledRegistry:
             self._registry.register(collector)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics as the collectors find them now."""
+        """Yields the current metrics of all collectors, with the common labels."""
         for metric in self._registry.collect():
             metric.samples = [
                 sample._replace(labels=self._labels | sample.labels) for sample in metric.samples
@@ -121,7 +121,7 @@ class MetricsEndpoint:
 
     async def _serve(self, connected: socket.socket) -> None:
         try:
-            # A caller that hangs up, says nothing or no HTTP, or is refused by TLS.
+            # The caller hung up, sent nothing or no HTTP, or was refused by TLS.
             with contextlib.suppress(OSError, TimeoutError, h11.RemoteProtocolError):
                 async with asyncio.timeout(LIMIT_S):
                     reader, writer = await self._opened(connected)
@@ -140,8 +140,8 @@ class MetricsEndpoint:
         """Returns reader and writer of a connection. Raises OSError if TLS cannot begin."""
         context = None
         if self._security.tls_certificate is not None:
-            # Files that were replaced hold from the next connection on. A thread reads them: a
-            # disk that hangs must not hold the loop. Meanwhile the socket keeps what comes.
+            # Replaced files are used from the next connection on. A thread reads them: a disk that
+            # hangs must not block the loop. Meanwhile the socket buffers incoming data.
             try:
                 context = await asyncio.to_thread(_server_context, self._security)
             except OSError as error:
@@ -185,7 +185,7 @@ class MetricsEndpoint:
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
                 return 401, plain, b"the token is missing or wrong\n"
         elif not _is_local(headers.get(b"host", b"")):
-            # A page of the web reaches loopback under a name of its own.
+            # A web page reaches loopback through a host name that resolves to it.
             return 403, plain, b"without a token only loopback may be asked\n"
         if request.method not in (b"GET", b"HEAD"):
             return 405, plain, b"GET only\n"
@@ -224,7 +224,7 @@ async def metrics_endpoint(
 
     `server` is the name of a rollout server, "" in other processes. Prometheus finds the address in
     a file in the folder `TARGETS`. Raises ConfigError when no port is free, or when the address
-    needs TLS and a token and one is missing.
+    needs TLS and a token and one of the two is missing.
     """
     address = config.tracking.prometheus
     assert address is not None
@@ -249,7 +249,10 @@ async def metrics_endpoint(
 
 @contextmanager
 def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) -> Iterator[None]:
-    """Runs `metrics_endpoint` and its collectors in a thread, for processes without event loop."""
+    """Runs `metrics_endpoint` and its collectors in a thread, for processes without event loop.
+
+    Raises the errors of `metrics_endpoint`.
+    """
     begun, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
     failed: list[Exception] = []

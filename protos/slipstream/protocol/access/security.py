@@ -1,4 +1,4 @@
-"""Rules for addresses: loopback is open, any other address needs TLS and a token."""
+"""Opens gRPC servers and channels: loopback is open, other addresses need TLS and a token."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Credentials:
     ca: bytes | None
     token: str | None
     client_ca: bytes | None = None
-    # Where they were read; files that change are read again. None: they were given.
+    # The section with the files, which are read again when they change; None without files.
     files: SecuritySection | None = None
-    # Opens /metrics alone.
+    # Opens /metrics only.
     metrics_token: str | None = None
 
     @property
@@ -89,7 +89,7 @@ class Credentials:
 
     @classmethod
     def load(cls, section: SecuritySection) -> Credentials:
-        """Reads the files; raises ConfigError for a missing file or an unfit token."""
+        """Reads the files; raises ConfigError for a missing file or an invalid token."""
         return cls(
             certificate=_read_optional(section.tls_certificate, "security.tls_certificate"),
             key=_read_optional(section.tls_key, "security.tls_key"),
@@ -154,9 +154,10 @@ def create_server(
 ) -> grpc.aio.Server:
     """Creates a gRPC server that checks callers' tokens and call rates, and messages' bounds.
 
-    The run's tokens are `unix_token` if given, else those of `credentials`; without any, tokens and
-    `rates` (default: `CallRates()`) are not checked. A handler that fails ends its own call only.
-    Raises ConfigError if a token is a role's: the tokens of other roles cannot be derived from it.
+    The run's tokens are `unix_token` if given, else the tokens of `credentials`. Without any,
+    neither tokens nor `rates` (default: `CallRates()`) are checked. A handler that fails ends its
+    own call only. Raises ConfigError if a token is a role's, since the tokens of other roles cannot
+    be derived from it.
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[_Interceptor] = [CheckingInterceptor()]
@@ -177,10 +178,10 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
 
 
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """Opens a channel to `address`. Raises ConfigError if `check_address` refuses it.
+    """Opens a channel to `address`. Raises ConfigError if `check_address` refuses the address.
 
-    The channel uses TLS if the credentials have a CA or a certificate, except on a unix socket. It
-    presents the certificate to a controller that asks for one.
+    The channel uses TLS if the credentials have a CA or a certificate, except on a unix socket. The
+    client presents its certificate to a controller that asks for one.
     """
     check_address(address, credentials, what="the controller")
     if _client_tls(credentials, address):
@@ -255,7 +256,7 @@ def without_password(config: Config) -> Config:
 
 
 def call_metadata(credentials: Credentials) -> CallMetadata:
-    """Returns the metadata that every call carries."""
+    """Returns the metadata with the current token, which every call must carry."""
     return CallMetadata(credentials.tokens)
 
 
@@ -263,7 +264,7 @@ class TokenInterceptor(_Interceptor):
     """Refuses calls without a valid token, and calls that the token's role may not make."""
 
     def __init__(self, tokens: Tokens, rates: CallRates | None = None) -> None:
-        """Takes the run's tokens and the call limits `rates`, if any.
+        """Takes the run's tokens, and the limits of calls, by default `CallRates()`.
 
         Raises ConfigError if one of the tokens is a role's.
         """
@@ -306,7 +307,7 @@ class TokenInterceptor(_Interceptor):
             self._of = lines
             self._expected = [
                 (f"Bearer {token}".encode(), role)
-                # A role's token in the file of the run's own opens no more than elsewhere.
+                # A role's token in the file with the run's token is skipped: it must not open more.
                 for line in lines
                 if role_of(line) is None
                 for token, role in [(line, None), *((role_token(line, r), r) for r in RIGHTS)]

@@ -1,12 +1,13 @@
-"""Tokens of callers: the run's token opens every method, a role's token the methods it needs.
+"""Checks tokens of callers: the run's token opens every method, a role's token only some.
 
 A role's token is `ROLE.` and, in hexadecimal, the HMAC-SHA256 of `slipstream ROLE` with the run's
-token as the key. So the controller keeps one secret, and a host gets the token of its role alone;
-deploy/make_certificates.sh writes all of them.
+token as the key. So the controller keeps one secret, and a host gets only the token of its role;
+deploy/make_certificates.sh writes the tokens of all roles.
 
 The first line of a token file is the token that its owner sends. The controller also accepts the
 tokens in further lines. A file is read again when it changes. To replace the token during a run,
-write the new one into the first line, and keep the old one below it until all hosts have the new.
+write the new token into the first line, and keep the old one below it until all hosts have the new
+token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOKEN_KEY = "authorization"
 
 _PREFIX = "/slipstream.v1."
 _READS = ("StatusService/GetStatus", "StatusService/Watch", "EnvironmentService/ListEnvironments")
-# What each role may call besides: all methods of a service, or one.
+# Methods that each role may call in addition to `_READS`: all methods of a service, or one.
 RIGHTS: dict[str, tuple[str, ...]] = {
     "trainer": ("TrainerService/", "StatusService/StopRun", "StatusService/GetSetup"),
     "rollout-server": ("FleetService/", "TrajectoryService/", "StatusService/GetSetup"),
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def role_token(token: str, role: str) -> str:
-    """Returns the token of `role`; `token` is the run's token, or already the role's."""
+    """Returns the token of `role`; `token` is the run's token, or the token of `role` already."""
     if role_of(token) == role:
         return token
     return f"{role}.{hmac.digest(token.encode(), f'slipstream {role}'.encode(), 'sha256').hex()}"
@@ -63,7 +64,8 @@ def may_call(role: str | None, method: str) -> bool:
 def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...]:
     """Returns the tokens of a file, one per line.
 
-    Raises ConfigError, which names the setting `what`, for an unreadable or unfit file.
+    Raises ConfigError, which names the setting `what`, if the file cannot be read, or a token is
+    too short or has characters other than printable ASCII.
     """
     try:
         text = path.read_text("utf-8")
@@ -84,7 +86,7 @@ def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...
 
 
 class Tokens:
-    """The tokens of one process; those of a file are read again when the file changes."""
+    """The tokens of one process; a token file is read again when it changes."""
 
     def __init__(self, lines: Sequence[str], path: Path | None = None) -> None:
         self._lines, self._path = tuple(lines), path
@@ -92,15 +94,15 @@ class Tokens:
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """Reads a token file; raises ConfigError for an unfit one."""
-        # Looked at before it is read: a change in between is seen at the next look.
+        """Reads a token file; raises ConfigError if it cannot be read or has an invalid token."""
+        # The file's state is read before its text, so that a change in between is noticed later.
         tokens = cls((), path)
         tokens._lines = read_tokens(path)
         return tokens
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The current tokens; a file that was changed and cannot be used leaves them unchanged."""
+        """The current tokens; if the file has changed and is invalid, they stay as they were."""
         if self._path is not None and (seen := self._look()) != self._seen:
             self._seen = seen
             try:
@@ -118,7 +120,7 @@ class Tokens:
 
 
 class CallMetadata(Sequence[tuple[str, str]]):
-    """The metadata of calls, with the token that is current when read; empty without tokens."""
+    """Metadata of gRPC calls: the token that is current when read, or nothing without tokens."""
 
     def __init__(self, tokens: Tokens | None) -> None:
         self._tokens = tokens

@@ -1,8 +1,9 @@
-"""The contract of every trajectory queue, and its limit in bytes.
+"""Defines the contract of every trajectory queue, and its limit in bytes.
 
 Consumes: encoded trajectories from rollout servers. Produces: the same trajectories for the
 controller, each at least once. A sender waits while the queue holds too many unacknowledged bytes.
-An acknowledgement, which the controller sends after it has written its journal, unblocks it.
+An acknowledgement, which the controller sends after it has written its journal, unblocks the
+sender.
 """
 
 import asyncio
@@ -24,11 +25,11 @@ class Amount(NamedTuple):
 
     @classmethod
     def from_pb(cls, message: trajectory_pb2.Amount) -> "Amount":
-        """Returns the amount in a wire form."""
+        """Returns the amount that a message holds."""
         return cls(message.trajectories, message.tokens)
 
     def to_pb(self) -> trajectory_pb2.Amount:
-        """Returns the wire form; both numbers must be 0 or more."""
+        """Returns the amount as a message; both numbers must be 0 or more."""
         return trajectory_pb2.Amount(trajectories=self.trajectories, tokens=self.tokens)
 
     def plus(self, tokens: int) -> "Amount":
@@ -62,8 +63,8 @@ class Delivery:
     data: bytes
     # Sampled tokens, as its sender counts them.
     tokens: int = 0
-    # All that the sender had put into the queue of this server epoch, this trajectory included:
-    # the queue keeps the order of a sender. Nothing if the sender does not tell.
+    # All that the sender had put into the queue in this server epoch, this trajectory included:
+    # the queue keeps the order of a sender. NOTHING if the sender does not report it.
     sent: Amount = NOTHING
 
 
@@ -85,9 +86,9 @@ class TrajectorySender(Protocol):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that were put and are not yet acknowledged."""
+        """Number of bytes that were put and are not yet acknowledged."""
 
-    # The trajectories of each `put` that returned.
+    # Amounts of the trajectories whose `put` has returned.
     taken: EpochAmounts
 
     @property
@@ -99,9 +100,8 @@ class TrajectorySender(Protocol):
     ) -> None:
         """Stores one encoded trajectory; `tokens` is the number of its sampled tokens.
 
-        Raises TrajectoryQueueFull when there is no room within `timeout_s`.
-
-        Raises QueueError when the trajectory can never fit, or the queue is lost.
+        Raises TrajectoryQueueFull when there is no room within `timeout_s`, and QueueError when the
+        trajectory can never fit, or the queue is lost.
         """
 
     async def aclose(self) -> None:
@@ -111,7 +111,7 @@ class TrajectorySender(Protocol):
 class TrajectoryReceiver(Protocol):
     """The controller's end of the queue."""
 
-    # All deliveries that `get` returned, repeated ones included.
+    # Amount of all deliveries that `get` returned, repeated ones included.
     given: Amount
 
     @property
@@ -119,7 +119,7 @@ class TrajectoryReceiver(Protocol):
         """The trajectories that were in the queue when this receiver began; the oldest first."""
 
     async def get(self) -> Delivery:
-        """Waits for the next trajectory; duplicates are possible and have the same id."""
+        """Waits for the next trajectory and returns it; an unacknowledged one may come again."""
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
         """Makes the queue and the senders drop these trajectories; ignores unknown ids."""
@@ -140,8 +140,7 @@ class ByteBudget:
     async def acquire(self, num_bytes: int, *, timeout_s: float | None) -> None:
         """Waits until `num_bytes` are free, and counts them as used.
 
-        Raises TrajectoryQueueFull after `timeout_s`; None waits without a limit.
-
+        Raises TrajectoryQueueFull after `timeout_s`; a `timeout_s` of None waits without a limit.
         Raises QueueError when `num_bytes` can never fit.
         """
         check_fits(num_bytes, self.max_bytes)

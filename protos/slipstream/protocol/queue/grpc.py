@@ -1,9 +1,10 @@
-"""Trajectories over a gRPC stream: the sender keeps each until the controller acknowledges it.
+"""Sends trajectories over a gRPC stream; the sender keeps each until it is acknowledged.
 
-The sender sends what `put` gets; on a new stream it sends all unacknowledged trajectories again.
-`put` waits while too many bytes are unacknowledged. After a lost stream the sender pauses before it
-connects again. The receiver reads the streams of all senders, and `get` returns what they deliver.
-While too many bytes wait for `get`, it does not read the streams.
+The sender sends each trajectory that `put` gets; on a new stream it sends all unacknowledged
+trajectories again. `put` waits while too many bytes are unacknowledged. After a lost stream the
+sender pauses before it connects again. The receiver reads the streams of all senders, and `get`
+returns the trajectories. While too many bytes wait for `get`, the receiver does not read the
+streams.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class GrpcSender:
-    """Sends in the background while its `async with` block runs.
+    """Sends trajectories in the background while its `async with` block runs.
 
     A refusal by the controller ends the block with an ExceptionGroup of a QueueError. After a lost
     connection the sender connects again, for as long as it is open.
@@ -61,7 +62,7 @@ class GrpcSender:
         self._budget = ByteBudget(max_bytes)
         self._unacknowledged: dict[TrajectoryId, pb.DeliverRequest] = {}
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
-        # Those whose `put` waits for room.
+        # Trajectories whose `put` waits for room.
         self._without_room: set[TrajectoryId] = set()
         self._to_send: deque[TrajectoryId] = deque()
         self._put = asyncio.Event()
@@ -81,7 +82,7 @@ class GrpcSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that were put into this sender and are not acknowledged."""
+        """Number of bytes that were put into this sender and are not acknowledged."""
         return self._budget.used_bytes
 
     @property
@@ -92,7 +93,7 @@ class GrpcSender:
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """Stores a trajectory as `TrajectorySender` says; a waiting id is not stored twice."""
+        """Stores a trajectory like `TrajectorySender.put`, unless its id is stored already."""
         if self._running is None or self._closed:
             raise QueueError("the sender is closed")
         if trajectory_id not in self._unacknowledged:
@@ -124,7 +125,7 @@ class GrpcSender:
 
     async def _run(self) -> None:
         while True:
-            # A controller that was started again gets what it lacks before it leases that again.
+            # A restarted controller gets the trajectories it lacks before it leases them again.
             call = self._deliver(metadata=self._metadata, wait_for_ready=True)
             try:
                 await self._use(call)
@@ -146,7 +147,7 @@ class GrpcSender:
     async def _use(self, call: DeliverCall) -> None:
         """Sends trajectories and reads acknowledgements until the stream ends.
 
-        Raises the stream's status if it is not OK.
+        Raises AioRpcError if the status of the stream is not OK.
         """
         self._to_send = deque(self._unacknowledged)
         async with asyncio.TaskGroup() as group:
@@ -195,7 +196,7 @@ class _Stream:
 
 
 class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
-    """The receiver, a servicer to add to the controller's gRPC server."""
+    """The controller's end of the queue, a servicer to add to the controller's gRPC server."""
 
     def __init__(
         self, open_seal: OpenSeal = without_seal, *, max_waiting_bytes: int = 64 << 20
@@ -213,11 +214,11 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._closed = asyncio.Event()
         self.given = Amount()
-        # Senders keep what is not acknowledged.
+        # Always empty: senders keep unacknowledged trajectories.
         self.backlog: Sequence[TrajectoryId] = ()
 
     async def get(self) -> Delivery:
-        """Waits for the next trajectory; see `TrajectoryReceiver`."""
+        """Waits for the next trajectory and returns it; see `TrajectoryReceiver`."""
         delivery = await self._waiting.get()
         self.given = self.given.plus(delivery.tokens)
         self._budget.release(self._charge(delivery.data))
@@ -270,8 +271,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                     self._answer(stream, trajectory_id)
                     continue
                 self._came_on[trajectory_id] = stream
-                # The wait ends with the handler: a receiver whose `get` is not called must make
-                # its senders wait.
+                # This waits without a limit, at most until the handler ends: senders must wait
+                # while `get` is not called.
                 await self._budget.acquire(self._charge(data), timeout_s=None)
                 sent = Amount.from_pb(request.sent)
                 self._waiting.put_nowait(Delivery(trajectory_id, data, request.tokens, sent))

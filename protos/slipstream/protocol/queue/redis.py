@@ -1,11 +1,11 @@
-"""Trajectories over a Redis Stream; Redis keeps stored trajectories in its files.
+"""Sends trajectories over a Redis Stream; Redis keeps stored trajectories in its files.
 
 Consumes: trajectories, by `put`. Produces: stream entries, whose bytes are counted in the same
 transaction. Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted
 too.
 
 The server is Redis or Valkey from 6.2 on. It must fsync every write and never evict: the receiver
-checks this, and warns where the server does not show its settings.
+checks this, and warns if the server does not show its settings.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class RedisSender:
 
     @property
     def queued_bytes(self) -> int:
-        """The bytes of all senders that wait in Redis, as of half a second ago at most."""
+        """Number of bytes of all senders that wait in Redis, at most half a second old."""
         return self._connection.counters.used_bytes
 
     @property
@@ -119,7 +119,7 @@ class RedisSender:
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """Stores a trajectory as `TrajectorySender` says.
+        """Stores a trajectory like `TrajectorySender.put`; returns when it is on Redis's disk.
 
         Raises QueueError when Redis does not answer for `timeout_s`.
         """
@@ -182,7 +182,7 @@ class RedisSender:
             raise
 
     async def _add(self) -> bool:
-        """Stores waiting trajectories that fit, in order; returns False while none fits."""
+        """Stores waiting trajectories that fit, in order; returns False if none fits now."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
             # Only other senders can break the limit: acknowledgements make room.

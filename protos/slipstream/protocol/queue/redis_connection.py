@@ -1,7 +1,7 @@
-"""One Redis server as the queue of one run: its keys, its counters, its users, and retries.
+"""Connects to the Redis server that holds a run's queue: keys, counters, users and retries.
 
-The client library retries nothing: a repeated XADD would make a second entry. Retries are made
-here, and the receiver recognises repeated entries.
+The client library must not retry: a repeated XADD would make a second entry. This module retries
+instead, and the receiver recognises repeated entries.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Counters:
     """Bytes in the stream when the mark was drawn, and bytes added and removed since.
 
     One transaction adds an entry and increments `added`; another deletes it and increments
-    `removed`. So the bytes in the stream always equal those of the mark, plus `added`, minus
+    `removed`. So the bytes in the stream always equal the bytes of the mark, plus `added`, minus
     `removed`, and no counter ever decreases. Otherwise data were lost: by a flush, an eviction, an
     older file or replica. A sender's own counter reveals an older file even when other senders have
     since added more bytes than were lost.
@@ -84,7 +84,7 @@ class Counters:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all entries of the stream."""
+        """Number of bytes of all entries in the stream."""
         return self.first_bytes + self.added_bytes - self.removed_bytes
 
     def newest(self, other: Counters) -> Counters:
@@ -154,7 +154,7 @@ Result = TypeVar("Result")
 
 
 class RedisConnection:
-    """A Redis server, one run's keys on it, and the mark by which it notices lost data."""
+    """A connection to Redis, with one run's keys and the mark by which lost data are noticed."""
 
     def __init__(
         self,
@@ -164,9 +164,10 @@ class RedisConnection:
         sender: str = "",
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
     ) -> None:
-        """`sender` names a sender's own counter in Redis; it is empty for the receiver.
+        """Takes `sender`, the name of a sender's own counter in Redis, or "" for the receiver.
 
-        A lost connection to Redis is retried for `reconnect_timeout_s`.
+        A lost connection to Redis is retried for `reconnect_timeout_s`. Raises QueueError if `url`
+        is invalid.
         """
         self._reconnect_timeout_s = reconnect_timeout_s
         self.name = _without_password(url)
@@ -198,17 +199,17 @@ class RedisConnection:
 
     @property
     def added_key(self) -> str:
-        """Key that counts all bytes ever added by all senders under this mark."""
+        """Redis key of the count of all bytes that all senders have added under this mark."""
         return f"{self.mark_key}:{self.mark}:added"
 
     @property
     def own_key(self) -> str:
-        """Key that counts the bytes this sender has added under the current mark."""
+        """Redis key of the count of all bytes that this sender has added under this mark."""
         return f"{self.mark_key}:{self.mark}:{self._sender}:added"
 
     @property
     def removed_key(self) -> str:
-        """Key that counts all bytes ever acknowledged under this mark."""
+        """Redis key of the count of all bytes that were acknowledged under this mark."""
         return f"{self.mark_key}:{self.mark}:removed"
 
     async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
@@ -219,9 +220,8 @@ class RedisConnection:
     async def persistently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Runs `call`; repeats it for `reconnect_timeout_s` while the server is unreachable.
 
-        Raises QueueError when the server stays unreachable or answers with an error.
-
-        Raises ConfigError when the server refuses the user, or its certificate is not trusted.
+        Raises QueueError when the server stays unreachable or answers with an error, and
+        ConfigError when the server refuses the user, or its certificate is not trusted.
         """
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         deadline = asyncio.get_running_loop().time() + self._reconnect_timeout_s
@@ -256,7 +256,7 @@ class RedisConnection:
 
     @property
     def counted_keys(self) -> tuple[str, ...]:
-        """Keys of the mark and the counters, in the order of `Counted`; one MGET reads them all."""
+        """Redis keys of the mark and the counters, in the order of `Counted`, for one MGET."""
         own = (self.own_key,) if self._sender else ()
         return self.mark_key, self.added_key, self.removed_key, *own
 
@@ -282,10 +282,9 @@ class RedisConnection:
             self.counters = earlier
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
-        """Adds to Redis's count of added bytes the bytes that this count has lost since `earlier`.
+        """Adds the bytes that Redis's count of added bytes has lost since `earlier` to that count.
 
-        The receiver then sees that the count exceeds the bytes in the stream, and so that data were
-        lost.
+        The receiver then sees that the count exceeds the bytes in the stream, so data were lost.
         """
         mark, added, _, *own = found
         if mark is not None and all(value is None or value.isdigit() for value in (added, *own)):
@@ -314,7 +313,7 @@ class RedisConnection:
         return counters
 
     def lost(self, what: str) -> QueueError:
-        """Returns a one-line error that names the evidence of the loss, `what`, and what to do."""
+        """Returns a one-line error for lost data, with the evidence `what` and the remedy."""
         return QueueError(
             f"redis at {self.name} lost data of run {self._run_id}: {what}; {ON_LOSS}"
         )
@@ -327,9 +326,11 @@ class RedisConnection:
         )
 
     def failure(self, error: BaseException) -> QueueError | ConfigError:
-        """Returns a one-line error that names server, user, and a command the user may not run.
+        """Returns a one-line error for a call that failed with `error`.
 
-        A refusal is a ConfigError, because a retry would be refused again.
+        The error names the server, and if Redis refused the user, the user and the refused command.
+        A refusal is a ConfigError, because a retry would be refused again; other errors are a
+        QueueError.
         """
         error = _refusal(error) or error
         if isinstance(error, NoPermissionError):
@@ -394,7 +395,10 @@ def _without_password(url: str) -> str:
 
 
 async def check_settings(connection: RedisConnection) -> None:
-    """Raises QueueError when the server may lose acknowledged writes."""
+    """Raises QueueError when the server may lose acknowledged writes.
+
+    Only logs a warning if the server does not show its settings.
+    """
     try:
         found = await connection.client.config_get(*REQUIRED_SETTINGS)
     except (NoPermissionError, ResponseError) as error:

@@ -1,11 +1,11 @@
-"""The controller's end of the Redis queue.
+"""Receives trajectories from the Redis queue, for the controller.
 
-Consumes: entries of the stream, first those that are pending for this receiver. Produces:
+Consumes: entries of the stream, first entries that are pending for this receiver. Produces:
 deliveries, which `get` returns. Waits for: new entries. Unblocked by: a `put` of any sender;
 acknowledgements wake `_forget`.
 
-Once a second it reads the rest of the stream and the counters in one transaction. The bytes of the
-entries that it knows must then equal the counters; otherwise data were lost.
+Once a second the receiver reads the rest of the stream and the counters in one transaction. The
+bytes of all known entries must then equal the counters; otherwise data were lost.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RedisReceiver:
         return self._connection.mark
 
     async def get(self) -> Delivery:
-        """Waits for the next trajectory; see `TrajectoryReceiver`."""
+        """Waits for the next trajectory and returns it; see `TrajectoryReceiver`."""
         delivery = await self._deliveries.get()
         self.given = self.given.plus(delivery.tokens)
         return delivery
@@ -173,7 +173,7 @@ class RedisReceiver:
         return False
 
     async def _scan(self, after: bytes) -> tuple[Entries, Counted]:
-        """Returns entries after an id, with the mark and its counters, in one transaction."""
+        """Returns some entries after an id, and the mark with its counters, in one transaction."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
@@ -213,9 +213,9 @@ class RedisReceiver:
             return await self._audit()
 
     async def _audit(self) -> Entries:
-        """Returns new entries.
+        """Returns new entries, and compares all known entries with Redis's counters.
 
-        Raises QueueError unless all known entries match Redis's counters.
+        Raises QueueError if they differ, because data were lost.
         """
         connection = self._connection
         earlier = connection.counters
@@ -244,7 +244,7 @@ class RedisReceiver:
         return self._connection.failure(error)
 
     async def _fetch(self, after: bytes) -> Entries:
-        """Returns pending entries after an id, or new ones for the id ">"."""
+        """Returns pending entries after the id `after`, or new entries if `after` is ">"."""
         connection = self._connection
         try:
             answer = await connection.client.xreadgroup(
@@ -342,12 +342,12 @@ def _entries_of(answer: object) -> Entries:
 
 
 def _id_of(entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> TrajectoryId:
-    """Returns an entry's trajectory id, or one made from `entry_id` if another client added it."""
+    """Returns an entry's trajectory id, or an id made from `entry_id` if the entry has none."""
     return TrajectoryId((fields or {}).get(ID, b"redis-" + entry_id).decode(errors="replace"))
 
 
 def _counts(fields: Mapping[bytes, bytes]) -> tuple[int, Amount]:
-    """Returns `Delivery.tokens` and `Delivery.sent` of an entry, or zeros if it has none."""
+    """Returns `Delivery.tokens` and `Delivery.sent` of an entry, or zeros if the entry has none."""
     packed = fields.get(COUNTS, b"")
     if len(packed) != COUNTS_FORMAT.size:
         return 0, Amount()

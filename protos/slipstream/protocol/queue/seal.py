@@ -1,8 +1,9 @@
-"""Seals on trajectories: MACs that prove to the controller which server epoch sent a delivery.
+"""Seals trajectories with MACs, which prove to the controller which server epoch sent a delivery.
 
-The controller draws one key for a run, derives a key for each server epoch, and sends it with the
-welcome. A server seals its deliveries; no other process can seal for that epoch. The controller
-stores nothing for an epoch, so it also recognises deliveries that waited while it was away.
+The controller draws one key for a run, derives a key for each server epoch, and sends that key to
+the server with the welcome. A server seals its deliveries; no other process can seal for that
+epoch. The controller stores nothing for an epoch, so it also recognises deliveries that waited
+while it was away.
 """
 
 import functools
@@ -17,10 +18,10 @@ from slipstream.protocol.bounds import shown
 
 SEAL_BYTES = 16
 MAX_KEYS = 4096
-# Seals of smaller deliveries are checked where they are received, those of others in a thread.
+# Seals of deliveries up to this size are checked on the event loop, of larger ones in a thread.
 SMALL_BYTES = 256 << 10
 
-# Function that returns a delivery without its seal; None if the seal is not the named server's.
+# Returns a delivery without its seal, or None if the seal is not the named server's.
 OpenSeal: TypeAlias = Callable[[TrajectoryId, bytes], bytes | None]
 
 
