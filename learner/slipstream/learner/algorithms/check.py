@@ -17,7 +17,7 @@ from slipstream.learner.algorithms.functions import load_functions
 
 
 def main() -> int:
-    """Checks the functions; returns 0, or prints the fault as last line of stderr and returns 2."""
+    """Checks the functions; returns 0, or 2 after it prints the fault as last line of stderr."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         # A controller's host may have no torch.

@@ -43,7 +43,7 @@ class ScoredEpisode:
     lags: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     def token_rewards(self) -> FloatArray:
-        """Returns the reward at the last token of each branch, less the cost of each token."""
+        """Returns each sampled token's reward: minus its cost, plus `reward` at a branch's end."""
         rewards = -self.token_costs
         for branch in self.branches:
             if len(rewards[branch]):

@@ -107,7 +107,7 @@ def is_number(value: object) -> bool:
 
 
 def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
-    """Returns the algorithm's function of this `kind`; raises ConfigError if loading it fails."""
+    """Returns the algorithm's function of this `kind`; raises ConfigError if it does not load."""
     arguments = getattr(algorithm, f"{kind}_args")
     return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
 
@@ -128,7 +128,7 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
 
 
 def used_functions(config: Config) -> dict[str, str]:
-    """Returns the source digests of the user's own functions, by "kind name arguments"."""
+    """Returns the source digests of the user's own functions, keyed by "kind name arguments"."""
     return {
         f"{kind} {name} {json.dumps(getattr(each, f'{kind}_args'), sort_keys=True)}": digest
         for each in config.algorithms.distinct
@@ -153,7 +153,7 @@ def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
 
 def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    # As for environments, modules are also imported from the folder in which the run was started.
+    # Modules are also imported from the folder in which the run was started, like environments'.
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -38,7 +38,7 @@ class SequenceSums:
     def sums(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over the trained tokens of each token's sequence, [tokens].
 
-        It is 0 in a sequence without trained tokens.
+        The sum is 0 in a sequence without trained tokens.
         """
         sums = self._sums(values)
         return sums[self._ids].to(values.dtype)
@@ -46,7 +46,7 @@ class SequenceSums:
     def means(self, values: Tensor) -> Tensor:
         """Returns the mean of `values` over the trained tokens of each token's sequence, [tokens].
 
-        It is 0 in a sequence without trained tokens.
+        The mean is 0 in a sequence without trained tokens.
         """
         means = self._sums(values) / self._sums(self._mask).clamp(min=1)
         return means[self._ids].to(values.dtype)
@@ -64,9 +64,10 @@ class SequenceSums:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tokens of one micro batch on one rank, as float32 [tokens] unless a comment differs.
+    """The tokens of one micro batch on one rank, as input of a loss or weight function.
 
-    Only `logprobs` has a gradient. Values at tokens outside of `mask` have no meaning.
+    Tensors are float32 [tokens] unless a comment says otherwise. Only `logprobs` has a gradient.
+    Values at tokens outside of `mask` have no meaning.
     """
 
     # Log-probabilities by the policy that is trained.

@@ -70,7 +70,7 @@ class Proved:
     def constants(self) -> tuple[float, ...]:
         """The numbers in the function's code and arguments, around which its results may jump.
 
-        Code of functions that it calls in the same module is included. There are at most
+        The code includes functions of the same module that the function calls. There are at most
         `MAX_CONSTANTS` numbers, all of magnitude below 1000.
         """
         call = self.function.call
@@ -448,7 +448,7 @@ def _check_gradient(proved: Proved) -> None:
             for step, tolerance in STEPS:
                 after = (moved(place, step, held.recorded) - middle) / step
                 before = (middle - moved(place, -step, held.recorded)) / step
-                # At a kink any slope between those of both sides is right.
+                # At a kink any slope between the slopes of both sides is right.
                 found.append((after + before) / 2)
                 if abs(slope - found[-1]) <= abs(after - before) / 2 + tolerance * (1 + abs(slope)):
                     break

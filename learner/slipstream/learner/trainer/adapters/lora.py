@@ -73,8 +73,8 @@ def gathering_itself(module: Megatron) -> Megatron:
     """Makes a module's adapter, if it has one, gather its own inputs under sequence parallelism.
 
     By default Bridge's adapter takes the inputs that TransformerEngine's fused norm has gathered.
-    TransformerEngine 2.11.0 drops their gradient: layers below would get none from the adapter.
-    Returns `module`.
+    TransformerEngine 2.11.0 drops the gradient of these inputs, so layers below would get no
+    gradient from the adapter. Returns `module`.
     """
     wrapped: Megatron = getattr(module, "to_wrap", None)
     if getattr(wrapped, "return_layernorm_output_gathered", False):
@@ -171,7 +171,7 @@ def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
 
 
 def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
-    """Renames a wrapped matrix's state before loading: it is saved under the matrix's own name."""
+    """Renames a wrapped matrix's state before loading; checkpoints have the matrix's own name."""
     for name in [name for name in state if name.startswith(prefix)]:
         rest = name.removeprefix(prefix)
         if not rest.startswith(("adapter.", "to_wrap.")):

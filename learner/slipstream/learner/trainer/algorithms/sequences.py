@@ -121,12 +121,12 @@ def loss_weights(
 
     `num_trained` has the number of trained tokens of every sequence of the mini-batch, over all
     ranks. The sum of weight * loss over all tokens, divided by all trained tokens N, is
-    - for `token_mean` the mean over tokens, as in DAPO (arXiv:2503.14476), from weight 1;
+    - for `token_mean` the mean over tokens, as in DAPO (arXiv:2503.14476). The weight is 1.
     - for `sequence_mean` the mean of the means of the S sequences with a trained token, as in GRPO
-     (arXiv:2402.03300), from weight N / (S * n) for a sequence with n trained tokens;
+     (arXiv:2402.03300). The weight is N / (S * n) for a sequence with n trained tokens.
     - for `fixed` the sum over tokens / (number of sequences * `fixed_tokens`), as in Dr. GRPO
-     (arXiv:2503.20783), from weight N / (number of sequences * `fixed_tokens`). The length of one
-     reply then does not affect the weight of another.
+     (arXiv:2503.20783). The weight is N / (number of sequences * `fixed_tokens`), so the length of
+     one reply does not affect the weight of another.
     Every rank knows the whole mini-batch, so the weights are the same in every layout, and the
     schedule divides by N in every case.
     """

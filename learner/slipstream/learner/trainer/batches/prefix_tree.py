@@ -54,9 +54,9 @@ class SavedWork(NamedTuple):
 def saved_by(
     sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
 ) -> SavedWork:
-    """Returns the work that the bundles `made` save compared with separate `members`.
+    """Returns the work that the bundles `made` save, compared with separate sequences.
 
-    `members` are indices of `sequences`.
+    `members` are the indices of the sequences that are in the bundles.
     """
     lengths = [len(sequences[index]) for index in members]
     return SavedWork(

@@ -47,11 +47,11 @@ class TrainingSequence(TokenFields[NumpyArray]):
         """Makes sequences that train all sampled tokens but the first token of a sequence.
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
-        for each trajectory; if it is None, all advantages are 0. `step` is the version that trains
-        them, from which lags count. `processor` computes the pixels of images, if the model takes
-        any. `with_experts` adds the recorded experts. The sequences are views of arrays for the
-        whole batch: many small arrays would cost more time than the training of short sequences.
-        Raises UntrainableBatch for a faulty image.
+        for each trajectory; if it is None, all advantages are 0. `step` is the version before the
+        training, from which lags are counted. `processor` computes the pixels of images, if the
+        model takes any. `with_experts` adds the recorded experts. The sequences are views of arrays
+        for the whole batch: many small arrays would cost more time than the training of short
+        sequences. Raises UntrainableBatch for a faulty image.
         """
         if not trajectories:
             return []

@@ -86,7 +86,7 @@ class Checkpointer:
     """Saves and loads `models`; methods that read or write checkpoints are collective.
 
     Call `load_newest` first. `save` begins a save; `poll`, called between orders of the controller,
-    publishes the save once it is written; `finish` waits for that.
+    publishes the save once it is written; `finish` waits for the save and publishes it.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Checkpointer:
         self._last_step: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the settings demand a save of version `step`, which is not yet saved."""
+        """Whether the settings demand a save of version `step` and it is not saved yet."""
         every = self._settings.every_steps
         return every > 0 and step % every == 0 and step != self._last_step
 
@@ -255,7 +255,7 @@ class Checkpointer:
         return manifest
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:
-        """Returns the entries of the files that rank 0 wrote in addition to its own part."""
+        """Returns the entries of rank 0's files other than its own part, or [] on other ranks."""
         if not self._ranks.is_main:
             return []
         state = partial / STATE_FOLDER

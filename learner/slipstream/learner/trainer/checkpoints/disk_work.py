@@ -133,7 +133,7 @@ class DiskWork:
     def _result(self, future: Future[Result], any_failed: bool) -> Result:
         error = future.exception()
         if isinstance(error, OSError):
-            # A folder that cannot be copied has a list of (from, to, cause).
+            # The error for a folder that cannot be copied has a list of (from, to, cause).
             many = isinstance(error, shutil.Error) and isinstance(error.args[0], list)
             cause = error.args[0][0][2] if many else error
             raise CheckpointError(f"the disk of {self._folder} failed: {cause}") from error

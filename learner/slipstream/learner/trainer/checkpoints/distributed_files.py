@@ -121,7 +121,7 @@ def begin_save(
     state = sharded_states(models, host)
     for model in models:
         if model.optimizer is not None:
-            # Megatron saves the optimizer's own number as rank 0 has it, which may train nothing.
+            # Megatron saves the number of updates of rank 0's optimizer, which may train nothing.
             state[model.name][_UPDATES] = _num_updates(model, disk.ranks)
     try:
         request = dist_checkpointing.save(
@@ -183,7 +183,7 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
 
 
 def _num_updates(model: StoredModel, ranks: Ranks) -> int:
-    """Returns the number of updates by the model's optimizer, 0 if it has none; collective."""
+    """Returns the number of updates of the model, 0 without an optimizer; collective."""
     with model.in_force():
         groups = [] if model.optimizer is None else model.optimizer.param_groups
         own = max((group.get("step") or 0 for group in groups), default=0)
@@ -351,7 +351,7 @@ def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, A
     for number, ((dtype, ranges),) in enumerate(maps.items() for maps in part.gbuf_ranges):
         buffer = part.buffers[number]
         # Megatron looks for parameters at their places in the buffer, padding of buckets included.
-        # Its own method leaves out the padding: behind the first padded bucket it would save the
+        # Megatron's method leaves out the padding: behind the first padded bucket it would save the
         # state of other parameters.
         whole: dict[str, Any] = {}
         if host is None:
@@ -432,7 +432,7 @@ def drop_absent(state: dict[Any, Any]) -> None:
 def detach(state: dict[str, Any]) -> None:
     """Replaces the tensors of a sharded state by copies, which training does not change.
 
-    The optimizer must have made its own sharded state from the original tensors before.
+    Call this after the optimizer has made its own sharded state from the original tensors.
     """
     for part in nested_values(state):
         is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))

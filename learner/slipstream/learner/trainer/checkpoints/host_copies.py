@@ -29,7 +29,7 @@ PART_ELEMENTS = 64 << 20
 
 
 class HostCopies:
-    """Copies, in main memory, of all the tensors of one device that a save writes.
+    """The main memory for copies of all tensors of one device that a save writes.
 
     Call `reserve` once; it works in the background. Then, for each save, call `begin`, followed by
     `copy`, or by `empty` and `wait`. Keep this object until the process ends: memory that is freed

@@ -19,7 +19,7 @@ STATE_FOLDER = "state"
 class StoredModel:
     """A model of a checkpoint; `optimizer` is None for a model that is not trained.
 
-    The policy's tensors have Megatron's names; those of other models are prefixed with `name`.
+    The policy's tensors have Megatron's names; tensors of other models are prefixed with `name`.
     """
 
     name: str

@@ -53,7 +53,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         moved: Callable[[int], None],
         open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
-        """Takes `copy` and `host` as in `begin_save`; each write calls `moved` with its bytes."""
+        """Takes `copy` and `host` as in `begin_save`; `moved` gets the byte count of each write."""
         super().__init__(folder)
         self._open_file = open_file
         self._copy, self._host, self._moved = copy, host, moved
@@ -113,8 +113,8 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
                     for item, data in self._items
                 ]
             except RuntimeError as error:
-                # torch raises its own error for a wrong position in the file; the disk's is the
-                # cause.
+                # torch raises its own error for a wrong position in the file; the disk's error is
+                # the cause.
                 raise (file.problem or error) from error
             os.fsync(file.fileno())
             self.written = FileEntry(
@@ -235,7 +235,10 @@ class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ig
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns one line: the cause on the first rank that failed, if known, or the first line."""
+    """Returns the first line of `error`, or the first failed rank's cause of a failed save or load.
+
+    If only another rank knows this cause, the line says that another rank failed.
+    """
     if not isinstance(error, CheckpointException):
         return str(error).partition("\n")[0]
     # torch reports the failures of all ranks to the first rank only.

@@ -1,8 +1,7 @@
 """Recipes for text models that Megatron-Core can train and Bridge 0.3.1 lacks or gets wrong.
 
 A recipe turns config.json into Megatron's settings, and maps Megatron's parameters to tensors of
-the files.
-Importing this module after Bridge registers the recipes: see `compat.install`.
+the files. Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (

@@ -29,7 +29,10 @@ SHARED = f"{DECODER}mlp.shared_experts."
 
 
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
-    """Returns mappings for tensors that differ only by name: `pairs` is {Megatron's: files'}."""
+    """Returns mappings for tensors that differ only by name.
+
+    `pairs` has the name in the files for each name in Megatron.
+    """
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
 
 
@@ -317,7 +320,10 @@ class _OneGatedExpert(_OneExpert):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the fused gate and up projections of all expert parallel ranks' experts."""
+        """Returns the expert's fused gate and up projections by their name in the files.
+
+        With several expert parallel ranks the result stacks one expert's projections of each rank.
+        """
         found = self._both().megatron_to_hf(megatron_weights, megatron_module)
         if not found:
             return {}
@@ -343,7 +349,7 @@ class _OneGatedExpertAsIs(_OneGatedExpert):
 
 
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
-    """Returns the mappings of the router, and of experts that the files hold in one tensor a layer.
+    """Returns the mappings of the router, and of experts that share one tensor per layer in files.
 
     `is_turned` tells whether the files hold the experts' matrices transposed; see `FusedExperts`.
     """

@@ -111,7 +111,7 @@ class Qwen3NextBridge(FamilyBridge):
         converted_weights_dict: dict[str, Tensor],
         adapter_weights: Megatron,
     ) -> dict[str, Tensor]:
-        """Returns the files' matrices with adapters merged; Bridge could not merge `in_proj`."""
+        """Returns the files' matrices with adapters merged, including parts of fused `in_proj`."""
         (adapter,) = adapter_weights
         rows = adapter.linear_out_weight.weight
         parts = _parts(megatron_model[0].config, converted_weights_dict, rows)
@@ -281,7 +281,7 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
 class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
     """Qwen3.5 with a tower and experts; the files hold a layer's experts in one tensor.
 
-    This tensor is not transposed, unlike those of Qwen3-VL.
+    This tensor is not transposed, unlike in Qwen3-VL's files.
     """
 
     is_turned = False

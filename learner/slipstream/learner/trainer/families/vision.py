@@ -1,9 +1,10 @@
 """Models with images: a vision tower before the decoder of a text model, with packed sequences.
 
 Megatron-Bridge's own models of Qwen2.5-VL and Qwen3-VL take no packed sequences, and one of them
-needs TransformerEngine. Here the decoder is built like that of other families. transformers' vision
-tower is on the first pipeline stage with the embedding, whole on every tensor parallel rank. Hooks
-replace embeddings of image tokens by the tower's features, and rotate heads by image positions.
+needs TransformerEngine. Here the decoder is built like other families' decoders. transformers'
+vision tower is on the first pipeline stage with the embedding, whole on every tensor parallel rank.
+Hooks replace embeddings of image tokens by the tower's features, and rotate heads by image
+positions.
 
 Without images in episodes, Gemma 3 and Mistral 3 train only their decoder, and the tower in the
 model's folder stays unchanged.
@@ -218,7 +219,7 @@ class Vision:
         return torch.cat((half, half), dim=-1)[:, None, None].to(angles.dtype)
 
     def _embedded(self, embedding: Megatron, _arguments: object, states: Tensor) -> Tensor:
-        """Returns the embeddings, with those of image tokens replaced by the tower's features.
+        """Returns the embeddings; the tower's features replace the embeddings of image tokens.
 
         Without images, a tower that is trained computes the smallest image, with gradients of 0,
         because Megatron waits for the gradients of all parameters.

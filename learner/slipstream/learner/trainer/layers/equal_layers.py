@@ -73,7 +73,7 @@ class EqualAttention(CoreAttention):
     ) -> Tensor:
         """Returns attention by the engine's kernel, [tokens, heads * dim].
 
-        On CPUs the gradients are those of `CoreAttention`.
+        On CPUs `CoreAttention` computes the gradients.
         """
         assert packed_seq_params is not None, "the engine's kernel takes packed sequences"
         whole = super().forward
@@ -88,7 +88,7 @@ class EqualAttention(CoreAttention):
 
 
 def equal_parts(layer: Megatron, *, is_first: bool) -> None:
-    """Replaces classes in the spec of a layer by those of this module.
+    """Replaces classes in the spec of a layer by classes of this module.
 
     `is_first` tells whether the layer reads the embeddings, which are no residual sum.
     """

@@ -189,8 +189,8 @@ def path_groups(
 ) -> tuple[list[LengthGroup], Tensor]:
     """Groups segments with similar numbers of queries and keys; queries align with the last keys.
 
-    `bounds` has the start of each segment's queries, `key_bounds` of its keys, and both the end of
-    the last. Returns groups and indices as `length_groups` does.
+    `bounds` has the start of each segment's queries, and the end of the last; `key_bounds` is the
+    same for keys. Returns groups and indices as `length_groups` does.
     """
     by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     for queries, keys in zip(

@@ -145,7 +145,7 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
                 strict=True,
             )
         )
-        # As in vLLM, but not in transformers, steps have no lower bound.
+        # Unlike in transformers, but like in vLLM, steps have no lower bound.
         read: Tensor = mamba2_chunk_scan(
             inputs,
             steps.float(),
@@ -212,7 +212,7 @@ _CHUNK_RULE: Callable[..., tuple[Tensor, Tensor | None]] = (
 class PlainNorm(RMSNorm):
     """RMSNorm that multiplies by its weight, in a model whose other norms multiply by 1 + weight.
 
-    If this norm used 1 + weight too, Bridge would convert between both forms and lose digits.
+    If this norm also used 1 + weight, Bridge would load and export weight - 1 and lose digits.
     """
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

@@ -82,10 +82,10 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """Returns the number of replayed choices that differ from the router's, and of all, int64.
+        """Returns how many replayed choices differ from the router's own, and how many there are.
 
-        The result [2] counts choices since the last call; it is None if there were none. Call this
-        only between micro batches.
+        The result, int64 [2], counts choices since the last call; it is None if there were none.
+        Call this only between micro batches.
         """
         # Remaining entries were not recomputed: layers below the first adapter have no gradient.
         self._again.clear()

@@ -162,7 +162,7 @@ def _replace_parts(parts: Megatron, config: Megatron) -> None:
 
 
 def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
-    """Puts norms into the spec of a layer where its family has them; see `mappings.place_norms`."""
+    """Puts norms into a layer's spec at the places that `mappings.place_norms` set."""
     attention = parts.self_attention.submodules
     if getattr(config, "has_whole_norms", False):
         attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm

@@ -121,7 +121,7 @@ class PixtralTower(Tower):
         for patches, (height, width) in zip(
             torch.split(pixels, [height * width for height, width in sides]), sides, strict=True
         ):
-            # The convolution of whole patches gives each of them one vector.
+            # The convolution of whole patches gives one vector for each patch.
             embedded = tower.patch_conv(patches.view(height * width, -1, size, size))
             states = tower.ln_pre(embedded.flatten(1)[None])
             angles = tower.patch_positional_embedding(states, _places(height, width, states.device))

@@ -55,7 +55,7 @@ def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
 def describe(decision: dict[str, Any]) -> str:
     """Returns kind, layout and element type of the kernel that TransformerEngine chose last.
 
-    `decision` is the namespace of its module `dot_product_attention`.
+    `decision` is the namespace of TransformerEngine's module `dot_product_attention`.
     """
     found = decision["_attention_backends"]
     kinds = [name for key, name in _KINDS.items() if found[key]]

@@ -52,9 +52,9 @@ class ParallelModel:
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of tokens to a multiple of which each sequence is padded.
+        """Number that must divide the padded length of each sequence, in tokens.
 
-        A context parallel rank holds two chunks of each sequence, all of equal length.
+        Each context parallel rank holds two chunks of a sequence, and all chunks are equally long.
         """
         return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
 

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 MOST_ERROR = 0.03
 # Lengths in units of `2 * cp` tokens: one token, whole blocks of kernels, and others.
 _LENGTHS = (1, 32, 19, 96, 7)
-# For each sequence the index of the sequence that it continues, where prefixes are shared.
+# Index of the earlier sequence that each sequence continues, or None, where prefixes are shared.
 _BEFORE = (None, None, 0, 2, 2)
 # About the value of all scores of the second sequence; some kernels have made NaN of such scores.
 # The gradients of this sequence are too badly conditioned to be compared.
@@ -278,7 +278,7 @@ _TOKENS_SEED = 35
 
 
 def check_range(model: ParallelModel, *, max_tokens: int) -> None:
-    """Raises ConfigError if a float16 model's weights or activations exceed half of its range.
+    """Raises ConfigError if weights or activations of a float16 model exceed half of its range.
 
     Collective; `max_tokens` is the limit of a micro batch. The model does not change.
     """
@@ -292,7 +292,7 @@ def check_range(model: ParallelModel, *, max_tokens: int) -> None:
         for name, module in modules:
             hooks.enter_context(module.register_forward_hook(partial(_note_pass, largest, name)))
         _forward(model, max_tokens)
-    # The first one if several are infinite: the others follow from it.
+    # If several are infinite, this is the first, which causes the others.
     name = max(largest, key=lambda name: float(largest[name]))
     own = json.dumps([name, float(largest[name])]).encode()
     found = [json.loads(data) for data in model.ranks.gather_bytes(own)]

@@ -123,7 +123,7 @@ def provider_of(
         )
     if compat.has_transformer_engine() and not is_equal:
         values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
-        # Megatron's experts with biases refuse it.
+        # Megatron's experts with biases refuse this fusion.
         values["bias_dropout_fusion"] = not provider.add_bias_linear
         # Megatron's fused rotary embedding supports only YaRN in latent attention, and only
         # positions of text: positions of images have three axes.

@@ -186,7 +186,7 @@ class Recompute:
 def _with_gradient(
     _: object, arguments: tuple[object, ...], named: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
-    """Makes the input of a block require a gradient; a pre-hook of the block's forward pass.
+    """Makes the input of a block require a gradient, as a pre-hook of the block's forward pass.
 
     Without it autograd would skip a recomputed layer whose input requires no gradient, as after
     frozen embeddings, and the layer's adapters would get no gradient.

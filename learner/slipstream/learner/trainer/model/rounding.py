@@ -24,7 +24,7 @@ def stochastic_bfloat16(masters: Tensor, *, seed: int) -> Tensor:
     bits = masters.contiguous().view(torch.int32)
     mixed = bits ^ (seed & 0x7FFFFFFF)
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        # torch shifts the sign bit in, the hash needs zeros.
+        # torch shifts the sign bit in, but the hash needs zeros.
         mixed ^= (mixed >> shift) & ((1 << (32 - shift)) - 1)
         if multiplier is not None:
             mixed *= multiplier

@@ -179,7 +179,7 @@ def _planned(
 ) -> AbstractContextManager[None]:
     """Returns the context in which a training pass plans how many of its layers recompute.
 
-    It does nothing if no plan is needed.
+    The context does nothing if no plan is needed.
     """
     if forward_only or not isinstance(model, TrainedModel) or model.recompute is None:
         return nullcontext()

@@ -143,8 +143,8 @@ def _shared_plan(
     """Returns the bundles of each micro batch of each replica, or None if nothing can be shared.
 
     Long bundles share most; short bundles fill micro batches and replicas evenly. So several limits
-    of a bundle's length are tried, and the plan with the least work is returned. The work that it
-    saves is added to `model.sharing`.
+    of a bundle's length are tried, and the plan with the least work is returned. The work that the
+    plan saves is added to `model.sharing`.
     """
     if model.sharing is None:
         return None
