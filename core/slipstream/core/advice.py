@@ -168,7 +168,8 @@ def profile_from_json(table: Mapping[str, Any]) -> Profile:
 def waits_for(metrics: Mapping[str, float]) -> str:
     """Returns a sentence that says whether servers or trainer waited in a step, and why.
 
-    `metrics` are the step's metrics. Returns "" if its duration or its wait for groups is missing.
+    `metrics` are the step's metrics. Returns "" if the step's duration or wait for groups is
+    missing.
     """
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:

@@ -48,7 +48,7 @@ class QueueError(SlipstreamError):
 
 
 class TrajectoryQueueFull(QueueError):
-    """`put` waited longer than its limit for free bytes; the trajectory was not stored."""
+    """The queue had no room for a trajectory within the time limit, so it was not stored."""
 
 
 class StalenessError(SlipstreamError):

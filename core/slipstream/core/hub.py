@@ -61,7 +61,7 @@ class HubFiles:
 
     @contextmanager
     def one_line(self) -> Iterator[None]:
-        """Re-raises errors of the hub's client in the block as ConfigError with one line."""
+        """Re-raises OSErrors and errors of the hub's client as ConfigError with one line."""
         from huggingface_hub import constants, errors
 
         place = "" if self.kind == "model" else f"{self.kind}s/"

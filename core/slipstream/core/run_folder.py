@@ -61,9 +61,9 @@ def log_number(name: str) -> int:
 
 
 def check_journal_not_lost(folder: Path) -> None:
-    """Raises ConfigError if `folder` has files of a run, though its journal has no record.
+    """Raises ConfigError if `folder` has files that a run writes after its first journal record.
 
-    A new run must not begin among such files.
+    It is called for a run without any journal record: a new run must not begin among such files.
     """
     for pattern in LEFT_BY_A_RUN:
         left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)

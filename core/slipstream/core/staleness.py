@@ -125,7 +125,7 @@ def choose_counted(
 
 
 def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -> list[LeasedGroup]:
-    """Returns the incomplete groups that the batch of `step` must wait for."""
+    """Returns the incomplete groups that the batch of `step` must wait for, by deadline."""
     due: list[LeasedGroup] = []
     for count, group in enumerate(
         sorted(groups, key=lambda group: (group.deadline_step, not group.complete)), start=1

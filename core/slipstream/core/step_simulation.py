@@ -330,7 +330,7 @@ class Simulation:
             self._schedule(place)
 
     def _settle(self, engine: _Engine) -> None:
-        """Updates the number of steps that an engine has made to the current simulated time."""
+        """Advances an engine's number of steps to the current simulated time."""
         if engine.running and not self._is_paused:
             engine.made += (self._now_s - engine.at_s) / self._engine_s(engine.running)
         engine.at_s = self._now_s

@@ -77,7 +77,11 @@ _parse = functools.lru_cache(maxsize=32)(_split)
 
 
 class PolicyVersion(NamedTuple):
-    """A version of the weights: number of training steps (`step`) and timeline (`incarnation`)."""
+    """A version of the weights: the number of training steps (`step`), and an `incarnation`.
+
+    If a step is trained again with another result, the incarnation of all later versions is one
+    higher.
+    """
 
     incarnation: int
     step: int

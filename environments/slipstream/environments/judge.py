@@ -1,8 +1,8 @@
 """Judges and reward models: models behind an endpoint that score replies.
 
 `Judge` and `RewardModel` are for your own environments; `Judged`, `Rewarded` and `JudgedByStart`
-ask the questions of a file. A call waits for the endpoint's answer, or until `timeout_s` after the
-last retry began.
+ask the questions of a file. A call ends with the endpoint's answer, or with an error `timeout_s`
+after its last retry began.
 """
 
 import asyncio
@@ -423,9 +423,10 @@ class RewardModel:
         api_key: str = "none",
         **limits: Unpack[CallLimits],
     ) -> None:
-        """The score is output number `label` of the model's head, raw unless `as_probability`.
+        """The score is output number `label` of the model's head.
 
-        Raises ConfigError for arguments that cannot work.
+        It is the raw output, or a probability if `as_probability`. Raises ConfigError for arguments
+        that cannot work.
         """
         check_at_least("label", label, 0)
         self._server = JudgeServer(

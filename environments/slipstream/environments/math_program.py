@@ -1,6 +1,7 @@
 """Compares answers with math-verify; each line of stdin, a JSON object, gets a line on stdout.
 
-{"answer": "1/2", "reply": "It is 0.5."} {"known": true, "readable": true, "right": true}
+For example, {"answer": "1/2", "reply": "It is 0.5."} gets
+{"known": true, "readable": true, "right": true}.
 """
 
 import json

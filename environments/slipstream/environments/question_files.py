@@ -1,7 +1,7 @@
 """Reads questions and answers from files and hub data sets, and reports faults in them.
 
 The front matter of a data set's README may name the files of a split; otherwise, files with the
-usual names are read. They are Parquet or JSON lines.
+usual names are read. All files are Parquet or JSON lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row: TypeAlias = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class HubData:
-    """A split of a data set on the hub; None means its newest revision or its default config."""
+    """A split of a data set on the hub; None means the default config or newest revision."""
 
     name: str
     config: str | None = None

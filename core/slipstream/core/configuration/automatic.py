@@ -1,7 +1,7 @@
-"""Settings that a run chooses by itself, from its other settings and the model's config.json.
+"""Settings that a run chooses automatically, from its other settings and the model's config.json.
 
 The machine has no part in the choice, so that all hosts of a run choose the same. A stated value
-always wins. The run's folder keeps what was chosen, and a resumed run takes it from there.
+always wins. The run's folder keeps the chosen values, and a resumed run takes them from there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ S = TypeVar("S", bound=BaseModel)
 def completed(
     table: Mapping[str, JsonValue], *, hub: Hub = "no", apart: bool = False
 ) -> dict[str, JsonValue]:
-    """Returns the settings of a file, completed with those that a run chooses by itself.
+    """Returns the settings of a file, completed with settings that a run chooses automatically.
 
     The names of the chosen settings are under the key `automatic`. For models given by their
     Hugging Face name, `hub` says what is downloaded: nothing ("no"), all but weights ("small") or
@@ -178,7 +178,7 @@ def _choose_weights(choice: _Choice, parameters: int, model_bytes: float) -> Non
 
 
 def describe_choices(tables: Tables) -> str:
-    """Returns one line with the values that a run chose by itself, or "" if it chose none."""
+    """Returns one line with the values that a run chose automatically, or "" if there are none."""
     return ", ".join(f"{key} {_shown(_value(tables, key))}" for key in tables.automatic)
 
 

@@ -240,7 +240,7 @@ def largest_trajectory_bytes(config: Config) -> int:
 
 
 def vocabulary_size(config: Config) -> int:
-    """Returns the number of the model's token ids, or 0 if its folder or config.json lacks it."""
+    """Returns the number of the model's token ids, or 0 if there is no config.json or number."""
     if not (config.model.path / "config.json").is_file():
         return 0
     return read_model_sizes(config.model.path).vocab

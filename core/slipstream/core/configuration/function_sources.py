@@ -50,7 +50,7 @@ def _digest(module: str) -> str:
 
 
 def _file(module: str, folder: Path) -> Path | None:
-    """Returns the source file of a module in a folder of `sys.path`, or None."""
+    """Returns the source file of a module in a folder of `sys.path`, or None if there is none."""
     place = folder.joinpath(*module.split("."))
     for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
         if file.is_file():
@@ -59,7 +59,7 @@ def _file(module: str, folder: Path) -> Path | None:
 
 
 def _imports(file: Path, module: str) -> Iterator[str]:
-    """Yields the absolute names that `file` imports, at any nesting; none if it does not parse."""
+    """Yields the absolute names that `file` imports anywhere, or none if it cannot be parsed."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):

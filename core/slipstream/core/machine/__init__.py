@@ -1,1 +1,1 @@
-"""Facts about the machine that a program runs on."""
+"""Tools for the machine that a program runs on: its processes, GPUs, addresses and folders."""

@@ -42,9 +42,9 @@ def descendants(root: int) -> list[Descendant]:
 
 
 def kill_orphans(own: Collection[int]) -> bool:
-    """Kills and reaps the orphans that this process adopted; returns whether it found any.
+    """Kills and reaps the orphans that this process adopted; returns whether there were any.
 
-    Orphans are those children of this process that are not in `own` and not in its session.
+    Orphans are the children of this process that are not in `own` and belong to another session.
     """
     orphans = [pid for pid in _lister()(os.getpid()) if pid not in own and _has_left(pid)]
     for pid in orphans:
@@ -62,7 +62,7 @@ def _has_left(pid: int) -> bool:
 
 
 def kill(process: Descendant) -> None:
-    """Kills exactly this process; does nothing if it has ended."""
+    """Kills `process`, and no newer process with its pid; does nothing if `process` has ended."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:

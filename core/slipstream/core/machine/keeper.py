@@ -7,7 +7,7 @@ a process that leaves its session, or loses its parent, stays below the keeper.
 
 The keeper waits for the end of PROGRAM, SIGTERM, the end of its parent, or an exceeded limit. After
 the first of these it kills every process below it, and ends with PROGRAM's exit code or signal. If
-a limit or the kernel's memory management ended PROGRAM, it writes the cause to FD.
+a limit or the kernel's memory management ended PROGRAM, the keeper writes the cause to FD.
 """
 
 import argparse
@@ -159,7 +159,7 @@ class Keeper:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Runs the program below a keeper, and exits with its code or signal."""
+    """Runs the program below a keeper, and exits with the program's code or signal."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.core.machine.keeper")
     parser.add_argument("--cause-fd", type=int, default=2, help="where to say why it was ended")
     parser.add_argument("--memory-bytes", type=int, default=0)

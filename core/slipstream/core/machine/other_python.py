@@ -48,7 +48,7 @@ def worker_program(python: str) -> tuple[str, ...]:
 def main() -> None:
     """Runs the worker in this process.
 
-    If a package is missing, writes that to stderr and exits with 2.
+    If this Python is too old or lacks a package, writes the reason to stderr and exits with 2.
     """
     folders, *arguments = sys.argv[1:]
     if sys.version_info < MIN_PYTHON:

@@ -181,9 +181,9 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
 
 
 def refusals(family: Family, name: str, chosen: Mapping[str, object]) -> Iterator[str]:
-    """Yields one line for each setting in `chosen`, by name, that `family` cannot have.
+    """Yields one line for each chosen setting that `family` cannot have.
 
-    `name` is the model class that the line names.
+    `chosen` has the values of settings by name; `name` is the model class that the line names.
     """
     for setting, value in chosen.items():
         off = FEATURES[setting].off

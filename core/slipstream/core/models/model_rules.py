@@ -102,7 +102,7 @@ def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
 
 
 def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
-    """Yields why learner and engine cannot compute the same bits, if `agreement` is "bits"."""
+    """Yields one line if `agreement` is "bits", and learner and engine compute different bits."""
     if agreement != "bits":
         return
     family = sizes.family
@@ -217,7 +217,7 @@ def _stage_problems(
 
 
 def cpu_engine_problems(config: Config) -> Iterator[str]:
-    """Yields one line for each setting that vLLM cannot do on a CPU; reads config.json."""
+    """Yields one line for each setting that vLLM does not support on a CPU; reads config.json."""
     server, dtype = config.rollout_server, config.model.dtype
     sizes = read_model_sizes(config.model.path)
     if sizes.experts and server.quantization != "off":
@@ -253,7 +253,7 @@ def sees_images(config: Config, sizes: ModelSizes) -> bool:
 
 
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Yields one line for each conflict between a model and the settings of a run on images."""
+    """Yields one line for each conflict between a model and the run's settings for images."""
     if sizes.is_nested and not sees_images(config, sizes):
         yield from _nested_problems(config, sizes)
         return

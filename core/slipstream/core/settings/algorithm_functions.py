@@ -97,7 +97,7 @@ class OverlongArguments(Section):
 
 
 class NoArguments(Section):
-    """The arguments of a function that takes none."""
+    """The empty table of arguments for a function that takes no arguments."""
 
 
 # The built-in functions of each kind.
@@ -146,8 +146,8 @@ Filter = Annotated[str, AfterValidator(partial(check_name, "filter"))]
 def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Arguments:
     """Returns a built-in function's arguments, with defaults filled in and None values removed.
 
-    The arguments of a user's own function are returned as given: its annotations check them when
-    it is loaded. Raises ValueError, with one line, for invalid arguments.
+    The arguments of a user's own function are returned as given: they are checked when the function
+    is loaded. Raises ValueError, with one line, for invalid arguments.
     """
     if is_own(name):
         return given

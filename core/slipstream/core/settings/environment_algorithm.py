@@ -1,7 +1,8 @@
 """The settings of the algorithm that one environment may have in place of the run's.
 
 The rule: a setting may be an environment's own if it concerns one token, episode or group at a
-time. What concerns a whole step, such as a learning rate or a mean over a mini-batch, is the run's.
+time. A setting that concerns a whole step, such as a learning rate or a mean over a mini-batch, is
+the run's.
 """
 
 from __future__ import annotations
@@ -108,9 +109,10 @@ class EnvironmentAlgorithms:
         algorithm: AlgorithmSection,
         tables: Sequence[tuple[str, EnvironmentAlgorithmSection | None]],
     ) -> EnvironmentAlgorithms:
-        """Combines the run's algorithm with each environment's own table, None if it has none.
+        """Combines the run's algorithm with each environment's own table.
 
-        Raises ValueError, which names the environment, if a combination is invalid.
+        `tables` has the name and the own table of each environment, None for an environment without
+        one. Raises ValueError, which names the environment, if a combination is invalid.
         """
         distinct, places, weights = [algorithm], {}, {}
         for name, table in tables:

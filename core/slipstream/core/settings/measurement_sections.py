@@ -155,7 +155,7 @@ StageSetting = Literal["auto"] | bool
 
 
 class DebugSection(Section):
-    """Settings for tests, measurements and strange devices, which no run needs."""
+    """Settings for tests, measurements and unusual devices, which no run needs."""
 
     # Record a window of steps.
     profile: ProfileSection = ProfileSection()

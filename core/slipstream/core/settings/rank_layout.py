@@ -22,9 +22,9 @@ SHOWN_RANKS = 4
 class RankLayout:
     """The sizes of all groups of `world_size` ranks.
 
-    The ranks form two grids. Attention, embeddings and dense layers use tp, cp, dp and pp, experts
-    use etp, ep, expert_dp and pp. In both the first axis varies fastest. The grids share only the
-    pipeline stages, so that ep is independent of tp * cp.
+    The ranks form two grids. Attention, embeddings and dense layers use tp, cp, dp and pp; experts
+    use etp, ep, expert_dp and pp. In both grids the first axis varies fastest. The grids share only
+    the pipeline stages, so that ep is independent of tp * cp.
     """
 
     world_size: int

@@ -1,4 +1,4 @@
-"""The sections of a run's settings, one frozen model each. Names end in units."""
+"""The sections of a run's settings, one frozen model each. A setting's name ends in its unit."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def precision_problems(config: Tables) -> Iterator[str]:
 
 
 def agreement_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting with which learner and engine cannot have the same bits."""
+    """Yields one line for each setting that rules out equal bits in learner and engine."""
     if config.algorithm.agreement != "bits":
         return
     server, parallel, sampling = config.rollout_server, config.learner.parallel, config.sampling
@@ -120,7 +120,7 @@ def length_problems(config: Tables) -> Iterator[str]:
 
 
 def profile_problems(config: Tables) -> Iterator[str]:
-    """Yields a problem if profiling starts after the last step or names a rank out of range."""
+    """Yields one line if profiling starts after the last step, or for a rank out of range."""
     profile, learner, run = config.debug.profile, config.learner, config.run
     if profile.start_step is not None and profile.start_step > run.steps:
         yield (

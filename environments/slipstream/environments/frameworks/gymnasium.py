@@ -34,7 +34,7 @@ class Gymnasium(Environment[int]):
     """Plays one episode of `gymnasium.make(id, **kwargs)`; the reward is the sum of its rewards.
 
     A reply is one action. A task is a seed for gymnasium's `reset`, so all members of a group begin
-    alike. A reply without a legal action takes no step and adds `illegal_reward`; the
+    in the same state. A reply without a legal action takes no step and adds `illegal_reward`; the
     `max_illegal`-th such reply ends the episode. `text_of` and `ActionReader` say how observations
     and actions are written; with `render_mode = "ansi"` in `kwargs` the model reads the
     environment's own drawing.

@@ -102,9 +102,9 @@ class OpenEnv(Environment[Start]):
         "module:function" that is called with the reply. `observation` is a text in which {FIELD}
         stands for a field of the observation, or a "module:function" that is called with the
         observation; by default the model reads JSON. `tasks` is a number of seeds from `first_seed`
-        on, or the arguments of each reset. `metrics` names the numbers to keep of the last
-        observation or its metadata. If a server has no free session, the episode asks again for
-        `full_timeout_s`. Raises ConfigError for wrong arguments.
+        on, or the arguments of each reset. `metrics` names numbers in the last observation or its
+        metadata that become metrics. If a server has no free session, the episode retries for
+        `full_timeout_s` seconds. Raises ConfigError for wrong arguments.
         """
         needs("websockets", "websockets", "pip install websockets")
         if [base_url, command, image].count(None) != 2:

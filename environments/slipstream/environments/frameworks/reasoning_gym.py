@@ -183,8 +183,8 @@ class ReasoningGym(Environment[Entry]):
 class Chance:
     """A random state of `random` and numpy that is used only within `with chance.in_use()`.
 
-    Each use continues where the last one stopped. It is needed because frameworks draw from the
-    process's global generators, which all episodes share.
+    Each use continues where the last one stopped. Frameworks draw from the process's global
+    generators, which all episodes share.
     """
 
     def __init__(self, seed: int) -> None:

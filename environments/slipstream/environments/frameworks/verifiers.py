@@ -36,7 +36,7 @@ CHAT = "slipstream-chat"
 class Verifiers(AgentEnvironment[Any]):
     """Plays the tasks of a taskset with the agents of its environment.
 
-    The reward is the mean over the traces of trained agents. Each reward and metric of a trace
+    The reward is the mean reward of the trained agents' traces. Each reward and metric of a trace
     becomes a metric. The replies of an agent are a branch with the agent's name; agents that the
     environment does not train have the share 0.
 
@@ -198,9 +198,10 @@ def _client(endpoint: Endpoint, variable: str) -> Foreign:
 
 
 def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
-    """Returns the result of an episode from its traces; `keep` names its metrics, None means all.
+    """Returns the result of an episode from its traces.
 
-    Raises RuntimeError when the environment trains none of its agents.
+    `keep` names the metrics to keep; None means all. Raises RuntimeError when the environment
+    trains none of its agents.
     """
     trained = [trace for trace in traces if trace.agent.trainable]
     if not trained:

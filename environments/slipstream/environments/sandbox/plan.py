@@ -15,10 +15,10 @@ Backend: TypeAlias = Literal["sandlock", "bubblewrap"]
 class Limits:
     """Limits of a program and of all processes that it starts.
 
-    `processor_s`, `open_files` and `file_bytes` hold for each process. `folder_bytes` limits the
-    files on the disk. A removed file that is still open does not count, so each process can hold up
-    to `file_bytes` more in each of its `open_files`. `output_bytes` holds for stdout and for
-    stderr.
+    `seconds` limits the wall-clock time. `processor_s`, `open_files` and `file_bytes` hold for each
+    process. `folder_bytes` limits the files on the disk. A removed file that is still open does not
+    count, so each process can hold up to `file_bytes` more in each of its `open_files`.
+    `output_bytes` holds for stdout and for stderr.
     """
 
     seconds: float = 10.0

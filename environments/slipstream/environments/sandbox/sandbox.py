@@ -77,8 +77,8 @@ class Sandbox:
     ) -> None:
         """Uses `backend`, or the first of `BACKENDS` that works here.
 
-        `readable` are further paths that programs may read. Raises ConfigError if a limit is not
-        above 0, or the backend does not work.
+        `limits` None means the defaults of `Limits`. `readable` are further paths that programs may
+        read. Raises ConfigError if a limit is not above 0, or the backend does not work.
         """
         self.limits = limits or Limits()
         if wrong := self.limits.wrong():

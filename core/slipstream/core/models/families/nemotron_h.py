@@ -19,7 +19,7 @@ _EXPERTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_
 def layer_kinds(values: Table) -> list[str]:
     """Returns the kind of each layer, or [] if config.json does not say it.
 
-    An unknown letter of the pattern is returned as it is.
+    An unknown letter of the pattern is returned unchanged.
     """
     kinds = values.get("layers_block_type")
     if kinds is None:
@@ -84,7 +84,6 @@ def hybrid_tensors(values: Table, has_tied_output: bool) -> dict[str, Shape]:
 
 
 def _shapes(values: Table, kind: str) -> dict[str, Shape]:
-    """Returns the shapes of the tensors of one layer."""
     hidden, ffn = values["hidden_size"], values.get("intermediate_size", 0)
     if kind == "mlp":
         return {"up_proj.weight": (ffn, hidden), "down_proj.weight": (hidden, ffn)}

@@ -1,4 +1,4 @@
-"""Turns images into pixel patches for vision models, alike on rollout servers and trainer.
+"""Turns images into pixel patches for vision models, in the same way on servers and trainer.
 
 Both use transformers' PIL processor on every host, since torchvision resizes differently.
 """
@@ -89,7 +89,7 @@ def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
 def opened(data: bytes) -> Iterator[Any]:
     """Yields a Pillow image of which only the header has been read.
 
-    Raises ValueError if it cannot be read or has too many pixels.
+    Raises ValueError if the image cannot be read or has too many pixels.
     """
     from PIL import Image
 

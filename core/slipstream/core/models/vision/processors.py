@@ -55,7 +55,7 @@ class PixtralProcessor(ImageProcessor):
         return found
 
     def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
-        """Returns a flag for each token of an image; see `ImageProcessor`."""
+        """Returns a flag for each token of an image: true for placeholders, false for row ends."""
         return np.tile(np.arange(width + 1) < width, height)
 
     def pixels(self, data: bytes) -> Pixels:
