@@ -98,7 +98,7 @@ class ParsedReply(NamedTuple):
 
 
 class TemplateInputs(NamedTuple):
-    """The inputs of a chat template besides the messages, as JSON texts; "" means no input.
+    """The inputs of a chat template in addition to messages, as JSON texts; "" means no input.
 
     `tools` is a list of function schemas, `values` an object of values by name.
     """

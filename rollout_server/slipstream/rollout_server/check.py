@@ -20,7 +20,10 @@ from slipstream.rollout_server import process
 
 
 def main() -> int:
-    """Checks the settings; returns 0, or 2 with the first fault as the last line of stderr."""
+    """Checks the settings on stdin.
+
+    Returns 0, or 2 after printing the first fault as the last line of stderr.
+    """
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     server = config.rollout_server
     # vLLM reads these variables when it is imported.

@@ -43,13 +43,13 @@ class Sampling:
     """The settings with which replies are sampled, and the limits of an episode.
 
     `temperature` 0 takes the most probable token; `top_k` 0 means no limit. `max_episode_tokens`
-    limits the context and sampled tokens of each branch, `max_total_tokens` those of all branches;
-    0 means `max_episode_tokens`. `max_turns` limits the replies of all branches; 0 means 256. With
-    `ignore_eos` a reply does not end at the end-of-text token. `max_prompt_tokens` limits the
-    context before the first reply; with 0, that context need only leave room for one token of the
-    reply. A reply also ends at the first token in `stop_token_ids`, and at the token that completes
-    one of the texts in `stop`. `adapter` names the adapter that samples, or is "" if the run has at
-    most one.
+    limits the context and sampled tokens of each branch. `max_total_tokens` limits the tokens of
+    all branches; 0 means `max_episode_tokens`. `max_turns` limits the replies of all branches; 0
+    means 256. With `ignore_eos` a reply does not end at the end-of-text token. `max_prompt_tokens`
+    limits the context before the first reply; with 0, that context need only leave room for one
+    token of the reply. A reply also ends at the first token in `stop_token_ids`, and at the token
+    that completes one of the texts in `stop`. `adapter` names the adapter that samples, or is "" if
+    the run has at most one.
     """
 
     temperature: float
@@ -91,7 +91,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """One reply, or the part of it that was sampled before it was cancelled or failed.
+    """One reply, or the part that was sampled before the reply was cancelled or failed.
 
     `logprobs` are natural logarithms after temperature and truncation of the distribution, one for
     each token; the lengths of `version_spans` add up to the number of tokens. `cached_tokens` is
@@ -150,7 +150,7 @@ class TextOptions:
 class TextPart:
     """A part of a reply: new tokens and their text; the last part has the whole `generation`.
 
-    `top_logprobs` is vLLM's list with one mapping for each token, or None if the request has no
+    `top_logprobs` is vLLM's sequence of one mapping for each token, or None if the request has no
     `num_logprobs`. `stop_reason` is the stop text or stop token that ended the reply, or None.
     """
 
@@ -252,7 +252,7 @@ class Engine(Protocol):
 
     @property
     def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
-        """The parts that vLLM's HTTP application needs besides the engine."""
+        """The parts of vLLM that its HTTP application needs in addition to the engine."""
 
     def use(self) -> EngineUse:
         """Returns the counters since the engine's start."""

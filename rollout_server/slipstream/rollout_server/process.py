@@ -146,9 +146,10 @@ def leave(code: int) -> NoReturn:
 
 
 def bind_children() -> None:
-    """Makes Linux kill each child process that is forked from now on as soon as its parent ends.
+    """Makes Linux kill each process that is forked from now on when its parent ends.
 
-    vLLM's engine process does not notice the end of its parent.
+    vLLM's engine process does not notice the end of its parent. Forked processes also get their own
+    process group, so that Ctrl-C in a terminal reaches only the server.
     """
     parent = os.getpid()
 

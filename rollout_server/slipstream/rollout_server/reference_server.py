@@ -134,7 +134,7 @@ class ReferenceServer:
         return found
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
-        """Returns the log-probabilities of sampled tokens, or a text: why `data` cannot be used."""
+        """Returns the sampled tokens' log-probabilities, or a text that says why there are none."""
         tokens, top_k = sequence.token_ids, self._top_k
         try:
             choices = msgspec.json.decode(data, type=_Answer).choices

@@ -245,7 +245,7 @@ class _Buckets:
 
 
 def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
-    """Returns the links after the version whose content name is `held`, or all if none has it."""
+    """Returns the links after the version with content name `held`, or all links without it."""
     for place in range(len(links) - 1, -1, -1):
         if held and content_name(links[place].bucket_digests) == held:
             return list(links[place + 1 :])
@@ -257,7 +257,7 @@ def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
 
 
 class JoinedChanges:
-    """Collects which elements of each bucket changed over several versions; 4 bytes for each.
+    """Collects the indices of elements that changed over several versions, 4 bytes for each.
 
     changes = JoinedChanges(buckets)
     changes.add(place, places)  # for each bucket of each version

@@ -288,7 +288,7 @@ class WeightOrders:
             await self._reject(verdict.message)
 
     async def _reject(self, reason: str) -> None:
-        """Pauses; cancels all episodes, since no token of rejected weights may be trained."""
+        """Pauses the engine and cancels all episodes, whose tokens may not be trained."""
         log.error("the new weights are rejected: %s", reason)
         if self._publish is not None:
             self._publish.move(Phase.FAILED)

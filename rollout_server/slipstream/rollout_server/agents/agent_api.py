@@ -61,9 +61,9 @@ class Answering:
     ) -> None:
         """Takes the applications for requests without tools (`plain`) and with tools.
 
-        `current` is the context variable from which both take the recorder and state of their call.
-        `has_tools` says that `with_tools` can parse tool calls, `has_drafts` that the engine
-        decodes speculatively.
+        Both take the recorder and the state of the present call from the context variable
+        `current`. `has_tools` says that `with_tools` can parse tool calls, `has_drafts` that the
+        engine decodes speculatively.
         """
         self._plain, self._with_tools = plain, with_tools
         self._current, self._model = current, model
@@ -139,7 +139,7 @@ class Answering:
         if _uses_tools(ruled.body) and not self._has_tools:
             raise RefusedRequest(NEED_PARSER)
         if path == MESSAGES_PATH and not ruled.body.get("tools"):
-            # For "auto", vLLM would demand a parser of tool calls.
+            # vLLM would demand its parser of tool calls for "auto".
             ruled.body.pop("tool_choice", None)
         ruled.body["model"] = self._model
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}

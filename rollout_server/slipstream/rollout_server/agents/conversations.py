@@ -1,8 +1,8 @@
 """The conversations of one episode: a tree of messages, and a token sequence for each branch.
 
-A request that repeats a conversation with at least one more message continues it. The tokens of the
-conversation stay as they were sampled; only the new messages are tokenized. The client's messages
-are compared by `MessageKey` with those that the server sent.
+A request continues a conversation if it repeats the conversation with at least one more message.
+The conversation's tokens stay as they were sampled; only the new messages are tokenized. The
+messages of a request are compared with recorded messages by `MessageKey`.
 
 Life of a call: `find` -> `begin` -> the engine samples -> `finish`, then `remember` with the reply
 as the client saw it. A call that samples nothing leaves no trace.
@@ -54,7 +54,7 @@ class ConversationBranch:
 
 @dataclass(frozen=True, eq=False)
 class AgentTurn:
-    """A finished reply in `branch`; `end` counts the branch's tokens up to the reply's end."""
+    """A finished reply; `end` is the number of tokens in `branch` up to the end of the reply."""
 
     branch: ConversationBranch
     end: int
@@ -90,7 +90,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class Found:
-    """A turn that a request continues, and how many of the request's messages it covers."""
+    """A turn that a request continues, and the number of request messages that the turn covers."""
 
     turn: AgentTurn
     num_messages: int
@@ -157,7 +157,7 @@ class Conversations:
         return "edited" if any(each.role == ASSISTANT for each in rest) else "again"
 
     def _walk(self, settings: str, messages: Sequence[MessageKey]) -> tuple[int, _Node]:
-        """Returns how many leading `messages` the tree of `settings` has, and their last node."""
+        """Returns the number of first `messages` in the tree of `settings`, and their last node."""
         node, depth = self._roots.get(settings, _Node()), 0
         while depth < len(messages) and messages[depth] in node.children:
             node, depth = node.children[messages[depth]], depth + 1

@@ -56,7 +56,7 @@ class ReplyRoom:
 
 @dataclass(frozen=True)
 class Use:
-    """The tokens and calls that an episode has used, and that its open calls may still use."""
+    """The tokens, turns and branches that an episode has used or that open calls may use."""
 
     tokens: int = 0
     reserved_tokens: int = 0
@@ -133,8 +133,8 @@ class HttpPart:
 class ServedCall:
     """The state of a call that asks for a reply.
 
-    When the call begins, `call` and `room` are set; when its reply is sampled, `turn` is set; then
-    it is answered. If `turn` stays None, the call has sampled nothing.
+    `call` and `room` are set when the call begins, and `turn` when its reply has been sampled. If
+    `turn` stays None, the call has sampled nothing.
     """
 
     http: HttpCall

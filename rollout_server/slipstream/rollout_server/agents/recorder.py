@@ -269,7 +269,7 @@ class Recorder:
             self._release(opened)
 
     def _check_images(self, images: Sequence[PlacedImage]) -> None:
-        """Raises LimitReached if the episode has too many images, or one with too many bytes."""
+        """Raises LimitReached if there are too many images, or an image has too many bytes."""
         known = {image.data for branch in self.conversations.branches for image in branch.images}
         known |= {image.data for image in images}
         most, largest = self.sampling.max_images, self.sampling.max_image_bytes
@@ -363,7 +363,7 @@ def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa:
     """Returns the reply in the HTTP answer `body`: a message, content blocks or output items.
 
     Returns None if the answer was cut off or has no reply. Raises ValueError for a tool call with
-    invalid JSON arguments, if the API sends them parsed.
+    invalid JSON arguments in an API that sends arguments parsed.
     """
     events = list(_events(body)) if is_stream else [json.loads(body)]
     match path, is_stream:

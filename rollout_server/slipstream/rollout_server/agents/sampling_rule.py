@@ -1,4 +1,4 @@
-"""Replaces the sampling settings in agents' requests by the run's, and reports those it overrode.
+"""Replaces the sampling settings in agents' requests by the run's, and reports overridden settings.
 
 Tokens that are trained must come from the distribution of the run. A request may only shorten its
 reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed`. `StoredResponses`
@@ -43,9 +43,9 @@ _FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"
 
 
 class RefusedRequest(Exception):
-    """Raised for a request that cannot be served; the message names the value and what to do.
+    """Raised for a request that cannot be served; its message says what is wrong.
 
-    `code` and `param` are the fields of that name in an error of OpenAI's API.
+    `code` and `param` are the fields of the same names in an error of OpenAI's API.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Ruled:
 def rule(
     body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
 ) -> Ruled:
-    """Returns the request to serve for a JSON `body`; raises RefusedRequest if it is refused.
+    """Returns the request to serve for a JSON `body`. Raises RefusedRequest if it cannot be served.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
     engine `has_drafts`, the seed is ignored: drafts repeat earlier replies. With the same random
@@ -171,9 +171,10 @@ class StoredResponses:
         self._known[response_id] = _Stored([*asked, *output], turn)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Expands `body` in place to its whole input; returns the turn that it continues, or None.
+        """Expands `body` in place to its whole input; returns the turn that it continues.
 
-        Raises RefusedRequest if `body` names a response that is not stored.
+        Returns None, and changes nothing, if `body` names no earlier response. Raises
+        RefusedRequest if `body` names a response that is not stored.
         """
         if not isinstance(previous := body.get(PREVIOUS), str):
             return None

@@ -30,7 +30,7 @@ Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentF
 
 @dataclass(frozen=True)
 class Judgement:
-    """An environment's answer to a reply; `messages` follow unless the episode is `done`.
+    """An environment's answer to a reply, with the next `messages` unless the episode is `done`.
 
     `tools`, a text as in `TemplateInputs`, are offered from now on; None leaves them unchanged.
     `given_reply` is the next reply, given by the environment; if it is "", the model replies.
@@ -76,8 +76,8 @@ class AgentEnd:
 class StreamSession:
     """One episode at its environment, which answers on a stream.
 
-    `reset`, `step`, `next_call` and `reply_part` raise EnvironmentFailed if the environment fails
-    or does not answer in time.
+    `reset`, `step` and `reply_part` raise EnvironmentFailed if the environment fails or does not
+    answer in time; `next_call` only raises it if the environment fails.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class CallTable:
         return command.call_id
 
     def answered(self, message: environment_pb2.WorkerMessage) -> None:
-        """Takes an answer from the stream; drops it if its caller no longer waits."""
+        """Passes an answer from the stream to its caller, or drops it if no caller waits."""
         answers = self._followed.get(message.call_id)
         if answers is not None:
             if not message.HasField("agent_call"):
@@ -376,7 +376,7 @@ def misused(cause: str) -> EnvironmentFailed:
 
 
 def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFailed) -> None:
-    """Queues an answer; drops it if the queue is full, and puts a failure into the last place."""
+    """Queues `answer`, or drops it if the queue is full; the last place gets a failure instead."""
     if answers.full():
         return
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):

@@ -1,4 +1,4 @@
-"""Runs leases: all members of a group at a time; repeats failed attempts, and delivers each.
+"""Runs all members of a leased group at once; repeats failed attempts, delivers all attempts.
 
 Consumes: leases. Produces: trajectories in the queue, one report when a lease is over. Waits for: a
 free slot, the episode, a verdict on the weights, room in the queue. Unblocked by: an episode's end,

@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 class PromptTooLong(Exception):
-    """Raised if the first messages are too long: they leave no room, or exceed their own limit."""
+    """Raised if the first messages exceed their limit or leave no room for a reply."""
 
 
 class Ask(Protocol):
@@ -251,11 +251,11 @@ class History:
         return not has_results or self._renderer.has_place_for_results(self.inputs)
 
     def reply(self, text: str) -> list[int]:
-        """Returns the tokens of a reply with this text, including the token that ends it."""
+        """Returns the tokens of a reply with this text, including the token that ends the reply."""
         return self._renderer.reply(text, self._messages, self.inputs)
 
     def continuation(self, last_token: int) -> list[int]:
-        """Returns the tokens between the last reply and the next one; call it if `can_continue`.
+        """Returns the tokens between the last reply and the next; call only if `can_continue`.
 
         `last_token` is the last token of that reply.
         """
@@ -271,6 +271,6 @@ class History:
         return tokens
 
     def _whole(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Returns `messages`, from the first on, with replies in place of the `REPLY` markers."""
+        """Returns `messages`, the first of the conversation, with replies in place of `REPLY`."""
         replies = iter(self._replies)
         return [next(replies) if each is REPLY else each for each in messages]

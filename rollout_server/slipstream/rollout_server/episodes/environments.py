@@ -293,7 +293,7 @@ class LoneWorkers:
                 group.create_task(self._keep(index))
 
     async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
-        """Waits for a worker that serves no other episode; returns it, and the turn to be ended.
+        """Waits for a worker that serves no other episode; returns the worker and the turn.
 
         The caller must end the turn. Turns with a higher `attempt` go first. Raises
         EnvironmentFailed if the worker cannot load the environment.

@@ -1,4 +1,4 @@
-"""One episode: environment and model answer each other until the end or a limit.
+"""One episode: environment and model take turns until the environment or a limit ends it.
 
 An agent calls the model itself (`AgentTalk`). Consumes: a session of an environment, an engine.
 Produces: one trajectory, unless the engine dies. Waits for: the environment, or the agent's calls,
@@ -67,7 +67,7 @@ class AgentTalk:
     ) -> None:
         """`judge` records the judge's calls; None if the engine does not keep the initial model.
 
-        `timeout_s` is how long the agent may take while it has no open call.
+        `timeout_s` limits the time that the agent takes while it has no open call.
         """
         self._session, self._answering = session, answering
         self._recorder, self._judge = recorder, judge
@@ -138,8 +138,8 @@ class AgentTalk:
     def _recorder_of(self, path: str) -> Recorder:
         """Returns the recorder of a call to `path`: the agent's or the judge's.
 
-        Raises EnvironmentFailed if there is no judge, or if it was called too often. The same call
-        would fail again, so the episode ends with the cause.
+        Raises EnvironmentFailed if there is no judge, or the judge was called too often. The same
+        call would fail again, so the episode ends with the cause.
         """
         if not path.startswith(JUDGE_PATH):
             return self._recorder
@@ -211,7 +211,7 @@ class Episode:
         self._num_calls = 0
 
     async def run(self) -> Trajectory:
-        """Runs to the end, and returns the trajectory, which says why a failed episode failed.
+        """Runs the episode to its end; returns the trajectory, with the cause of a failure.
 
         Raises only EngineDied, which ends the server.
         """
@@ -261,7 +261,7 @@ class Episode:
         )
 
     async def cancel(self) -> None:
-        """Makes `run` return soon, with the tokens sampled so far, unless it has ended already."""
+        """Makes `run` return soon, with the tokens sampled so far, unless `run` has ended."""
         self._cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()

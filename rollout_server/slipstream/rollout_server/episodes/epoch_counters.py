@@ -48,7 +48,7 @@ class EpochCounters:
         self.sampled(num_tokens)
 
     def ended(self, num_tokens: int) -> None:
-        """Counts an episode with `num_tokens` sampled tokens that ended, normally or not."""
+        """Counts an episode that ended, normally or not, after `num_tokens` sampled tokens."""
         self.open_episodes -= 1
         self.recorded_tokens -= num_tokens
         self.all_ended = self.all_ended.plus(num_tokens)

@@ -109,7 +109,7 @@ class Recording:
         return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
 
     def clip(self, text: str) -> str:
-        """Returns `text`, truncated to the most bytes for a trajectory with this many tokens."""
+        """Returns `text`, truncated to the bytes that a trajectory with so many tokens may have."""
         data = text.encode()
         limit = max_text_bytes(len(self.token_ids))
         return text if len(data) <= limit else data[:limit].decode(errors="ignore")
@@ -146,7 +146,7 @@ class Recording:
         )
 
     def judged(self, num_tokens: int) -> None:
-        """Counts the tokens of a reply of the episode's judge; only metrics have this number."""
+        """Adds the `num_tokens` tokens of a judge's reply to the episode's metrics."""
         self.counts[JUDGE_TOKENS] += num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
@@ -182,7 +182,7 @@ class Recording:
         return found
 
     def close(self) -> None:
-        """Ends the record: a branch whose last context has no reply gets an empty one."""
+        """Ends the record: a branch whose last context has no reply gets an empty reply."""
         if self.ended_branches and len(self.run_lengths) % 2:
             self.run_lengths.append(0)
 

@@ -49,7 +49,7 @@ TOOLS = json.dumps(
 
 
 class RenderingFailed(Exception):
-    """Raised if the template cannot render a conversation, or an image is refused; says why."""
+    """Raised, with the reason, if a conversation cannot be rendered or an image is refused."""
 
 
 class Renderer:

@@ -166,7 +166,7 @@ class WorkerLogs:
                 self._close_pipe(key.fd, key.data)
 
     def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
-        """Copies the present content of a pipe and closes it: an orphan may print for ever."""
+        """Copies the present content of a pipe and closes it; an orphan could print for ever."""
         left = _MAX_PIPE_BYTES if own is not None else 0
         with contextlib.suppress(BlockingIOError):
             while left > 0 and own is not None and (copied := self._copy(pipe, own)):

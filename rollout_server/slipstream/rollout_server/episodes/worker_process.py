@@ -64,10 +64,10 @@ class WorkerProcess:
     async def start(
         cls, command: Sequence[str], *, limits: WorkerLimits, token: str, log: int
     ) -> Self:
-        """Starts a keeper that runs `command --record FD` with its output in the descriptor `log`.
+        """Starts a keeper that runs `command`, whose output goes to the file descriptor `log`.
 
-        The worker authenticates with `token`, as in `WorkerGateway.expect`. Raises OSError when no
-        process can be started.
+        The worker gets the descriptor of its call record by `--record`, and authenticates with
+        `token` (see `WorkerGateway.expect`). Raises OSError when no process can be started.
         """
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)

@@ -45,7 +45,7 @@ class EnvironmentWorker:
         *,
         try_reset: bool = False,
     ) -> None:
-        """`suspects` records the tasks that the worker lost at its end, and the tasks that passed.
+        """`suspects` records the tasks that ran at the worker's end, and the tasks that passed.
 
         With `try_reset` the worker counts as loaded only when its first task has answered `reset`
         and, for an agent, made its first call, which is not answered.
@@ -259,8 +259,8 @@ def _at(late: EnvironmentFailed, place: str) -> EnvironmentFailed:
 class Suspects:
     """The tasks of one environment that may end their worker; pure state without I/O.
 
-    A task is suspect if a worker ended during a call of it, or if it has lost `MAX_LOST_WORKERS`
-    workers, until an episode of it has passed:
+    A task becomes suspect if a worker ended during one of its calls, or if it has lost
+    `MAX_LOST_WORKERS` workers. It stays suspect until one of its episodes passes:
 
         lost([3, 4, 5], in_call=[4]) -> 4 runs alone; passed(4) -> 4 shares a worker again
     """
@@ -280,6 +280,6 @@ class Suspects:
         self._suspected |= often | set(in_call)
 
     def passed(self, task: int) -> None:
-        """Records that an episode of this task was judged and its worker survived it."""
+        """Records that an episode of this task was judged, and that the worker survived."""
         self._suspected.discard(task)
         self._lost.pop(task, None)

@@ -5,8 +5,8 @@ a step without. Requests begin and end all the time, so nearly every step would 
 new prompts wait, to be prefilled together.
 
 vLLM captures steps of up to 512 tokens by default. With 512 running replies a step with a prompt
-has more: the engine's thread must then start each of its kernels, which limits a small model.
-`graph_values` therefore has larger steps captured.
+has more tokens, so the engine's thread must start each of its kernels, which limits a small model.
+`graph_values` therefore asks vLLM to capture larger steps.
 """
 
 from collections.abc import Mapping

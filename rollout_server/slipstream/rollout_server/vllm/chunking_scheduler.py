@@ -87,7 +87,7 @@ class Chunk:
     prompt_logprobs: Any = None
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Keeps the fields of `output` other than tokens: first-step fields, events and experts."""
+        """Keeps `output`'s experts, events, prefill statistics and prompt log-probabilities."""
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:
@@ -220,7 +220,7 @@ class _Chunking(DraftingScheduler):
         return chunk is not None and chunk.steady is not None
 
     def has_requests(self) -> bool:
-        """Overrides vLLM's method; also true while a pause must still output held tokens."""
+        """Overrides vLLM's method; also returns True while a pause must output held tokens."""
         return bool(super().has_requests()) or (
             self.pause_state is PauseState.PAUSED_ALL and next(self._held(), None) is not None
         )
@@ -230,9 +230,9 @@ class _Chunking(DraftingScheduler):
         *args: Any,  # noqa: ANN401 - vLLM's own
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> SchedulerStats | None:
-        """Overrides vLLM's method; makes statistics at most once in `STATS_S` seconds.
+        """Overrides vLLM's method; returns statistics at most once in `STATS_S` seconds, else None.
 
-        After the last request it makes them at once; otherwise it returns None.
+        When no request is left, it returns statistics in any case.
         """
         now_s = time.monotonic()
         if now_s < self._next_stats_s and self.requests:

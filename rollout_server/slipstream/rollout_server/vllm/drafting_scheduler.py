@@ -1,9 +1,9 @@
 """vLLM's scheduler with shorter pauses, and with drafts of replies where they save time.
 
 vLLM verifies a draft in one step: it samples the token after each drafted token, and keeps the
-sampled tokens up to the first that differs. Replies and log-probabilities are those of the model,
-whatever the drafts. All tokens of a step are sampled by that step's weights, so a draft made before
-an update is verified by the new weights.
+sampled tokens up to the first that differs. Drafts change neither the distribution of replies nor
+the log-probabilities. All tokens of a step are sampled by that step's weights, so a draft made
+before an update is verified by the new weights.
 """
 
 import logging
@@ -104,7 +104,7 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
 
 
 def draft_lengths(draft_tokens: int, most_replies: int) -> list[int]:
-    """Returns the length of drafts, in tokens, for each number of replies in a step."""
+    """Returns the length of drafts, in tokens, for 0 to `most_replies` replies in a step."""
     return [
         max(0, min(draft_tokens, MOST_STEP_TOKENS // max(1, replies) - 1))
         for replies in range(most_replies + 1)
@@ -176,7 +176,7 @@ class DraftingScheduler(PausingScheduler):
     def with_draft_counts(
         self, by_client: dict[int, EngineCoreOutputs]
     ) -> dict[int, EngineCoreOutputs]:
-        """Adds the draft counts since the last outputs to the first of the new outputs, if any."""
+        """Adds the draft counts since the last call to the first outputs; returns `by_client`."""
         if by_client and (drafts := self._draft_stats) is not None:
             first = next(iter(by_client.values()))
             stats = first.scheduler_stats or DraftingScheduler.make_stats(self)

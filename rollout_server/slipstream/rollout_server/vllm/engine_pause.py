@@ -23,11 +23,11 @@ ANSWER_LIMIT_S = 120.0
 class EnginePause:
     """Pauses and resumes one engine, and holds requests that arrive in between.
 
-    Order of calls, if the engine has requests: `pause_for_update`, the update, `resume(version)`.
-    If it is idle: `hold_requests`; then, at once, the update and `resume_idle(version)`;
-    `resume(version)`. If weights are rejected: `pause`, after which requests wait in the engine. If
-    the learner trains on the engine's GPU: `rest`, then `wake_weights` and an update, or `resume`
-    with the previous version.
+    Order of calls for an engine with requests: `pause_for_update`, the update, `resume(version)`.
+    For an idle engine: `hold_requests`, the update and `resume_idle(version)` at the same time,
+    then `resume(version)`. For rejected weights: `pause`, after which requests wait in the engine.
+    If the learner trains on the engine's GPU: `rest`, then either `wake_weights` and an update, or
+    `resume` with the previous version.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EnginePause:
         return _stamp(self.version)
 
     async def pause(self) -> None:
-        """Pauses as `Engine` says; held requests are admitted, and wait in the engine.
+        """Pauses like `Engine.pause`; held requests are admitted, and wait in the engine.
 
         The engine discards all cached prefixes: the weights that computed them may not be used.
         """
@@ -110,7 +110,7 @@ class EnginePause:
         await self._sooner(mark, self._call(pausing, update_limit_s))
 
     async def rest(self, *, give_back: bool) -> None:
-        """Pauses as `Engine` says; requests that come meanwhile wait in the engine."""
+        """Pauses like `Engine.rest`; requests that come meanwhile wait in the engine."""
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return

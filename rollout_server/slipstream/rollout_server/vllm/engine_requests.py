@@ -285,8 +285,8 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 class EngineCollector:
     """A Prometheus collector (`registry.Collector`) of the engine's load at each scrape.
 
-    vLLM's own metrics would cost an observation for each token. This collector has vLLM's newest
-    statistics, which the scheduler sends once a second while it works.
+    vLLM's own metrics would cost an observation for each token. This collector reports vLLM's
+    newest statistics, which the scheduler sends once a second while it works.
     """
 
     def __init__(self, requests: EngineRequests) -> None:

@@ -1,12 +1,12 @@
 """Reduces the scheduler's work for requests in the middle of a reply, which get one token a step.
 
-vLLM's scheduler supports much more: drafts, grammars, images, connectors, windows. It checks for
+vLLM's scheduler supports drafts, grammars, images, connectors and sliding windows. It checks for
 all of these once for each request and step, and goes through all requests three times. That is more
 than half of the work of the engine's thread, and with a small model and hundreds of requests it
 limits an engine. In the middle of a reply the results of these checks are known. So vLLM plans a
-step without requests, which keeps its state right; the requests are added to that plan, and their
-state changes as vLLM would change it. vLLM still handles the first and the last step of a reply,
-and all unusual steps.
+step without requests, which updates vLLM's own state; the requests are added to that plan, and
+their state changes as vLLM would change it. vLLM still handles the first and the last step of a
+reply, and all unusual steps.
 """
 
 import logging

@@ -213,7 +213,7 @@ class ReplyText:
     def read(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
         """Returns the text that the next tokens add to the reply.
 
-        `finish_reason` is vLLM's, None if more tokens come.
+        `finish_reason` is vLLM's value, which is None if more tokens follow.
         """
         self._ids += token_ids
         if finish_reason == "stop" and not self._options.with_stop:

@@ -30,7 +30,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotCopied(Exception):  # noqa: N818 - says why a plan is impossible
-    """Raised if the loader does more than copy; names the parameter or layer, and the reason."""
+    """Raised if the loader does more than copy; the message names the parameter or layer."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Returns the part of its storage that `tensor` covers."""
+        """Returns the view that describes which part of its storage `tensor` covers."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def within(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:

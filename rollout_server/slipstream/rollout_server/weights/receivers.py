@@ -98,8 +98,8 @@ class GlooReceiver(HostReceiver):
     def close(self) -> None:
         """Leaves the communicator.
 
-        The other members notice at once, by their connections. A thread that waits for a bucket
-        waits until its deadline, and so do the other members: gloo has no abort that wakes it.
+        The other members notice the closed connections at once. But if a thread waits for a bucket,
+        it and the other members wait until the bucket's deadline: gloo has no abort.
         """
         self._group = self._store = None
 
@@ -158,7 +158,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class IpcReceiver(BucketReceiver):
-    """A `BucketReceiver` over ipc; bucket k of an update is in buffer k modulo their number."""
+    """A `BucketReceiver` over ipc; the buckets of an update use the learner's buffers in turn."""
 
     def __init__(self, membership: Seat, device: torch.device) -> None:
         """Joins the communicator and opens the learner's buffers.
@@ -210,7 +210,7 @@ class IpcReceiver(BucketReceiver):
         return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """Yields each bucket in the learner's memory; see `BucketReceiver`."""
+        """Yields each bucket in the learner's memory, or a copy with `own_buffers`; may block."""
         self.prepare(incoming)
         digests = self._digests
         assert digests is not None

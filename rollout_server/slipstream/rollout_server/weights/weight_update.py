@@ -155,7 +155,7 @@ class WeightUpdate:
     async def receive(
         self, publish_id: str, resume_idle: ResumeIdle | None = None
     ) -> LoadedWeights:
-        """Receives and loads the update that was prepared; afterwards the engine is paused.
+        """Receives and loads the prepared update; then requests wait until the engine is resumed.
 
         `resume_idle` is given for an idle engine whose requests are held until `resume`. If all
         workers have a copy plan, it is called in place of a pause and a resume, even if the update

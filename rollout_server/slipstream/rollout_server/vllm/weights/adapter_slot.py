@@ -116,7 +116,7 @@ class Arriving:
         own |= {name: tensor.clone() for name, tensor in tensors}
 
     def put_on(self, model: torch.nn.Module) -> None:
-        """Replaces the engine's adapters by those that arrived; call it between two steps.
+        """Replaces the engine's adapters by the arrived adapters; call it between two steps.
 
         After a WeightSyncError an adapter may be missing in the engine.
         """

@@ -268,7 +268,7 @@ class Fp8Replay(Replay):
 
 
 class Fp8Check(PlanCheck):
-    """A `PlanCheck` that also compares FP8 matrices with the loader's, bit by bit."""
+    """A `PlanCheck` that also compares the loader's FP8 matrices with the plan's, bit by bit."""
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
@@ -279,7 +279,7 @@ class Fp8Check(PlanCheck):
         self._arrived: dict[str, list[torch.Tensor]] = {name: [] for name in plan.linears}
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
-        """Adds a bucket as in `PlanCheck`; holds a quantised matrix's buckets until its check."""
+        """Adds a bucket as in `PlanCheck`; holds the buckets of an FP8 matrix until its check."""
         for name, parts in self._parts.items():
             self._arrived[name] += [buffer for part in parts if part.copy.bucket == place]
         super().add(place, buffer)

@@ -99,12 +99,13 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
 
 
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
-    """Passes `tensors` to the loader of `model`; returns the loader's names, or None if unknown.
+    """Passes `tensors` to the loader of `model`.
 
-    The loader of gpt-oss copies attention sinks, and all experts of a layer at once, into
-    parameters without calling the parameters' own loaders. During a reload the parameters have no
-    memory: the copy is lost without an error, and the engine keeps its old experts and sinks
-    (0.32.0). So this function passes sinks and experts to the parameters' own loaders one by one.
+    Returns the names that the loader returns, or None if it returns none. The loader of gpt-oss
+    copies attention sinks, and all experts of a layer at once, into parameters without calling the
+    parameters' own loaders. During a reload the parameters have no memory: the copy is lost without
+    an error, and the engine keeps its old experts and sinks (0.32.0). So this function passes sinks
+    and experts to the parameters' own loaders one by one.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or not family.engine.copies_parameters:
@@ -207,7 +208,7 @@ def live_base(plan: Fp8Plan, replay: Fp8Replay, device: torch.device) -> LiveBas
 
 
 def log_loader(reason: str) -> None:
-    """Logs `reason`, which is why vLLM's loader handles every update."""
+    """Logs that vLLM's loader handles every update, and the `reason`."""
     log.warning("weights go through vLLM's loader at every update: %s", reason)
 
 

@@ -26,9 +26,9 @@ from slipstream.v1 import weights_pb2
 class WorkerExtension:
     """The methods that vLLM adds to every worker; `self` is the worker.
 
-    Each returns {"value": ...} or {"error": message} and never raises. With several workers vLLM
-    would raise the first error and leave the answers of the others unread, for the next call to
-    read. `call` is the number under which `DirectLine` receives the same answer.
+    Each method with a `call` returns {"value": ...} or {"error": message}, and never raises. With
+    several workers vLLM would raise the first error and leave the answers of the others unread, for
+    the next call to read. `call` is the number under which `DirectLine` receives the same answer.
     """
 
     weight_transfer_engine: SlipstreamWeightTransfer
