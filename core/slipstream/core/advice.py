@@ -27,7 +27,7 @@ LEASE_WAITS = {
     "environment": "an environment",
     "queue": "room in the queue",
 }
-# The changes of which the gain is predicted, in words; a doubled max_staleness of 0 is 1.
+# The changes whose gain is predicted, in words; a doubled max_staleness of 0 is 1.
 CHANGES = {
     "server_more": "one rollout server more",
     "server_less": "one rollout server less",
@@ -38,11 +38,11 @@ CHANGES = {
     "group_doubled": "group_size doubled",
     "group_halved": "group_size halved",
 }
-# The trainer waits for groups if it does so for more than this share of a step.
+# The trainer counts as waiting for groups above this share of a step.
 NEGLIGIBLE = 0.05
 # A fleet is large enough if a larger one would gain less than this share of the steps.
 ENOUGH = 0.03
-# A larger fleet than this many times the measured one is not advised in one go.
+# A fleet is advised to grow at most to this many times its measured size.
 MOST_GROWTH = 2
 
 

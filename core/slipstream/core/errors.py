@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from slipstream.v1 import trajectory_pb2
 
-# A program that checks something begins each line of a warning so; its exit code is 0.
+# Programs that check something begin each warning with this; their exit code is 0.
 WARNING = "slipstream: warning: "
 # Exit codes; `slipstream run` restarts some programs by them.
 DONE = 0

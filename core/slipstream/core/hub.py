@@ -11,9 +11,9 @@ from typing import Literal
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 
-# What the name of a data set begins with in the arguments of an environment.
+# Prefix of a data set's name in the arguments of an environment.
 DATA_PREFIX = "hf:"
-# What a commit looks like, which names one state of a repository for ever.
+# Form of a commit, which always names the same state of a repository.
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

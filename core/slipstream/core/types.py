@@ -46,7 +46,7 @@ _ONE_BYTE = 255
 _TWO_BYTES = 65535
 # The protocol's bound of `top_k`; see trajectory.proto.
 MAX_TOP_K = 128
-# Rounding may bring a logarithm of 1 so far above 0, and a sum of probabilities so far above 1.
+# Rounding may raise the logarithm of 1, and a sum of probabilities, to at most these values.
 _LARGEST_LOGPROB, _LARGEST_SUM = 1e-3, 1.01
 
 
@@ -219,7 +219,7 @@ class Trajectory:
     image_places: tuple[ImagePlace, ...] = ()
     # The adapter that sampled the tokens and learns from them; "" if the run names no adapters.
     adapter: str = ""
-    # The environment's own limit of each reply; 0: the run's limit.
+    # The environment's own limit of each reply; 0 means the run's limit.
     max_reply_tokens: int = 0
 
     @property

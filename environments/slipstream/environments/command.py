@@ -216,9 +216,9 @@ def _sandbox_limits(limits: ProgramLimits) -> Limits:
         )
     return Limits(
         seconds=limits.seconds,
-        # The keeper and the time bound it.
+        # The keeper and the time limit bound the processor time.
         processor_s=math.ceil(limits.seconds) * (os.cpu_count() or 1),
-        # The keeper bounds what is used. Sandlock would count what is reserved and never touched,
+        # The keeper bounds used memory. Sandlock would count memory that is reserved but not used,
         # such as the 137 GB of the runtime of Claude Code.
         memory_bytes=ADDRESS_SPACE_BYTES,
         processes=limits.processes,
@@ -233,7 +233,7 @@ def _check_program(command: Sequence[str]) -> None:
     if not command or not all(isinstance(part, str) for part in command):
         raise ConfigError(f"a command is a list of texts, got {list(command)!r}")
     program = command[0]
-    # A path that is not absolute leads into the folder of the episode, which is not there yet.
+    # A relative path leads into the folder of the episode, which does not exist yet.
     is_known = FIELD.search(program) is None and ("/" not in program or program.startswith("/"))
     if is_known and shutil.which(program) is None:
         where = "" if program.startswith("/") else " in PATH"

@@ -23,9 +23,9 @@ from typing import IO, Any, TypeAlias
 # A value of Python's own types, or of JSON.
 Value: TypeAlias = Any
 
-# Items of an iterator that a function may give.
+# Most items of an iterator that a function may return.
 MAX_ITEMS = 100_000
-# Beyond these a number is written as text.
+# Integers from this size on are written as text.
 PLAIN_INTEGERS = 1 << 53
 
 
@@ -129,7 +129,7 @@ def _error(name: Value, text: str) -> Exception:
     try:
         return kind(text)
     except TypeError:
-        # Some take more than a text, such as UnicodeDecodeError.
+        # Some errors, such as UnicodeDecodeError, need more than a text.
         return RuntimeError(f"{name}: {text}")
 
 

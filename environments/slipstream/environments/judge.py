@@ -244,7 +244,7 @@ def _field_score(text: str) -> float | None:
     except (ValueError, RecursionError):
         return None
     score = said.get("score")
-    # True is an int of Python's.
+    # In Python, True is an int.
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
     return float(score) if is_number else None
 

@@ -126,7 +126,7 @@ class Question:
     """One row: what the model reads, and the right answer as text."""
 
     messages: tuple[Message, ...]
-    # "" if no column was named for it.
+    # The right answer, or "" if no column has it.
     answer: str
     row: Row = field(default_factory=dict, compare=False, repr=False)
 

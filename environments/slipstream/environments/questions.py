@@ -30,7 +30,7 @@ MAX_CHARACTERS = 4000
 LINE_BYTES = 1 << 16
 
 JUDGES = ("math_verify", "exact", "contains")
-# What a function of the user's may take.
+# Arguments that a user's function may take.
 ARGUMENTS = ("reply", "question", "answer", "row")
 
 

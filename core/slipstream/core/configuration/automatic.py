@@ -29,15 +29,15 @@ from slipstream.core.types import routing_bytes_per_token
 
 MODELS = ("model", "reference", "critic")
 QUESTIONS = "slipstream.environments.questions:Questions"
-# OWNER/NAME, and maybe a commit, tag or branch of it.
+# OWNER/NAME, optionally with a commit, tag or branch.
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = "*.safetensors"
-# Other forms of the same weights, and what belongs to them.
+# Files with other forms of the same weights, and the files that belong to them.
 _WITHOUT = ("consolidated*", "original/*", "*/*.safetensors", "params.json")
 
 
-# Parameters from which a model is small, and large: they decide learning rate and batch.
+# Numbers of parameters from which a model is small, or large, for learning rate and batch.
 SMALL, LARGE = 5e7, 1e9
 # Most tokens of an episode, and episodes of a server, unless more are asked for.
 EPISODE_TOKENS, SERVER_EPISODES = 4096, 256
@@ -73,11 +73,11 @@ def completed(
     try:
         sizes = read_model_sizes(tables.model.path)
     except ConfigError:
-        # The check of the model will say it.
+        # The check of the model reports this error later.
         sizes = ModelSizes.of({})
     if recorded := _recorded(before):
         kept = _filled(whole, tables, chosen_settings(tables, sizes, recorded))
-        # What is stated now may not go with what was chosen for other values.
+        # Settings stated now may conflict with settings that were chosen for other values.
         with contextlib.suppress(ValidationError):
             Config.model_validate(kept)
             return kept
@@ -155,7 +155,7 @@ def chosen_settings(
     choice("rollout_server.max_episodes", running)
     choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
 
-    # Routing, and the queue, which must hold what it adds.
+    # Routing, and the queue, which must hold the bytes that routing adds.
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
     routing = _routing_bytes(sizes) if replays else 0
     trajectory = choice.applied().trajectory_bytes(routing_bytes_per_token=routing)
@@ -334,7 +334,7 @@ def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -
     """Returns `path` or, if it is a hub name, the folder into which the model is downloaded."""
     named = _NAME.fullmatch(path)
     owner = path.partition("/")[0]
-    # A folder in models/ that is missing was to be made or brought by hand.
+    # A missing folder in models/ has not been made yet; it is no hub name.
     if named is None or Path(path).exists() or owner == "models" or Path(owner).exists():
         return path
     name, revision = named.groups()

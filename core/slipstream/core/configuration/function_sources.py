@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 
-# Folders of installed packages, which have nothing to do with each other.
+# Folders of installed packages, which are independent of each other.
 INSTALLED = ("site-packages", "dist-packages")
 
 

@@ -96,8 +96,8 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
             ):
                 yield renamed(problem, name, role)
     reference = config.reference
-    # A vLLM server that is asked for more likely tokens than there are ends, and a teacher on the
-    # ranks would count a token twice.
+    # A vLLM server ends if a request asks for more likely tokens than the vocabulary has, and a
+    # reference model on the ranks would count a token twice.
     if reference is not None and reference.top_k > policy.vocab > 0:
         yield (
             f"reference.top_k must be at most the model's {policy.vocab} tokens, "
@@ -124,7 +124,7 @@ def _problems(
     yield from model_problems(sizes)
     yield from field_problems(read_model_table(folder))
     yield from layout_problems(sizes, learner.parallel, learner.transformer)
-    # With the policy's folder the policy's own rules say it.
+    # With the policy's folder, the policy's own rules report this.
     if is_critic and folder != policy_folder:
         yield from critic_problems(sizes)
     sees = sees_images(settings, sizes)

@@ -48,7 +48,7 @@ def kill_orphans(own: Collection[int]) -> bool:
     """
     orphans = [pid for pid in _lister()(os.getpid()) if pid not in own and _has_left(pid)]
     for pid in orphans:
-        # A child that is not collected keeps its number.
+        # A child that has not been waited for keeps its pid.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, os.WNOHANG)
     return bool(orphans)
@@ -127,7 +127,7 @@ def _lister() -> Callable[[int], list[int]]:
     """Returns a function that lists the children of a process by its pid, zombies included."""
     if _CHILDREN_LISTED:
         return _children
-    # Such a kernel must be asked about all processes.
+    # Without a list of children, the kernel must be asked about all processes.
     parents = _all_children()
     return lambda pid: parents.get(pid, [])
 

@@ -38,7 +38,7 @@ _LOOK_S = 0.01
 def main() -> None:
     """Serves orders; in each forked process, runs the program. The server itself never returns."""
     answers = os.dup(1)
-    # What imports print must not look like an answer.
+    # Output of imports must not look like an answer.
     os.dup2(2, 1)
     orders = FileIO(0, closefd=False)
     module, *arguments = json.loads(orders.readline())

@@ -28,7 +28,7 @@ ALL_BITS = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 class Gpu:
     """One GPU as the driver describes it."""
 
-    # Its number in nvidia-smi.
+    # The number in nvidia-smi.
     index: int
     # The driver's "GPU-..." id; the same in every process and container.
     uuid: str

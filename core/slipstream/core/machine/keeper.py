@@ -131,7 +131,7 @@ class Keeper:
     def _ask_to_end(self) -> None:
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
-                # The program leads its group and is not yet reaped: the number still belongs to it.
+                # The program leads its group and is not yet reaped, so the pid still belongs to it.
                 os.killpg(self._program, signal.SIGTERM)
         until_s = time.monotonic() + GRACE_S
         while self._status is None and (left_s := until_s - time.monotonic()) > 0:

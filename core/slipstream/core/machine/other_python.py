@@ -10,7 +10,7 @@ This file runs as a script, and imports only the standard library until `NEEDS` 
 import sys
 
 if __name__ == "__main__":
-    # The folder of a script comes first, and this one has modules with names of Python's own.
+    # A script's folder comes first, and this folder has modules with names of Python's own modules.
     del sys.path[0]
 
 import importlib.util  # noqa: E402

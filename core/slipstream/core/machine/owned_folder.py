@@ -61,7 +61,7 @@ def remove_abandoned() -> None:
             continue
         try:
             facts = os.fstat(folder)
-            # A volume may give all folders in it a group, and a bit that says so.
+            # A volume may set the setgid bit on all folders in it.
             mode = stat.S_IMODE(facts.st_mode) & ~stat.S_ISGID
             is_ours = facts.st_uid == os.getuid() and mode == 0o700
             if is_ours and _lock(folder):

@@ -22,9 +22,9 @@ NONE: Values = (None,)
 ONE: Values = (None, 1)
 ZERO: Values = (None, 0)
 ANY_BIAS: Values = (None, False, True)
-# Fields of experts, in families without any.
+# Fields of experts, in families without experts.
 DENSE: Mapping[str, Values] = MappingProxyType({"num_experts": ZERO, "num_local_experts": ZERO})
-# Fields of experts that every token goes to, in families without any.
+# Fields of shared experts, in families without shared experts.
 UNSHARED: Mapping[str, Values] = MappingProxyType({"shared_expert_intermediate_size": ZERO})
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -44,7 +44,7 @@ class Rope:
     optional: tuple[str, ...] = ()
     # Keys that a kind may have, in place of the usual ones.
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Whether positions turn a part of each head.
+    # Whether only a part of each head is rotated.
     is_partial: bool = False
     # Whether each kind of layer may have a table of its own.
     is_by_layer: bool = False
@@ -72,7 +72,7 @@ class VisionFacts:
 
     # The token that stands for features of an image, unless config.json names another.
     image_token: int
-    # The layers behind which the tower adds features, unless config.json says others.
+    # The layers behind which the tower adds features, unless config.json names others.
     deep_layers: tuple[int, ...] = ()
     # Which of two tables says whether embeddings are tied: the outer, either, or both the same.
     ties: Literal["outer", "either", "same"] = "outer"
@@ -112,8 +112,8 @@ class Family:
     architecture: str = ""
     model_type: str = ""
 
-    # Fields of config.json: those with other values than the usual ones, those that are read
-    # although other families have one value, and those that it must have.
+    # Fields of config.json: fields with other allowed values than usual, fields that are read
+    # although other families allow one value only, and fields that it must have.
     values: Mapping[str, Values] = field(default_factory=dict)
     read: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Family:
     rope: Rope = Rope()
     # Rules between fields.
     problems: Callable[[Table], Iterator[str]] = lambda _: iter(())
-    # Returns a config.json with the fields that those of other families have.
+    # Returns a config.json with the fields that other families have.
     usual: Callable[[Table], Table] = lambda values: values
     # How quantized files become files that can be trained.
     conversion: str = "take the folder in bfloat16"

@@ -82,7 +82,7 @@ HARMLESS = frozenset(
         "eoi_token_index",
         "eos_token_id",
         "expand",
-        # gpt-oss says these twice.
+        # gpt-oss has these values under two names.
         "experts_per_token",
         "finetuning_task",
         "forced_bos_token_id",
@@ -305,7 +305,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "llama3": _LLAMA3_KEYS,
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-# Kind -> keys that it may have besides.
+# Kind of rotary embedding -> further keys that it may have.
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": (
         "beta_fast",

@@ -60,7 +60,7 @@ def missing_weights(folder: Path, setting: str) -> list[str]:
             ]
         return [f"{setting} must hold safetensors weights, but {folder} has none"]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
-    # Rollout servers read no other folder.
+    # Rollout servers read only this folder.
     is_served = setting == "model.path"
     if is_served and any(name.startswith("consolidated") for name in names):
         return [

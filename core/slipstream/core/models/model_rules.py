@@ -227,7 +227,7 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
         )
     if config.algorithm.agreement == "bits" and not server.is_eager(on_cpu=True):
         yield "rollout_server.enforce_eager must be left out with algorithm.agreement = 'bits'"
-    # vLLM's delta nets fail there at the first request in any other type.
+    # On a CPU, vLLM's delta nets fail at the first request in any other type.
     if sizes.family.is_delta and dtype != "bfloat16":
         yield (
             'model.dtype must be "bfloat16" for a model with delta nets whose rollout servers run '
@@ -239,7 +239,7 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
             "a CPU: vLLM keeps no states of their prefixes there, got true"
         )
-    # With any adapter, vLLM 0.32.0 computes experts by that kernel.
+    # With any adapter, vLLM 0.32.0 computes experts with a kernel that needs a GPU.
     if sizes.experts and config.lora.publishes_adapters:
         yield (
             "lora.publish must be merged for a mixture of experts on a CPU: vLLM's kernel for "

@@ -163,7 +163,7 @@ def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str)
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        # An unknown name may be the one that is missing.
+        # An unknown name may be a misspelt required name, so it is reported first.
         worst = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         name = ".".join(map(str, worst["loc"]))
         known = ", ".join(model.model_fields) or "none"

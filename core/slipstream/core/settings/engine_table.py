@@ -10,7 +10,7 @@ from pydantic import JsonValue
 SECTION = "rollout_server.engine"
 # mp: each worker has a process; uni: one worker in the engine's process.
 _EXECUTORS = ("mp", "uni")
-# Tokens of a batch without a setting: vLLM's default on the largest GPU.
+# Most tokens of a batch by default: vLLM's default on the largest GPU.
 _MOST_BATCHED = 16384
 
 _WEIGHTS = "the learner's weights could not be loaded into such an engine"

@@ -29,7 +29,7 @@ from slipstream.core.settings.sections import (
 )
 from slipstream.core.types import reference_bytes_per_token
 
-# Bytes of a trajectory in a queue besides its tokens: names, metrics, texts, and 16 branches.
+# Bytes of a trajectory in a queue apart from its tokens: names, metrics, texts, 16 branches.
 TRAJECTORY_OVERHEAD_BYTES = 2048
 BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24

@@ -17,15 +17,15 @@ from slipstream.environments.frameworks.packages import import_function, import_
 Space: TypeAlias = Any
 Value: TypeAlias = Any
 
-# Numbers in one observation or action; more are no text that a model reads.
+# Most numbers in one observation or action; more make too long a text for a model.
 MAX_NUMBERS = 256
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 WHOLE = re.compile(r"(?<![\w.])[-+]?\d{1,18}(?![\w])(?!\.\d)")
-# A colour of a terminal around text, and any other such code.
+# A terminal's colour codes around text, and any other code.
 COLOURED = re.compile(r"(?:\x1b\[(?!0?m)[0-9;]+m)+([^\x1b]*)(?:\x1b\[0?m)+")
 CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
-# An environment of the package, and what it shows.
+# An environment of the package, and one of its observations.
 Game: TypeAlias = Any
 Observation: TypeAlias = Any
 

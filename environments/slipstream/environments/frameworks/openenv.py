@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # The port at which every image of OpenEnv answers.
 INSIDE_PORT = 8000
-# Seconds for Docker to say what it knows of an image.
+# Seconds within which Docker must describe an image.
 ASK_LIMIT_S = 30.0
 # Runs the image's own program, and ends it when standard input ends, which happens when Docker's
 # client or the worker ends for any reason.
@@ -207,7 +207,7 @@ class OpenEnv(Environment[Start]):
 
         assert self._socket is not None
         try:
-            # A server that has no free session says so and hangs up: its answer is still read.
+            # A server without a free session answers, then closes the connection: read the answer.
             with contextlib.suppress(ConnectionClosed):
                 await self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(await self._socket.recv())
@@ -446,7 +446,7 @@ class ServerProcess:
         try:
             self._process = subprocess.Popen(
                 [part.replace("{port}", str(self._port)) for part in self._command],
-                # Nothing is written: the pipe ends with this process, which a container notices.
+                # Nothing is written: the pipe closes with this process, and ends the container.
                 stdin=subprocess.PIPE if self._is_container else subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=die_with_parent,

@@ -20,7 +20,7 @@ from slipstream.environments.frameworks.packages import import_package, unknown_
 CHUNK = 500
 # Number of questions in a row outside the split, or already drawn, after which drawing ends.
 MAX_IN_A_ROW = 2000
-# Characters of a metric's name.
+# Most characters of a metric's name.
 MAX_NAME = 40
 # The only generator that needs pycosat, which pip compiles.
 NEEDS_PYCOSAT = "zebra_puzzles"
@@ -93,7 +93,7 @@ class ReasoningGym(Environment[Entry]):
         self._system = self._library.utils.SYSTEM_PROMPTS.get(system, system)
         self._instruction = instruction
         self._scorer = self._make(0)
-        # The first question shows whether the generator works and the split has any.
+        # The first question shows whether the generator works and the split has questions.
         self._entry = next(self._draw())
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
 
@@ -118,7 +118,7 @@ class ReasoningGym(Environment[Entry]):
             score = float(self._scorer.score_answer(answer, self._entry))
             is_scored = True
         except Exception as error:  # noqa: BLE001
-            # Scorers parse what a model wrote; whatever they raise at, the answer is not right.
+            # Scorers parse a model's text; an answer at which they raise an error is not right.
             print(f"score_answer failed at {answer!r}: {error!r}", file=sys.stderr)
             score, is_scored = 0.0, False
         name = str(self._entry["metadata"].get("source_dataset", self._specs[0]["name"]))

@@ -22,7 +22,7 @@ from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoi
 from slipstream.core.errors import ConfigError
 from slipstream.environments.frameworks.packages import Foreign, needs
 
-# It needs other versions of packages than vLLM does.
+# verifiers needs other versions of packages than vLLM does.
 INSTALL = (
     "pip install 'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its "
     "interpreter as `python` of the environment"
@@ -136,7 +136,7 @@ class Serving:
         try:
             async with self._env.serving():
                 ready.set_result(None)
-                # The end of the event loop cancels it.
+                # The end of the event loop cancels this task.
                 await asyncio.Event().wait()
         except Exception as error:  # noqa: BLE001 - `begin` raises it, or it is told here
             # The next episode starts the services again.

@@ -20,7 +20,7 @@ KEPT_BYTES = 16 << 10
 # decide what it imports.
 _OWN_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 _CHUNK_BYTES = 64 << 10
-# Seconds in which a keeper ends everything below it, on a busy machine.
+# Seconds in which a keeper ends all processes below it, on a busy machine.
 _END_LIMIT_S = 30.0
 
 
@@ -111,7 +111,7 @@ async def run_program(
     assert process.returncode is not None
     text = bytes(output.kept).decode(errors="replace")
     if not limit and process.returncode == -signal.SIGKILL:
-        # The keeper says so in the output.
+        # The keeper wrote the cause into the output.
         limit = ProgramEnd(0, text).last_line or "it was killed"
     return ProgramEnd(process.returncode, text, limit)
 

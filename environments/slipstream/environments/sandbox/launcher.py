@@ -30,7 +30,7 @@ _SYSTEM_PATHS = (
     "/etc/crypto-policies/back-ends",
 )
 _DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
-# A program that a signal has ended, as bubblewrap and shells report it.
+# Exit status, minus the signal, of a program that a signal ended, by bubblewrap and shells.
 _SIGNAL_STATUS = 128
 _LAST_SIGNAL = 64
 
@@ -175,7 +175,7 @@ def _exceeded(folder: str, limits: Limits) -> str:
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return "folder_files"
-            # Else the program has removed or renamed it meanwhile.
+            # Otherwise, the program has removed or renamed the folder meanwhile.
     return ""
 
 

@@ -135,7 +135,7 @@ class Sandbox:
     async def _start(self, command: Sequence[str], folder: str) -> StartedProgram:
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        # The keeper keeps its end from the launcher.
+        # The keeper does not pass its end of the pipe to the launcher.
         launchers_end = os.dup(write_end)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -224,7 +224,7 @@ class StartedProgram:
         self._errors.reading.cancel()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # Its own `send_signal` may collect the process, whose status is then lost.
+                # `Process.send_signal` may reap the process, whose status is then lost.
                 os.kill(self._process.pid, signal.SIGTERM)
         self.stdin.close()
         try:

@@ -28,10 +28,10 @@ _REFUSED = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register", "bpf", "perf_event_open"),
     *("userfaultfd", "add_key", "request_key", "keyctl", "syslog", "setpriority", "ioprio_set"),
     *("inotify_init", "inotify_init1", "inotify_add_watch", "fanotify_init", "fanotify_mark"),
-    # A pipe with a name holds up whoever opens it, as a device may.
+    # A named pipe blocks every process that opens it, as a device may.
     *("mknod", "mknodat", "file_setattr"),
 )
-# Marks of files: these calls fail as on a file system that has none.
+# Extended attributes: these calls fail as on a file system without any.
 _OF_MARKS = (
     *("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"),
     *("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"),
@@ -42,7 +42,7 @@ _OF_ITSELF = (
     *("prlimit64", "sched_setaffinity", "sched_setattr"),
     *("sched_setparam", "sched_setscheduler"),
 )
-# Commands of fcntl that hold up others or tell of them: F_SETLEASE and F_NOTIFY.
+# Commands of fcntl that block or watch other processes: F_SETLEASE and F_NOTIFY.
 _FCNTL_REFUSED = (1024, 1026)
 # A socket is one of AF_UNIX, AF_INET and AF_INET6: sandlock judges these.
 _SOCKET_FAMILIES = (1, 2, 10)

@@ -100,7 +100,7 @@ FAMILIES = (
             **_SIGMOID,
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
-            # transformers norms latent vectors with this one, vLLM with that of config.json.
+            # transformers norms latent vectors with 1e-6, vLLM with the value in config.json.
             "rms_norm_eps": (None, 1e-6, 1e-5),
         },
         read=_READ,

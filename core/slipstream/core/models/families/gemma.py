@@ -7,7 +7,7 @@ _VALUES = {
     **DENSE,
     "hidden_act": _GELU,
     "hidden_activation": _GELU,
-    # vLLM has no projection of its own for Gemma 2.
+    # vLLM has no separate output projection for Gemma 2.
     "tie_word_embeddings": (None, True),
 }
 _ROPE = Rope(kinds=("default", "linear"), is_by_layer=True)

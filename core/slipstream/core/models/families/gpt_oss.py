@@ -29,7 +29,7 @@ FAMILIES = (
     Family(
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
-        # vLLM reads none of these fields, but has these values.
+        # vLLM does not read these fields, and uses these values.
         values={
             "attention_bias": (None, True),
             "rms_norm_eps": (None, 1e-5),

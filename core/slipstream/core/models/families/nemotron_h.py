@@ -117,7 +117,7 @@ FAMILIES = (
             **DENSE,
             "mlp_hidden_act": (None, "relu2"),
             "use_conv_bias": (None, True),
-            # vLLM has a projection of its own.
+            # vLLM always has a separate output projection.
             "tie_word_embeddings": OFF,
         },
         read=(
@@ -129,7 +129,7 @@ FAMILIES = (
             "n_groups",
             "ssm_state_size",
             "conv_kernel",
-            # transformers writes these of a model without experts, too.
+            # transformers writes these fields for a model without experts, too.
             "n_routed_experts",
             "n_group",
             "topk_group",

@@ -15,9 +15,9 @@ FAMILIES = (
         model_type="olmoe",
         values={
             **UNSHARED,
-            # vLLM never lets the weights of a token's experts add up to 1.
+            # vLLM never normalizes the weights of a token's experts to a sum of 1.
             "norm_topk_prob": OFF,
-            # vLLM reads no other, and always has a projection of its own.
+            # vLLM uses 1e-5 for all, and always has a separate output projection.
             "rms_norm_eps": (None, 1e-5),
             "tie_word_embeddings": OFF,
         },

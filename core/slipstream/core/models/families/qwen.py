@@ -59,7 +59,7 @@ _NO_DRAFTS = (
 _NO_ADAPTERS = (
     "of layers without attention only the delta nets of a Qwen3NextForCausalLM have adapters"
 )
-# vLLM reads whether attention is gated, transformers always takes it so.
+# vLLM reads whether attention is gated; transformers always gates it.
 _GATED = {"attn_output_gate": (None, True)}
 _GATED_MIXTURE = {
     **_GATED,
@@ -74,7 +74,7 @@ _QWEN35 = Family(
     # The layers that predict further tokens are neither loaded nor sampled from.
     read=(*_READ_OF_DELTA_NETS, "mtp_num_hidden_layers"),
     layer_kinds=(FULL, LINEAR),
-    # Text has one axis of positions: vLLM takes these away.
+    # Text has one axis of positions, so vLLM ignores these keys.
     rope=Rope(is_partial=True, optional=_AXES),
     query_norm="head",
     linear=DELTA_NETS,
@@ -164,7 +164,7 @@ FAMILIES = (
     Family(
         architecture="Qwen3VLMoeForConditionalGeneration",
         model_type="qwen3_vl_moe",
-        # transformers lets the weights of a token's experts add up to 1, vLLM if the file says so.
+        # transformers always normalizes the weights of a token's experts, vLLM if the file says so.
         values={**UNSHARED, "norm_topk_prob": (True,)},
         written=("norm_topk_prob",),
         rope=_SEEING_ROPE,
