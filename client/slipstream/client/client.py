@@ -140,12 +140,14 @@ class Client:
     ) -> EnvironmentStatus:
         """Adds an environment that the rollout servers run in worker processes; returns its status.
 
-        `reference` is "package.module:Class", `name` by default the class's name in lower case.
-        `weight` is the environment's share of the trained groups, `timeout_s` the limit of one
-        reset or step, `adapter` a name in lora.adapters. The servers look for the module in the
-        folder `search_path` of their machines, by default the path of this process's working
-        directory. `python` is the workers' interpreter there, by default the servers' own. Raises
-        EnvironmentFailed when no worker could load the environment and reset its first task.
+        `reference` is "package.module:Class", `name` by default the class's name in lower case,
+        `args` the class's keyword arguments. `weight` is the environment's share of the trained
+        groups, `timeout_s` the limit of one reset or step, `adapter` a name in lora.adapters.
+        `chat_template_kwargs` are passed to the chat template. Each server starts `num_workers`
+        worker processes. The servers look for the module in the folder `search_path` of their
+        machines, by default the path of this process's working directory. `python` is the workers'
+        interpreter there, by default the servers' own. Raises EnvironmentFailed when no worker
+        could load the environment and reset its first task.
         """
         try:
             args_json = json.dumps(dict(args or {}))
@@ -193,7 +195,8 @@ class Client:
 
         At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
         controller that does not listen yet, and up to `reconnect_timeout_s` for a lost controller;
-        after a reconnection open episodes begin again. Cancel the call to leave earlier.
+        after a reconnection open episodes begin again. Cancel the call to leave earlier. The other
+        arguments are as in `submit`. Raises EnvironmentFailed if the environment gives no tasks.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -208,7 +211,7 @@ class Client:
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
         )
-        # This tells a wrong address from a controller that is lost later.
+        # This distinguishes a wrong address from a controller that is lost later.
         await self._wait_for_controller(connect_timeout_s)
         patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:
@@ -327,7 +330,7 @@ class NoController(ConfigError):
 
 
 class CallErrors:
-    """Turns statuses of gRPC into errors that name the controller's address and what to do."""
+    """Turns statuses of gRPC into errors that name the controller's address and the remedy."""
 
     def __init__(self, address: str, *, wants_tls: bool) -> None:
         self._address, self._wants_tls = address, wants_tls
@@ -368,7 +371,7 @@ class ReconnectLimit:
         self._lost_at_s = None
 
     async def wait(self, cause: str) -> bool:
-        """Waits before the next attempt; returns False when the time for attempts is over."""
+        """Waits before the next attempt and returns True; returns False when no time is left."""
         now_s = asyncio.get_running_loop().time()
         self._lost_at_s = self._lost_at_s or now_s
         if now_s + self._backoff.next_s > self._lost_at_s + self._limit_s:

@@ -158,7 +158,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
-    """Serves this node's setup to the other nodes, and records which nodes compared theirs."""
+    """Serves this node's setup to the other nodes, and records the nodes that have compared it."""
 
     def __init__(self, setup: status_pb2.Setup, others: int) -> None:
         """Takes this node's setup, and the number of other nodes, which all ask for the setup."""
@@ -169,7 +169,7 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetSetup(  # noqa: N802
         self, request: status_pb2.GetSetupRequest, context: object
     ) -> status_pb2.Setup:
-        """Returns the setup with the present time; records a caller that has compared its own."""
+        """Returns the setup with the current time; records a caller that has compared setups."""
         if request.has_compared:
             self.askers.add(request.asker)
             if len(self.askers) >= self._others:
@@ -180,9 +180,9 @@ class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
 
 
 async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
-    """Serves this node's setup to the other nodes, until all have compared theirs with it.
+    """Serves this node's setup until all other nodes have compared their setups with it.
 
-    Returns a problem if some nodes have not done so within `limit_s`.
+    Returns a problem if some nodes have not done so within `limit_s`, else an ok finding.
     """
     area = "nodes"
     try:
@@ -214,9 +214,9 @@ async def meet_nodes(config: Config, nodes: int, limit_s: float) -> Finding:
 
 @contextlib.contextmanager
 def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Keeps a file in run.dir during the block; yields a new run id, its content, and its name.
+    """Keeps a file in run.dir during the block; yields a new run id, and the name of the file.
 
-    Raises ConfigError if the file cannot be written.
+    The file contains the run id. Raises ConfigError if the file cannot be written.
     """
     run_id = f"{config.run.name}-{secrets.token_hex(4)}"
     path = config.run.dir / f".{run_id}"

@@ -287,7 +287,8 @@ class AgentOutcome:
 
     `reward` and `metrics` are as in StepResult. `shares` maps the name of a branch to the part of
     the episode's advantage that the branch gets; every other branch gets 1. `rewards` maps the name
-    of a branch to its own reward, which is compared only with the group's branches of that name.
+    of a branch to its own reward, which is compared only with rewards of that branch name in the
+    episode's group.
     """
 
     reward: float

@@ -223,7 +223,7 @@ class EpisodeHost:
 
 
 async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello) -> WorkerCall:
-    """Opens a stream and sends `hello`; if the server refuses it, reading the stream raises."""
+    """Opens a stream and sends `hello`; reading the stream raises AioRpcError if it was refused."""
     message = pb.WorkerMessage(hello=hello)
     call = open_call()
     try:
@@ -288,7 +288,10 @@ async def answer_commands(
 
 
 async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs user code; turns everything that the code raises into EnvironmentFailed."""
+    """Runs user code; turns everything that the code raises into EnvironmentFailed.
+
+    Raises CancelledError if this task is cancelled for another reason than the episode's end.
+    """
     this = asyncio.current_task()
     assert this is not None
     episode.running = this

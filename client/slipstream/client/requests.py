@@ -12,7 +12,7 @@ from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import counted, plain, say
 from slipstream.core.errors import ConfigError, RunFailed
 
-# States of a server that a scheduler should leave alone.
+# States of a server that a scheduler should not restart.
 WORKING = ("loading", "serving", "draining")
 _RATE = "pass_at_"
 # Counts of the episodes of a round, without their prefix `num_`.

@@ -275,7 +275,7 @@ def write_config(config: Config, folder: Path) -> Path:
     partial = path.with_name(f"{CONFIG}.partial")
     try:
         partial.unlink(missing_ok=True)
-        # It may hold the password of the queue.
+        # The file may hold the password of the queue.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(with_first_line(dump_config(config)))

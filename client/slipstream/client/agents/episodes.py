@@ -113,7 +113,7 @@ class AgentEpisodes:
                 f"{MAX_LEFT_RUNS}: run() must end when its calls are refused"
             )
         if self._gateway is None:
-            # Its HTTP server takes as long to import as all else in a worker.
+            # The gateway's HTTP server takes as long to import as all else in a worker.
             from slipstream.client.agents.gateway import Gateway
 
             self._gateway = Gateway()
@@ -198,7 +198,7 @@ class AgentRun:
             self.task.cancel()
         done, _ = await asyncio.wait([self.task], timeout=limit_s)
         if not done:
-            # A thread that hangs in C code can only be left alone.
+            # A thread that hangs in C code can only be left running.
             self.task.cancel()
         return bool(done)
 

@@ -51,7 +51,7 @@ class CallExchange:
         self._on_waiting = on_waiting
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
-        # Number of requests whose bodies are being read, and of the bytes read of them so far.
+        # Number of requests whose bodies are being read, and of their bytes read so far.
         self.num_reading = self._read_bytes = 0
         # Messages that the server has not taken yet.
         self._outbox: list[pb.AgentCall] = []
@@ -104,7 +104,11 @@ class CallExchange:
         return call
 
     def close(self, call: PendingCall) -> None:
-        """Removes a call; if the server still answers it, tells the server that it is abandoned."""
+        """Removes a call.
+
+        If the server has taken the call but not sent the last part of its reply, tells the server
+        that the call is abandoned.
+        """
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return

@@ -37,7 +37,7 @@ REQUEST_LIMIT_S = 60.0
 MAX_CONNECTIONS = 2048
 # Seconds after which an agent should repeat a call that was refused for now (Retry-After).
 RETRY_S = 1
-# Seconds for which an idle connection stays open. Clients drop theirs earlier.
+# Seconds for which an idle connection stays open. Clients close idle connections earlier.
 KEEP_ALIVE_S = 300
 # Request headers that are passed on to the rollout server; none of them can hold a secret.
 PASSED_HEADERS = {b"accept", b"anthropic-beta", b"anthropic-version", b"content-type"}
@@ -74,7 +74,7 @@ class _Connection(H11Protocol):
         """Takes the seconds in which a request must be complete, and the idle connections.
 
         `resting` begins with the connection that has been idle longest. That connection is closed
-        when a new connection exceeds the limit `most`.
+        when a new one makes more than `most` connections.
         """
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting
@@ -105,7 +105,7 @@ class _Connection(H11Protocol):
     def _look(self, *, is_begun: bool) -> None:
         """Records whether the connection is idle; starts or cancels the deadline of its request."""
         state = self.conn.their_state
-        # What follows the head of a refused request is read and forgotten.
+        # Data after the head of a refused request are read and dropped.
         if state is h11.IDLE or self.conn.our_state is h11.DONE:
             self._resting.setdefault(self)
         else:
@@ -211,7 +211,7 @@ class Gateway:
             await _relay(exchange, call, receive, send)
 
     def _accept(self, scope: Scope) -> tuple[CallExchange, pb.AgentCall]:
-        """Returns the exchange of the episode of a request, and the call without a body.
+        """Returns the exchange of a request's episode, and the call without its body.
 
         Raises _Refusal for a request that is not a valid call of an open episode.
         """

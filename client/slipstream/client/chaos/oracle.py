@@ -63,7 +63,7 @@ def _records(paths: Sequence[Path], found: Findings) -> Iterator[Record]:
     logs = [_whole_lines(path, found) for path in paths]
     number = 0
     for place, (path, lines) in enumerate(zip(paths, logs, strict=True)):
-        # What an earlier controller wrote after a later one had begun is no part of the run.
+        # Lines that a controller wrote after a later one had begun are not part of the run.
         end = min((later[0]["line"] for later in logs[place + 1 :] if later), default=math.inf)
         for record in lines:
             if record["line"] >= end:

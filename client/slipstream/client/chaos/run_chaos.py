@@ -132,7 +132,7 @@ async def kill(process: Process) -> bool:
 
 
 async def stop(process: Process, for_s: float) -> bool:
-    """Stops a process for `for_s`; returns False if it had ended or did not stop in time."""
+    """Stops a process for `for_s`, then continues it; returns False if it could not be stopped."""
     if not send(process, signal.SIGSTOP):
         return False
     try:
@@ -180,7 +180,7 @@ class Proxy:
         return f"{host}:{port}"
 
     async def cut(self, for_s: float) -> bool:
-        """Breaks all connections and refuses new ones for `for_s`; returns whether any broke."""
+        """Breaks all connections and refuses new ones for `for_s`; returns whether any existed."""
         self._refuses = True
         broken = self._break()
         await asyncio.sleep(for_s)
@@ -188,7 +188,7 @@ class Proxy:
         return broken > 0
 
     async def half_open(self, for_s: float) -> bool:
-        """Carries no data for `for_s`, then breaks all connections; returns whether any broke."""
+        """Carries no data for `for_s`, then breaks all connections; returns whether any existed."""
         self._open.clear()
         await asyncio.sleep(for_s)
         broken = self._break()
@@ -375,7 +375,7 @@ class Chaos:
                         await task
                 code = await running
                 if following.done():
-                    # It failed after the last fault: steps are missing from the effective time.
+                    # Following the journal failed: steps are missing from the effective time.
                     await following
                 return 0 if code == 128 + signal.SIGINT else code
             finally:

@@ -290,7 +290,7 @@ class RunFolders:
         """
         folder = self._of(name)
         summary = _table(folder / SUMMARY)
-        # Only a run that ended before its last step because its task is solved says so.
+        # `solved` is shown only for a run that ended early because its task is solved.
         if not summary.get("solved"):
             summary.pop("solved", None)
         return {"summary": summary, "log": _tail(log_path(folder, "controller"))}
@@ -315,7 +315,7 @@ class RunFolders:
 
 
 def _is_group(row: Mapping[str, Any]) -> bool:
-    """Whether each field of the row that the page reads is a list of numbers, some perhaps None."""
+    """Whether each field of the row that the page reads is a list of numbers or Nones."""
     lists = [row.get(name) for name in ("rewards", "sampled_tokens", "surprisal")]
     return all(
         isinstance(values, list) and all(v is None or isinstance(v, int | float) for v in values)
@@ -358,8 +358,8 @@ def _lines(path: Path, begin: int) -> FileRows:
 def _thinned_lines(path: Path) -> FileRows:
     """Reads a whole file of metrics, but keeps only as many rows as a browser can show.
 
-    It keeps up to `MOST_POINTS` evenly spaced rows of steps and the `NEWEST` ones, and likewise of
-    evaluations.
+    It keeps up to `MOST_POINTS` evenly spaced rows of steps and the `NEWEST` rows, and the same of
+    the rows of evaluations.
     """
     counts, seen, end = Counter[bool](), Counter[bool](), 0
     rows = []

@@ -240,7 +240,7 @@ def _engine(scene: Scene) -> str:
     check_variables(config)
     if scene.has_model:
         check_cache(config)
-        # A dry run lists what lacks here after its plan.
+        # A dry run lists such problems after its plan.
         if not scene.dry_run:
             check_processor(config)
     return describe_engine(config.rollout_server, on_cpu=not uses_gpus())
@@ -415,9 +415,9 @@ async def compare(
 ) -> str:
     """Compares this host's setup with the controller's; raises ConfigError for a difference.
 
-    `of_ranks` says that this host runs trainer ranks, which must share the run's folder if
-    checkpoints are saved. `is_awaited` says that the answering process waits for the end of the
-    comparison.
+    Waits up to `limit_s` seconds for the controller, and returns a line on the result. `of_ranks`
+    says that this host runs trainer ranks, which must share the run's folder if checkpoints are
+    saved. `is_awaited` says that the answering process waits for the end of the comparison.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)
@@ -488,7 +488,7 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            # This sends nothing, and lets the kernel choose the way.
+            # This sends nothing, and lets the kernel choose the route.
             probe.connect(address)
             ours = probe.getsockname()[0]
     except OSError as error:
@@ -500,14 +500,14 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
 
 
 def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
-    """Returns the interfaces among `present` that `value`, of a variable in `INTERFACES`, selects.
+    """Returns the interfaces among `present` that the `value` of an environment variable selects.
 
     With `takes_beginning` a name selects all interfaces that begin with it, unless `value` begins
     with "=". A `value` that begins with "^" selects all other interfaces.
     """
     excludes, value = value.startswith("^"), value.removeprefix("^")
     is_exact, value = value.startswith("=") or not takes_beginning, value.removeprefix("=")
-    # NCCL allows a port behind a name.
+    # NCCL allows a port after a name.
     wanted = [part.partition(":")[0] for part in value.split(",") if part]
     return [
         name

@@ -130,7 +130,7 @@ class Child:
         """Asks the program to end; after `grace_s` kills it and the rest of its group."""
         if self.is_running:
             self.signal(signal.SIGTERM)
-            # A process that SIGSTOP has stopped takes the request only when it goes on.
+            # A process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
             self.signal(signal.SIGCONT)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):

@@ -17,7 +17,7 @@ from slipstream.client.launch.template import filled_template
 from slipstream.core.configuration.config_file import load_config
 
 TEMPLATE = Path(__file__).with_name("docker-compose.template.yml")
-# A container sees its files under the same names on every host; the env file says the rest.
+# A container has the same file names on every host; the env file has all other values.
 PLACES = (
     'run.name="${RUN_NAME}"',
     'run.dir="/runs"',
@@ -55,7 +55,10 @@ PATIENT = ("--connect-timeout-s=3600", "--final")
 
 
 def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
-    """Returns the compose file of a run; `config_file` is the settings' path relative to it."""
+    """Returns the compose file of a run, which mounts the settings from `config_file`.
+
+    This path is relative to the compose file.
+    """
     config = load_config(path, [*overrides, *STAND_INS])
     site = Site("/etc/slipstream/config.toml", (*overrides, *PLACES))
     roles = roles_of(config, site, on_gpus=False)
@@ -72,7 +75,7 @@ def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
     meanings = {variable.name: variable.meaning for variable in learner.variables}
     meanings |= {variable.name: variable.meaning for variable in server.variables}
     for name, meaning in (meanings | VARIABLES).items():
-        # Compose refuses a file without the variable in these words.
+        # If the variable is not set, Compose stops with these words.
         text = text.replace(f"${{{name}}}", f"${{{name}:?{meaning}}}", 1)
     return text
 

@@ -15,7 +15,7 @@ from slipstream.client.launch.template import filled_template, shell_command, sh
 # Seconds between two checks of a rollout job: for the controller's address, and that the learner's
 # job still runs.
 LOOK_S, WATCH_S = 5, 60
-# Servers of Ray start beside the learner, which may prove its algorithm before it listens.
+# Servers of Ray start with the learner, which may test its algorithm before it listens.
 CONNECT_TIMEOUT_S = 3600
 LEARNER_JOB = Path(__file__).with_name("slurm_learner.template.sbatch")
 ROLLOUT_JOB = Path(__file__).with_name("slurm_rollout_server.template.sbatch")

@@ -47,10 +47,10 @@ class Group:
 def skypilot_group(
     path: Path, overrides: Sequence[str], code: Path | None, folder: str, *, on_gpus: bool
 ) -> Group:
-    """Returns the job group of a run, whose files will lie in `folder`.
+    """Returns the job group of a run; `folder` is where its files will be saved.
 
-    `code` is a folder of the user's modules. Raises ConfigError if no job group can have the run's
-    name.
+    `code` is a folder of the user's modules to copy to the machines, or None. Raises ConfigError if
+    no job group can have the run's name.
     """
     config = load_config(path, overrides)
     run = config.run.name

@@ -204,7 +204,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Returns the needs by the headers of the model's files, or None if a file is missing."""
+    """Reads the headers of the model's files; returns the needs, or None if a file is missing."""
     if missing_weights(config.model.path, "model.path"):
         return None
     try:
@@ -281,13 +281,13 @@ def disk_for(config: Config) -> Finding:
     model = needs.parameters * (2 if config.model.dtype != "float32" else 4)
     once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
     final = model * config.learner.export_final
-    # A new checkpoint is whole before an old one goes.
+    # A new checkpoint is complete before an old one is removed.
     usual = (config.checkpoint.keep_last + 1) * once + final
     return check_disk(config.run.dir, least_bytes=max(once, final), usual_bytes=usual)
 
 
 def expert_split(parallel: ParallelSection) -> int:
-    """Returns the number of ranks of a pipeline stage over which the experts are sharded."""
+    """Returns over how many ranks of a pipeline stage the experts are sharded."""
     return parallel.ep * (parallel.etp or parallel.tp)
 
 
@@ -342,7 +342,7 @@ def _memory(
 ) -> Iterator[Finding]:
     own = [find_gpu(name, gpus) for name in placement.learner]
     share = config.rollout_server.gpu_memory_utilization
-    # Engines that sleep leave a step what they have.
+    # Engines that sleep leave their memory to the step.
     sleeps = config.controller.turns == "sleep"
     sharing = 0 if sleeps else max(placement.shared.values(), default=0)
     known = [gpu.memory_bytes for gpu in own if gpu is not None]

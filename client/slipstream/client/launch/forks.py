@@ -81,7 +81,7 @@ class _Server(asyncio.SubprocessProtocol):
             if "code" in answer:
                 self._forked.pop(pid).end(answer["code"])
             if not is_known:
-                # Else an earlier process has ended while this one's order is under way.
+                # The answer on a known process reports its end, not the start of a new process.
                 self._follow(process)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
@@ -140,9 +140,9 @@ class ForkServer:
     async def _fork(
         self, name: str, log_path: Path, environ: Mapping[str, str]
     ) -> ForkedProcess | None:
-        """Lets the fork server start a process and returns it.
+        """Lets the fork server start a process and returns the process.
 
-        Closes the fork server and returns None if it fails.
+        If this fails, closes the fork server and returns None.
         """
         server, is_new = self._server, False
         if server is None or not server.is_there:
@@ -160,7 +160,7 @@ class ForkServer:
         return forked
 
     async def _begin(self, name: str, log_path: Path, environ: Mapping[str, str]) -> _Server:
-        # Room for the command line that the processes show.
+        # Room for the command lines that the forked processes show.
         filler = name.ljust(len(" ".join([sys.executable, *self._words])))
         with open_log(log_path) as log:
             _, self._server = await asyncio.get_running_loop().subprocess_exec(

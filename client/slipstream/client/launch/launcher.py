@@ -77,7 +77,7 @@ QUEUE_LIMIT_S = 30.0
 TINY_MODEL = "slipstream.learner.trainer.tiny_model"
 RECEIPT = "slipstream.learner.controller.receipt_checks"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
-# All ranks of a replay are on this machine, wherever those of the run were.
+# All ranks of a replay are on this machine, wherever the run's ranks were.
 _HERE = ('weights.host="127.0.0.1"', 'learner.master="127.0.0.1:0"')
 
 
@@ -442,7 +442,7 @@ async def show_dry_run(
 ) -> int:
     """Prints the plan, then checks the run's folder and addresses.
 
-    `profile` is the folder of an earlier run, whose measured times predict those of this run.
+    `profile` is the folder of an earlier run, whose measured times predict this run's speed.
 
     Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
     """
@@ -494,10 +494,10 @@ def _describe_ranks(config: Config) -> Iterator[str]:
 def place_dry(
     config: Config, *, ranks: int, servers: int
 ) -> tuple[Config, list[str], tuple[str, ...]]:
-    """Returns the settings, lines that say which process gets which GPU, and a tuple of misfits.
+    """Returns the settings, lines that say which process gets which GPU, and the obstacles.
 
-    The settings are adjusted to a shared GPU. The tuple is empty, or says why the processes do not
-    fit: no error, because a dry run needs no GPU.
+    The settings are adjusted to a shared GPU. An obstacle says why the processes do not fit here;
+    it is not an error, because a dry run needs no GPU.
     """
     on_cpu = not uses_gpus()
     engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if servers else []

@@ -161,7 +161,10 @@ def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a write in `folder` succeeds; root's permissions would hide a read-only mount."""
+    """Whether a write in `folder` succeeds.
+
+    It writes a temporary file, because permissions do not show root that a mount is read-only.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

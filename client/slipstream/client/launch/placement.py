@@ -43,12 +43,12 @@ class Placement:
 
     @property
     def shared(self) -> dict[str, int]:
-        """The number of rollout servers on each of the learner's GPUs that servers use too."""
+        """Number of rollout servers by GPU, for each of the learner's GPUs that servers use too."""
         users = self.server_gpus
         return {gpu: users[gpu] for gpu in self.learner if gpu in users}
 
     def max_episodes(self, config: Config, number: int) -> int:
-        """Returns the most episodes that rollout server `number` may run at one time."""
+        """Returns how many episodes rollout server `number` may run at one time."""
         server = config.rollout_server
         return (server.shared_max_episodes if self.shares(number) else None) or server.max_episodes
 
@@ -128,7 +128,7 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
 
 
 def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
-    """Calls `place` with the visible GPUs of this machine; with none if packages are CPU builds."""
+    """Calls `place` with this machine's visible GPUs, or with no GPU if packages are CPU builds."""
     gpus = list_gpus() if uses_gpus() else ()
     visible = Visible(visible_ids(os.environ, gpus), gpus)
     return place(config, visible, ranks=ranks, servers=servers)
@@ -156,7 +156,7 @@ def uses_gpus() -> bool:
 def share_memory(config: Config, placement: Placement) -> Config:
     """Returns the settings with a default `gpu_memory_utilization` for GPUs shared with ranks.
 
-    Raises ConfigError when together they would take more memory than the GPU has.
+    Raises ConfigError when the processes of a GPU would take more memory than the GPU has.
     """
     if placement.shared:
         config = _share_with_learner(config, placement)

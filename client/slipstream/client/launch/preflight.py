@@ -126,9 +126,9 @@ def check_own_certificate(config: Config) -> None:
 
 
 def check_weights_host(config: Config) -> str:
-    """Checks that rank 0, which starts here, can listen on `weights.host`; returns a line on it.
+    """Checks that trainer rank 0 can listen on `weights.host`; returns a line that says so.
 
-    Raises ConfigError if rank 0 cannot.
+    Rank 0 starts on this machine. Raises ConfigError if it cannot listen there.
     """
     host = config.weights.host
     try:
@@ -181,7 +181,7 @@ def check_installed(*names: str) -> None:
 async def check_megatron(config: Config) -> str | None:
     """Lets Megatron check the settings that are passed through to it.
 
-    Returns a line that says so. Returns None without a check if nothing is passed through, or if
+    Returns a line on the result. Returns None without a check if nothing is passed through, or if
     Megatron or the model's config.json is missing. Raises ConfigError for a fault. The check takes
     as long as Megatron's imports and uses no GPU.
     """
@@ -211,8 +211,8 @@ async def check_functions(config: Config) -> str | None:
 async def check_algorithms(config: Config) -> str | None:
     """Tests the user's own algorithm functions; raises ConfigError with the first fault.
 
-    The test takes a minute on a CPU; unchanged functions are not tested again. Returns a line that
-    says so, or None if the run has no such functions.
+    The test takes a minute on a CPU; unchanged functions are not tested again. Returns a line on
+    the result, or None if the run has no such functions.
     """
     if not config.algorithms.has_own:
         return None
@@ -278,7 +278,7 @@ async def _check_by(program: str, config: Config, *, told: str) -> None:
     if checked.code is None:
         raise ConfigError(f"{told} within {SETTINGS_LIMIT_S:g} s")
     if checked.code < 0:
-        # The settings may be right: a scheduler that starts it again does well.
+        # The settings may be right, so a scheduler may start the command again.
         raise RunFailed(f"{told}: {signal.Signals(-checked.code).name} ended the check")
     if checked.code != 0:
         raise ConfigError(_said(checked))
@@ -321,7 +321,7 @@ async def check_environments(config: Config, *, play: bool = True, keeps_log: bo
             name, cause, lines = await check
             printed += [f"environment {name}:", *lines]
             if cause:
-                # Only the cause is there where the environment printed nothing.
+                # A single line is the cause: the environment printed nothing.
                 keeps = keeps_log and len(lines) > 1
                 log = f" (log: {_keep_printed(config, printed)})" if keeps else ""
                 raise ConfigError(f"environment {name}: {cause}{log}")

@@ -13,7 +13,7 @@ from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis_connection import ROLES, RedisConnection, check_settings
 
-# A check says itself what the connection would log.
+# The checks report the warnings that the connection would log.
 logging.getLogger("slipstream.protocol.queue.redis_connection").addHandler(logging.NullHandler())
 LIMIT_S = 3.0
 LINES = "docs/security.md has the ACL SETUSER line"
@@ -42,7 +42,7 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
 async def _check_end(config: Config, end: QueueEnd) -> Finding:
     area, own = f"queue, {end.replace('_', ' ')}", config.queue.user_of(end)
     if own is not None and not own.password_file.exists():
-        # A host has the passwords of its own role only.
+        # A host has only the passwords of its own role.
         return advice(
             area,
             f"{own.password_file} is not here: user {own.user} was not tried",

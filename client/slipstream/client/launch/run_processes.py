@@ -71,7 +71,7 @@ class RunCalls:
         return open_channel(self._address, self._credentials)
 
     async def stop(self, reason: str, *, failed: bool) -> str:
-        """Asks the controller to end the run, in order or as failed; waits 30 s for the answer.
+        """Asks the controller to end the run, in order or as failed, and waits up to 30 s.
 
         Returns "" when the controller answered, else the name of the gRPC status.
         """
@@ -131,8 +131,9 @@ async def end_in_order(
 ) -> None:
     """Asks the controller to stop the run, and waits for `ends`, the end of this node's ranks.
 
-    Stops waiting when the controller has not been "stopping" for `grace_s`. A scheduler may stop
-    all nodes or only this one; in both cases rank 0 lets all ranks save and export.
+    Stops waiting when the controller has not reported for `grace_s` that it is stopping. A
+    scheduler may stop all nodes or only this one; in both cases rank 0 lets all ranks save and
+    export.
     """
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     looks = 0
@@ -310,7 +311,7 @@ class RunProcesses:
             return self._signalled if self._display.is_stopped else 0
         if self._ended_controller:
             return self._signalled
-        # A controller whose disk is full may have told the cause, and not the end.
+        # A controller whose disk is full may have reported the cause, but not the end.
         failure = self._display.failure or self._display.told_failure
         if failure:
             if self._display.failure:
@@ -405,7 +406,7 @@ class RunProcesses:
         arguments += ["--server-id", name, "--max-episodes", str(episodes)]
         forks = ForkServer(SERVER.module, arguments)
         self._forks.append(forks)
-        # Where both take the whole GPU in turn, the learner must have loaded and given it back.
+        # If both use the whole GPU in turns, the learner must have loaded and freed it.
         while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():
             await asyncio.sleep(LOOK_S)
         while True:
@@ -437,7 +438,7 @@ class RunProcesses:
         if trainers is None:
             return
         while (failed := await trainers.keep()) is None:
-            # They have left in order, perhaps for a controller that died before the run was over.
+            # The ranks left in order, perhaps for a controller that died before the run was over.
             while not await self._calls.awaits_trainer():
                 await asyncio.sleep(LOOK_S)
             text = "the trainer had left before its controller died"
@@ -499,7 +500,7 @@ class RunProcesses:
         try:
             await controller.process.wait()
             if not self._ended_controller:
-                # What it sent before its end may still arrive; then the call breaks off.
+                # Events that it sent before its end may still arrive; then the call breaks off.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(EVENTS_LIMIT_S):
                         await show

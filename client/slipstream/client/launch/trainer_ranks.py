@@ -103,7 +103,7 @@ class TrainerRanks:
             if failed is None:
                 return None
             for child in self.children:
-                # The other ranks wait for the dead one, and all that they have is on the disk.
+                # The other ranks wait for the dead one, and resume from the disk.
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children))
             now = await self._milestones()

@@ -79,7 +79,7 @@ class _Accepted:
 
     async def __anext__(self) -> Message:
         request = await anext(self._requests)
-        # Most are ready: another coroutine for each of them costs as much as its checks.
+        # Most requests are ready: a coroutine for each would cost as much as its checks.
         return await _accepted(request) if isinstance(request, _NOT_YET) else request
 
 
@@ -202,7 +202,7 @@ async def _closing(requests: AsyncIterator[_Request]) -> AsyncIterator[_Accepted
     try:
         yield _Accepted(source)
     finally:
-        # A reader that was cancelled just now ends it instead.
+        # A reader that was just cancelled closes the generator instead.
         with suppress(RuntimeError):
             await source.aclose()
 

@@ -108,7 +108,7 @@ class MetricsEndpoint:
             try:
                 connected, _ = await loop.sock_accept(listening)
             except OSError as error:
-                # This process may open no more files for the moment.
+                # This process has too many open files at the moment.
                 log.warning("/metrics takes no connection: %s", error)
                 await asyncio.sleep(1.0)
                 continue
@@ -192,7 +192,7 @@ class MetricsEndpoint:
         if request.target.partition(b"?")[0] != b"/metrics":
             return 404, plain, b"only /metrics is here\n"
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
-        # The text of hundreds of servers would hold the loop for tens of milliseconds.
+        # Encoding for hundreds of servers would block the loop for tens of milliseconds.
         found = Snapshot(list(self._registry.collect()))
         return 200, kind, await asyncio.to_thread(encode, found)
 

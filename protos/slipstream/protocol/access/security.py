@@ -359,7 +359,7 @@ def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(section.tls_certificate, section.tls_key)
         except (ConfigError, OSError) as error:
-            # One file of the two may be there already, and the other one not yet.
+            # Perhaps only one of the two files has been replaced so far.
             logger.warning("the certificate stays as it was: %s", error)
             return None
         shown = found

@@ -1,4 +1,4 @@
-"""Sends trajectories over a gRPC stream; the sender keeps each until it is acknowledged.
+"""Carries trajectories over a gRPC stream; the sender keeps each until it is acknowledged.
 
 The sender sends each trajectory that `put` gets; on a new stream it sends all unacknowledged
 trajectories again. `put` waits while too many bytes are unacknowledged. After a lost stream the

@@ -154,7 +154,7 @@ class RedisSender:
         if self._connection.trouble is not None:
             return self._connection.away(timeout_s, self._connection.trouble)
         if self.queued_bytes + num_bytes <= self._max_bytes:
-            # Its call has no answer yet, or room came at the last moment.
+            # The transaction has no answer yet, or room came at the last moment.
             return TrajectoryQueueFull(
                 f"redis at {name} has room for {num_bytes} bytes and did not store them within "
                 f"{timeout_s:g} s"

@@ -231,7 +231,7 @@ class RedisConnection:
             except CONNECTION_ERRORS as error:
                 if _refusal(error) is not None:
                     raise self.failure(error) from error
-                # A call that is too late has no text.
+                # A call that timed out has no error text.
                 cause = str(error) or f"a call had no answer for {CALL_TIMEOUT_S:g} s"
                 if asyncio.get_running_loop().time() + backoff.next_s > deadline:
                     raise self.away(self._reconnect_timeout_s, cause) from error
@@ -282,7 +282,7 @@ class RedisConnection:
             self.counters = earlier
 
     async def _count_again(self, found: Counted, earlier: Counters) -> None:
-        """Adds the bytes that Redis's count of added bytes has lost since `earlier` to that count.
+        """Increases Redis's count of added bytes by the bytes that it has lost since `earlier`.
 
         The receiver then sees that the count exceeds the bytes in the stream, so data were lost.
         """
