@@ -31,7 +31,7 @@ ASSISTANT = "assistant"
 
 @dataclass(eq=False)
 class ConversationBranch:
-    """One token sequence: context and sampled tokens in turns, as in a trajectory."""
+    """One token sequence, in which context and sampled tokens alternate, as in a trajectory."""
 
     name: str
     token_ids: list[int] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Conversations:
         return "edited" if any(each.role == ASSISTANT for each in rest) else "again"
 
     def _walk(self, settings: str, messages: Sequence[MessageKey]) -> tuple[int, _Node]:
-        """Returns the number of first `messages` in the tree of `settings`, and their last node."""
+        """Returns how many first `messages` the tree of `settings` has, and the last one's node."""
         node, depth = self._roots.get(settings, _Node()), 0
         while depth < len(messages) and messages[depth] in node.children:
             node, depth = node.children[messages[depth]], depth + 1

@@ -125,7 +125,7 @@ class DraftRule:
         self._trial_steps, self._kept_steps, self._clock = trial_steps, kept_steps, clock
         # Whether replies are drafted now, and for how many steps more.
         self._drafts, self._left = True, trial_steps
-        # The speed of the trial with drafts, in tokens/s, while the one without them runs.
+        # The speed of the trial with drafts, in tokens/s, while the trial without drafts runs.
         self._speed: float | None = None
         self._keeps = False
         self._last_s: float | None = None

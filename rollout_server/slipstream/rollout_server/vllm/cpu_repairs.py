@@ -39,7 +39,7 @@ class SharedTextProposer:
         token_ids: npt.NDArray[np.int32],
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> list[list[int]]:
-        """Implements vLLM's method; a request without a new token or room gets no draft."""
+        """Implements vLLM's method; requests with no new token, or at full length, get no draft."""
         chosen = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not chosen:

@@ -150,7 +150,7 @@ class EngineRequests:
         num_tokens = len(record.token_ids)
         self._returned_tokens += num_tokens
         if asked.stop:
-            # Tokens that vLLM dropped behind a stop text were counted.
+            # The counter has tokens that vLLM dropped after a stop text.
             self.counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
         generation = record.generation(last)
         self._judged_tokens += num_tokens if is_judged else 0

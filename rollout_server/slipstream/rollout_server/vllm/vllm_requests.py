@@ -62,7 +62,7 @@ def parameters(
         ignore_eos=sampling.ignore_eos,
         # The engine's process ends the reply at these, before it hands the tokens out.
         stop_token_ids=list(sampling.stop_token_ids),
-        # vLLM looks for these in the text of each chunk, and drops the tokens behind.
+        # vLLM looks for these in the text of each chunk, and drops the tokens after them.
         stop=stop,
         include_stop_str_in_output=text.with_stop,
         detokenize=bool(stop) or (options is not None and not is_read_by_us(options)),

@@ -100,7 +100,7 @@ class LiveBase:
         return all(self._holds_all)
 
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
-        """Returns the buckets of a delta in wire format.
+        """Announces a delta; returns its buckets in wire format.
 
         `changed` has the number of changed elements of each bucket.
         """

@@ -28,7 +28,7 @@ _ALIGNMENT_BYTES = 512
 
 
 class Staging:
-    """Receives one update after another, each on a thread: `begin`, `is_done`, `clear`.
+    """Receives updates on a thread: call `begin`, `is_done` until it returns True, `clear`.
 
     Its memory grows to the size of the largest update and is reused.
     """
@@ -157,7 +157,7 @@ class Copying:
         self._marks: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """Copies, unless a copy would wait for a bucket; then `finish` does all the work.
+        """Copies the update, unless a copy would wait for a bucket: then `finish` copies all.
 
         Raises WeightSyncError as in `BucketReceiver.receive`.
         """

@@ -94,7 +94,7 @@ class WeightUpdate:
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan
         # in all workers.
         self._all_have_plan = False
-        # Whether all workers have room to stage; None if unknown. Once used, they keep it.
+        # Whether all workers have room to stage; None if unknown. Workers keep used memory.
         self._has_room: bool | None = None
         # The value of `_has_room` that was logged last.
         self._told_room: bool | None = None

@@ -99,7 +99,7 @@ class NcclReceiver(BucketReceiver):
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """Yields each bucket; never blocks the host, so only `digests` raises a missed deadline."""
+        """Yields each bucket; never blocks, so `digests` raises the error of a missed deadline."""
         memory, digests = self.prepare(incoming), self._digests
         assert digests is not None
         buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
