@@ -194,7 +194,7 @@ async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Chi
 
 
 def with_full_disk(cause: str, folder: Path) -> str:
-    """Returns `cause`, with a hint if the disk of `folder` is full: its logs may be cut off."""
+    """Returns `cause`, with a hint if the disk of `folder` is full, since logs may be cut off."""
     hint = f"no space is left on the disk of {folder}"
     try:
         if hint in cause or shutil.disk_usage(folder).free >= FULL_BYTES:

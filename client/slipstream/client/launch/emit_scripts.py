@@ -72,7 +72,7 @@ def _job(roles: Roles, role: Role) -> str:
 def ray_program(roles: Roles, file: str, *, controller_port: int, master_port: int) -> str:
     """Returns the text of the Ray program that runs the roles in the current folder.
 
-    It will be saved as `file`.
+    The program will be saved as `file`.
     """
     learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]
     return filled_template(

@@ -315,7 +315,10 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
 
 
 def _secrets(config: Config, site: Site, end: QueueEnd) -> Iterator[Secret]:
-    """Yields the secrets of the queue's `end`: the files in the settings, else files of `site`."""
+    """Yields the secrets of the role at `end` of the queue.
+
+    Files that the settings do not name are in the folder of `site`.
+    """
     wanted = [("tls_ca", "ca.pem", False), ("token_file", "token", False)]
     if end == "controller":
         wanted += [("tls_certificate", "server.pem", True), ("tls_key", "server.key", True)]

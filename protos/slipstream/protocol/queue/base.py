@@ -88,7 +88,7 @@ class TrajectorySender(Protocol):
     def queued_bytes(self) -> int:
         """Number of bytes that were put and are not yet acknowledged."""
 
-    # Amounts of the trajectories whose `put` has returned.
+    # Amounts of the trajectories of all `put` calls that returned.
     taken: EpochAmounts
 
     @property

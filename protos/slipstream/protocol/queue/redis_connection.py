@@ -117,7 +117,10 @@ class Counters:
 
 
 def loss_in(found: Counted, stream_bytes: int) -> str:
-    """Returns the evidence that data were lost if `found` does not fit `stream_bytes`, else ""."""
+    """Returns the evidence of a loss of data if the counters `found` do not fit `stream_bytes`.
+
+    Returns "" without a loss.
+    """
     try:
         return Counters.of(found).loss_against(stream_bytes)
     except QueueError as error:
@@ -297,7 +300,7 @@ class RedisConnection:
         return cast("Counted", await reader.mget(*self.counted_keys))
 
     def take_counters(self, found: Counted, earlier: Counters) -> Counters:
-        """Checks `found` against `earlier`; returns its counters, and keeps the newest ones.
+        """Returns the counters `found`, checked against `earlier`; keeps the newest value of each.
 
         Raises QueueError when data were lost.
         """

@@ -36,7 +36,7 @@ def seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:
 
 
 def opener(run_key: bytes) -> OpenSeal:
-    """Returns a function that opens the seals of all epochs of a run; the id names the epoch."""
+    """Returns a function that opens the seals of all epochs, which the trajectory ids name."""
     # The keys of epochs that deliver now; making one again costs little.
     key_of = functools.lru_cache(MAX_KEYS)(functools.partial(server_key, run_key))
 
