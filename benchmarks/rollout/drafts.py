@@ -43,7 +43,6 @@ PLAIN = "off"
 ENGINES: dict[str, dict[str, object]] = {
     PLAIN: {},
     "shared": {"drafts": "shared"},
-    "shared, 7 tokens": {"drafts": "shared", "draft_tokens": 7},
 }
 # Prompts have a part of the text; replies go on behind it.
 PROMPT_TOKENS = 128

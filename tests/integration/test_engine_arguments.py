@@ -107,25 +107,20 @@ def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> Non
     assert own_values(config, seed=3)["mamba_ssm_cache_dtype"] == "float32"
     with pytest.raises(ConfigError, match="enable_prefix_caching must be false .* Mamba layers"):
         engine_config(config, seed=3)
-    section = config.rollout_server.model_copy(update={"enable_prefix_caching": False})
-    settings = engine_config(config.model_copy(update={"rollout_server": section}), seed=3)
+    settings = engine_config(config_with(folder, {"enable_prefix_caching": False}), seed=3)
+    assert not settings.cache_config.enable_prefix_caching
     assert settings.model_config.hf_config.hybrid_override_pattern == "M*"
 
 
-@pytest.mark.parametrize(("steps", "interval"), [(None, 1), (0, 1), (7, 8)])
-def test_prompts_wait_in_vllm_for_as_long_as_our_setting_says(model, steps, interval):
-    config = config_with(model, {})
-    section = config.debug.model_copy(update={"prompt_wait_steps": steps})
-    config = config.model_copy(update={"debug": section})
-    settings = engine_config(config, seed=3).scheduler_config
-    # The engine is eager here.
+@pytest.mark.parametrize(("passed", "interval"), [({}, 1), ({"prefill_schedule_interval": 8}, 8)])
+def test_prompts_of_an_eager_engine_wait_only_if_vllm_is_told_so(model, passed, interval):
+    settings = engine_config(config_with(model, passed), seed=3).scheduler_config
     assert settings.prefill_schedule_interval == interval
 
 
 DRAFTS = [
     ({"drafts": "off"}, None),
     ({"drafts": "shared"}, ("custom_class", 4)),
-    ({"drafts": "shared", "draft_tokens": 2}, ("custom_class", 2)),
     ({"drafts": "shared", "max_episodes": 256}, ("custom_class", 4)),
     # With so many replies under way drafts would not pay.
     ({"drafts": "shared", "max_episodes": 257}, None),

@@ -12,7 +12,11 @@ import torch
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.draft_table import DraftRule
 from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-from slipstream.rollout_server.vllm.drafting_scheduler import draft_lengths, draft_values
+from slipstream.rollout_server.vllm.drafting_scheduler import (
+    DRAFT_TOKENS,
+    draft_lengths,
+    draft_values,
+)
 from slipstream.rollout_server.vllm.drafting_worker import DraftingWorker, SharedText
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from support.fakes.small_configs import small_config
@@ -28,6 +32,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
+# Length of the worker's drafts where it is tested alone.
 DRAFT = 3
 PLACES = 8
 PROMPT = list(range(4, 14))
@@ -46,7 +51,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
             "max_episodes": PLACES,
             "enforce_eager": True,
             "drafts": "shared",
-            "draft_tokens": DRAFT,
             "engine": {"block_size": BLOCK},
         },
     )
@@ -115,7 +119,7 @@ class Engine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = True
-        self.scheduler._rule = DraftRule(DRAFT, **({"trial_steps": 1 << 40} | rule))
+        self.scheduler._rule = DraftRule(DRAFT_TOKENS, **({"trial_steps": 1 << 40} | rule))
         self.workers = Workers(self.scheduler.requests)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
@@ -182,7 +186,7 @@ def test_replies_are_whole_however_many_tokens_are_accepted(settings, num_blocks
         engine.add(f"r{number}", limit)
     engine.drain()
     check_replies(engine)
-    assert set(engine.workers.drafted) == {0, DRAFT}
+    assert set(engine.workers.drafted) == {0, DRAFT_TOKENS}
     assert (engine.preempted > 0) is (num_blocks == 12)
     drafted, accepted = map(sum, zip(*engine.told, strict=True))
     assert 0 < accepted < drafted <= sum(engine.workers.drafted)

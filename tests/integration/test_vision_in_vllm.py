@@ -26,7 +26,7 @@ from support.rigs.started_engine import started_engine
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NAMES = ("first", "second")
 GREEDY = Sampling(0.0, 1.0, 0, 24, 1, 96, ignore_eos=True)
-DRAFTS = {"drafts": "shared", "draft_tokens": 3}
+DRAFTS = {"drafts": "shared"}
 FP8 = {"quantization": "fp8_per_channel"}
 DELTA_NETS = [family for family in FAMILIES if family.startswith("qwen3_5")]
 

@@ -35,9 +35,8 @@ def config_of(folder: Path) -> Config:
         rollout_server={
             "max_episodes": 16,
             "drafts": "shared",
-            "draft_tokens": 3,
             "gpu_memory_utilization": 0.05,
-            "engine": {"num_gpu_blocks_override": 160, "cudagraph_capture_sizes": [16, 64]},
+            "engine": {"num_gpu_blocks_override": 160, "cudagraph_capture_sizes": [16, 80]},
         },
     )
 

@@ -17,7 +17,7 @@ async def main() -> None:
     chosen = {"engine": {"attention_backend": "CPU_MLA"}} if "deepseek" in name else {}
     if "nemotron-h" in name:
         # vLLM keeps no states of prefixes on a CPU.
-        chosen = {"enable_prefix_caching": False}
+        chosen = {"engine": {"enable_prefix_caching": False}}
     # The last token has no room after it.
     sequences = [tokens[:-1].tolist() for tokens in probe()]
     found, _ = await seen_each_time(

@@ -234,10 +234,10 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             f"on a CPU: vLLM computes them in no other type there, got {dtype!r}"
         )
     # vLLM's scan does not return the states in the middle of a prompt, which prefixes need.
-    if sizes.family.linear == MAMBA and server.enable_prefix_caching:
+    if sizes.family.linear == MAMBA and server.caches_prefixes:
         yield (
-            "rollout_server.enable_prefix_caching must be false for a model with Mamba layers on "
-            "a CPU: vLLM keeps no states of their prefixes there, got true"
+            "rollout_server.engine.enable_prefix_caching must be false for a model with Mamba "
+            "layers on a CPU: vLLM keeps no states of their prefixes there, got true"
         )
     # With any adapter, vLLM 0.32.0 computes experts with a kernel that needs a GPU.
     if sizes.experts and config.lora.publishes_adapters:

@@ -159,9 +159,6 @@ class DebugSection(Section):
 
     # Record a window of steps.
     profile: ProfileSection = ProfileSection()
-    # Steps for which prompts may wait until there is one for every 32 replies. By default 32 with
-    # CUDA graphs, else 0.
-    prompt_wait_steps: int | None = Field(None, ge=0)
     # Largest [gap of a probe](internals/wire_weights.md#the-probe). By default 1e-3 in float32,
     # 0.16 in bfloat16, 0.02 in float16, 0.5 with FP8.
     probe_tolerance: float | None = Field(None, gt=0)

@@ -431,10 +431,6 @@ class RolloutServerSection(Section):
     # `shared` drafts tokens from the prompt, the group and earlier replies. Engines for more than
     # 256 episodes draft none.
     drafts: Literal["off", "shared"] = "off"
-    # Longest draft, in tokens. With many replies under way drafts are shorter.
-    draft_tokens: int = Field(4, ge=1, le=16)
-    # Cache prefixes. None serves a request of a newer version.
-    enable_prefix_caching: bool = True
     # Compute the context of running replies again with new weights. If false, they keep the old
     # one.
     recompute_context: bool = True
@@ -463,6 +459,11 @@ class RolloutServerSection(Section):
     environment_memory_gib: float | None = Field(None, gt=0)
     # Most processes of an environment worker with its children, beyond which it is ended.
     environment_processes: Positive = 1000
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether engines keep the cache of a prompt for others that begin alike."""
+        return bool(self.engine.get("enable_prefix_caching", True))
 
     @property
     def computes_in_fp8(self) -> bool:

@@ -86,7 +86,7 @@ def agreement_problems(config: Tables) -> Iterator[str]:
         (
             "rollout_server.engine",
             server.engine,
-            ("max_num_", "kv_cache_memory_bytes", "load_format"),
+            ("max_num_", "kv_cache_memory_bytes", "load_format", "enable_prefix_caching"),
         ),
         ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
     ):
@@ -306,9 +306,9 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that conflicts with `algorithm.router_replay`."""
     if config.algorithm.router_replay == "off":
         return
-    if not config.rollout_server.enable_prefix_caching:
+    if not config.rollout_server.caches_prefixes:
         yield (
-            "algorithm.router_replay needs rollout_server.enable_prefix_caching = true: "
+            "algorithm.router_replay needs rollout_server.engine.enable_prefix_caching = true: "
             "vLLM keeps the experts of tokens beside their cached prefixes"
         )
     if config.sampling.stop:

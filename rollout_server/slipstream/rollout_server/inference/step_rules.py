@@ -16,7 +16,7 @@ from slipstream.core.settings.sections import RolloutServerSection
 # Number of running replies for each waiting prompt above which prompts wait. At most a 32nd of an
 # engine's places is empty because of the wait, half of that on average.
 REPLIES_PER_PROMPT = 32
-# Largest number of steps that prompts wait on GPUs if `debug.prompt_wait_steps` is unset.
+# Largest number of steps that prompts wait in an engine with CUDA graphs.
 MOST_STEPS = 32
 
 
@@ -71,24 +71,18 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def graph_values(
-    section: RolloutServerSection,
-    passed: Mapping[str, object],
-    *,
-    wait_steps: int | None,
-    on_cpu: bool,
+    section: RolloutServerSection, passed: Mapping[str, object], *, on_cpu: bool
 ) -> dict[str, object]:
-    """Returns vLLM's arguments for graphs and prompt waits.
+    """Returns vLLM's arguments for graphs and prompt waits, none if the engine has no graphs.
 
-    Prompts wait at most `wait_steps` steps; None means the device's default. Graph sizes are left
-    out if `passed`, the user's own arguments of vLLM, has graph sizes.
+    Graph sizes are left out if `passed`, the user's own arguments of vLLM, has graph sizes.
     """
-    has_graphs = section.has_graphs(on_cpu=on_cpu)
-    default = MOST_STEPS if has_graphs else 0
-    most_steps = default if wait_steps is None else wait_steps
-    values: dict[str, object] = {"prefill_schedule_interval": most_steps + 1}
+    if not section.has_graphs(on_cpu=on_cpu):
+        return {}
+    values: dict[str, object] = {"prefill_schedule_interval": MOST_STEPS + 1}
     compilation = passed.get("compilation_config")
     chosen = {*passed, *(compilation if isinstance(compilation, dict) else ())}
-    if has_graphs and chosen.isdisjoint(_SIZES):
+    if chosen.isdisjoint(_SIZES):
         values["cudagraph_capture_sizes"] = graph_sizes(section.max_episodes)
     return values
 

@@ -25,6 +25,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 log = logging.getLogger(__name__)
+# Longest draft. With many replies under way drafts are shorter.
+DRAFT_TOKENS = 4
 # Classes that draft from the texts of all requests: a worker for GPUs, and a proposer for CPUs.
 _WORKER = "slipstream.rollout_server.vllm.drafting_worker.DraftingWorker"
 _PROPOSER = "slipstream.rollout_server.vllm.cpu_repairs.SharedTextProposer"
@@ -88,12 +90,12 @@ def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, ob
             *(MOST_DRAFTED_EPISODES, section.max_episodes),
         )
         return {}
-    drafts: dict[str, object] = {"num_speculative_tokens": section.draft_tokens}
+    drafts: dict[str, object] = {"num_speculative_tokens": DRAFT_TOKENS}
     if on_cpu:
         return {"speculative_config": drafts | {"method": "custom_class", "model": _PROPOSER}}
     # vLLM plans ahead with this method, and it needs no second model; our worker drafts instead.
     drafts["method"] = "ngram_gpu"
-    lengths = draft_lengths(section.draft_tokens, section.max_episodes)
+    lengths = draft_lengths(DRAFT_TOKENS, section.max_episodes)
     # vLLM captures graphs only for the lengths in this table. `DraftRule` chooses the length of a
     # step; 0 is in the table for steps without drafts.
     drafts["num_speculative_tokens_per_batch_size"] = [

@@ -42,8 +42,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
             raise ConfigError(problem)
     else:
         check_precision(config.rollout_server.quantization)
-    wait_steps = config.debug.prompt_wait_steps
-    graphs = graph_values(config.rollout_server, passed, wait_steps=wait_steps, on_cpu=on_cpu)
+    graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.agreement == "bits":
         if on_cpu:
@@ -110,7 +109,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         ),
         "gpu_memory_utilization": _memory_share(config),
         "enforce_eager": settings.is_eager(on_cpu=on_cpu),
-        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_prefix_caching": settings.caches_prefixes,
         "quantization": None if settings.quantization == "off" else settings.quantization,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

@@ -119,7 +119,7 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
         (DELTA_NETS, {"model": {"dtype": "float32"}}, r'model\.dtype must be "bfloat16" .* delta'),
         (DELTA_NETS, {"model": {"dtype": "bfloat16"}}, ""),
         (MAMBA, {}, r"enable_prefix_caching must be false for a model with Mamba layers on a CPU"),
-        (MAMBA, {"rollout_server": {"enable_prefix_caching": False}}, ""),
+        (MAMBA, {"rollout_server": {"engine": {"enable_prefix_caching": False}}}, ""),
         ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
         (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),
         (EXPERTS, {"lora": {"rank": 8}}, ""),

@@ -234,8 +234,8 @@ TABLES: list[tuple[Changes, str]] = [
     ),
     # Router replay.
     (
-        REPLAY | {"rollout_server.enable_prefix_caching": False},
-        "algorithm.router_replay needs rollout_server.enable_prefix_caching = true",
+        REPLAY | {"rollout_server.engine": {"enable_prefix_caching": False}},
+        "algorithm.router_replay needs rollout_server.engine.enable_prefix_caching = true",
     ),
     (REPLAY | {"sampling.stop": ["x"]}, "algorithm.router_replay needs sampling.stop = []"),
     (

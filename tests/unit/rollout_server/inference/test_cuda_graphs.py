@@ -5,9 +5,9 @@ from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.inference.step_rules import PROMPT_TOKENS, graph_sizes, graph_values
 
 
-def values(passed=None, *, wait_steps=None, on_cpu=False, **settings):
+def values(passed=None, *, on_cpu=False, **settings):
     section = RolloutServerSection.model_validate({"max_episodes": 512, **settings})
-    return graph_values(section, passed or {}, wait_steps=wait_steps, on_cpu=on_cpu)
+    return graph_values(section, passed or {}, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("max_episodes", [1, 16, 200, 500, 512, 1024, 4096])
@@ -31,17 +31,10 @@ def test_padding_is_an_eighth_at_most_behind_the_sizes_of_vllm(max_episodes: int
 
 def test_prompts_wait_where_there_are_graphs() -> None:
     assert values()["prefill_schedule_interval"] == 33
-    assert values(enforce_eager=True) == {"prefill_schedule_interval": 1}
-    assert values(on_cpu=True) == {"prefill_schedule_interval": 1}
+    assert values(enforce_eager=True) == {}
+    assert values(on_cpu=True) == {}
     # torch.compile on a CPU makes no graphs.
-    assert values(on_cpu=True, enforce_eager=False) == {"prefill_schedule_interval": 1}
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize("steps", [0, 1, 7])
-def test_prompts_wait_for_as_long_as_they_are_told_to(steps: int, on_cpu: bool) -> None:
-    found = values(wait_steps=steps, on_cpu=on_cpu)
-    assert found["prefill_schedule_interval"] == steps + 1
+    assert values(on_cpu=True, enforce_eager=False) == {}
 
 
 @pytest.mark.parametrize(
