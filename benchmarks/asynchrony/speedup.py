@@ -81,7 +81,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
             # The rate of generation is read from heartbeats.
-            "heartbeat_s": 0.2,
+            "heartbeat_timeout_s": 2.0,
             "sample_every_steps": 1_000_000,
         },
         "learner": {

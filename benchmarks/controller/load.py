@@ -179,8 +179,7 @@ async def measure(servers: int, asked: argparse.Namespace) -> list[str]:
             sampling__max_reply_tokens=512,
             sampling__max_episode_tokens=1024,
             queue__max_bytes=QUEUE_BYTES,
-            controller__heartbeat_s=HEARTBEAT_S,
-            controller__heartbeat_timeout_s=5.0,
+            controller__heartbeat_timeout_s=10 * HEARTBEAT_S,
         )
         config.run_dir.mkdir()
         path = config.run_dir / "config.toml"

@@ -45,7 +45,7 @@ SETTINGS = (
     'queue.kind="redis"',
     'tracking.prometheus="127.0.0.1:9400"',
     # A busy machine takes minutes to load an engine.
-    "controller.fleet_timeout_s=1800",
+    "controller.stall_timeout_s=1800",
     "environments.0.reference=letters.task:Letters",
     "evaluations.0.reference=letters.task:Letters",
 )

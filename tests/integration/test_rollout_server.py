@@ -36,7 +36,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 32},
         "rollout_server": {"max_episodes": 64, "threads": 1, "enforce_eager": True},
-        "controller": {"fleet_timeout_s": 5.0},
+        "controller": {"stall_timeout_s": 5.0},
     }
     path = folder / "resolved.toml"
     path.write_text(dump_config(parse_config(table, source="test")))

@@ -34,7 +34,6 @@ def write_slow_run(folder: Path, model: Path, **changes: object) -> Path:
         "evaluations": [],
         "algorithm__group_size": 8,
         "algorithm__groups_per_step": 8,
-        "controller__heartbeat_s": 0.1,
         "controller__heartbeat_timeout_s": 3.0,
         "rollout_server__max_episodes": 64,
     }

@@ -38,7 +38,7 @@ SETTINGS = (
     f"run.steps={STEPS}",
     "environments.0.reference=letters:Letters",
     "evaluations=[]",
-    "controller.fleet_timeout_s=1800",
+    "controller.stall_timeout_s=1800",
 )
 CODE = "from slipstream.environments.echo import Echo\n\n\nclass Letters(Echo):\n    pass\n"
 

@@ -148,9 +148,7 @@ def config_of(shape: Shape, folder: Path, *, is_far: bool = False) -> Config:
         },
         "controller": {
             "address": ADDRESS,
-            "heartbeat_s": 1.0,
             "heartbeat_timeout_s": 4.0,
-            "fleet_timeout_s": 600.0,
             "lease_timeout_s": 30.0,
             "max_set_aside_batches": 100,
         },

@@ -101,7 +101,7 @@ class RolloutServer:
 
         Raises ConfigError if the address needs other credentials or the controller refuses the
         server, and RunFailed if no controller of this run welcomes the server within
-        `controller.fleet_timeout_s`. After the first welcome, errors come in an exception group.
+        `controller.stall_timeout_s`. After the first welcome, errors come in an exception group.
         """
         async with AsyncExitStack() as stack:
             channel = open_channel(self._address, self._credentials)
@@ -192,10 +192,10 @@ class RolloutServer:
         """Returns a stream that the controller welcomed, in a new epoch, or None if `stop` is set.
 
         `undelivered` has the ids of trajectories that the controller may lack. Raises RunFailed if
-        no welcome comes within `controller.fleet_timeout_s`, and ConfigError if the controller
+        no welcome comes within `controller.stall_timeout_s`, and ConfigError if the controller
         refuses the server.
         """
-        deadline_s = time.monotonic() + self._config.controller.fleet_timeout_s
+        deadline_s = time.monotonic() + self._config.controller.stall_timeout_s
         cause = told = ""
         while not stop.is_set():
             if time.monotonic() > deadline_s:

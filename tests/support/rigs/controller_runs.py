@@ -26,7 +26,6 @@ def make_config(tmp_path, *evaluations: dict, **changes) -> Config:
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 64},
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
-            "heartbeat_s": 0.1,
             # Copying a run, or a busy machine, takes the event loop's time.
             "heartbeat_timeout_s": 30.0,
         },

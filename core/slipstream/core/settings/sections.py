@@ -267,14 +267,17 @@ class EnvironmentSection(PlayedSection):
     algorithm: EnvironmentAlgorithmSection | None = None
 
 
+# Longest time between two reports of a rollout server in a small fleet.
+MAX_HEARTBEAT_S = 0.5
+
+
 class ControllerSection(Section):
     """The controller, to whose address all other parts connect."""
 
     # Address of the controller. Off loopback it needs TLS and a token.
     address: Address = "127.0.0.1:7070"
-    # Time between two reports of a rollout server. From the 65th on, servers report less often.
-    heartbeat_s: float = Field(0.5, ge=0.01)
-    # Silence after which a rollout server counts as dead, while the controller itself runs.
+    # Silence after which a rollout server counts as dead, while the controller itself runs. Servers
+    # report after a tenth of it or 0.5 s, and less often from the 65th on.
     heartbeat_timeout_s: Silence = 5.0
     # Attempts at an episode before its group goes on without it.
     max_attempts: Positive = 3
@@ -291,17 +294,20 @@ class ControllerSection(Section):
     max_set_aside_batches: int = Field(3, ge=0)
     # The run stops after this time of serving without a step, an ended episode or work of the
     # trainer, and this long after a publish's deadline. Cancelled episodes and failures of engines,
-    # connections and `reference.server` do not count as ended.
+    # connections and `reference.server` do not count as ended. The run also stops after this time
+    # without a rollout server; the first one has `rollout_server.start_timeout_s` more.
     stall_timeout_s: Silence = 600.0
-    # The run stops after this time without a rollout server. The first one has
-    # `rollout_server.start_timeout_s` more.
-    fleet_timeout_s: Silence = 600.0
     # Steps between samples of trajectories, which are written as text.
     sample_every_steps: Positive = 10
     # Use of a GPU that learner and servers share. With `pause` engines rest during training, with
     # `sleep` each also gives memory back while the other computes. `auto` is pause on such a GPU,
     # and off elsewhere.
     turns: Literal["auto", "off", "pause", "sleep"] = "auto"
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two reports of a rollout server in a small fleet."""
+        return min(MAX_HEARTBEAT_S, self.heartbeat_timeout_s / 10)
 
 
 class ParallelSection(Section):

@@ -106,7 +106,7 @@ class RunWatch:
             return f"the trainer did not end publish {pending.publish_id} {within}"
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s
-            limit_s = settings.fleet_timeout_s
+            limit_s = settings.stall_timeout_s
             if not self._fleet.departed:
                 # The first server joins when its engine has started.
                 limit_s += self._config.rollout_server.start_timeout_s

@@ -133,7 +133,6 @@ TABLES: list[tuple[Changes, str]] = [
         "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of 2432 "
         "bytes, 9728 bytes, got 9727",
     ),
-    ({"controller.heartbeat_s": 2.0}, "controller.heartbeat_timeout_s must be at least 3 * heart"),
     (
         played() | {"evaluations": [{"name": "a", "reference": "a:C"}]},
         "environments and evaluations need different names, got a, a",

@@ -40,7 +40,7 @@ def test_it_stands_while_a_look_is_overdue_and_goes_on_from_there() -> None:
 
 
 async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
-    run = run_of(controller={"heartbeat_s": 0.1, "heartbeat_timeout_s": 0.6})
+    run = run_of(controller={"heartbeat_timeout_s": 0.6})
     fleet = Fleet(run)
     fleet.handlers = FleetHandlers(*[nothing] * 8)
     session = joined(fleet, "a")

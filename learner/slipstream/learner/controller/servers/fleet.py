@@ -171,11 +171,11 @@ class Fleet:
         stay = (not other.is_leaving for other in self.sessions.values())
         if self._progress.is_over or any(stay):
             return ""
-        limit_s = self._run.config.controller.fleet_timeout_s
+        limit_s = self._run.config.controller.stall_timeout_s
         return (
             f"no rollout server stays when {session.name} has left: the run waits for another one "
             f"(slipstream rollout-server), and fails after {limit_s:g} s without "
-            "(controller.fleet_timeout_s)"
+            "(controller.stall_timeout_s)"
         )
 
     def order_drain(self, session: ServerSession, reason: str, *, finish: bool) -> None:

@@ -57,7 +57,7 @@ def test_the_status_shows_the_newest_of_those_that_left() -> None:
 
 
 def test_the_last_server_does_not_leave_without_a_warning() -> None:
-    run = run_of(controller={"fleet_timeout_s": 90.0})
+    run = run_of(controller={"stall_timeout_s": 90.0})
     fleet = Fleet(run)
     fleet.handlers = FleetHandlers(*[nothing] * 8)
     first, last = joined(fleet, "a"), joined(fleet, "b")
@@ -66,7 +66,7 @@ def test_the_last_server_does_not_leave_without_a_warning() -> None:
     fleet.drains(last, "SIGTERM")
     warning = fleet.warn_without(last)
     assert warning.startswith("no rollout server stays when b has left: the run waits for another")
-    assert "fails after 90 s without (controller.fleet_timeout_s)" in warning
+    assert "fails after 90 s without (controller.stall_timeout_s)" in warning
     told = [event.text for event in run.events.kept() if event.text == warning]
     assert told == [warning]
 
