@@ -178,7 +178,9 @@ def too_long(lease, member, attempt):
     return Failure(FailureKind.PROMPT_TOO_LONG, "a prompt of 99 tokens is longer than 64")
 
 
-async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_and_replaced(tmp_path):
+async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_told_and_replaced(
+    tmp_path, caplog
+):
     def odd_tasks(lease, member, attempt):
         if lease.task_index % 2:
             return too_long(lease, member, attempt)
@@ -194,15 +196,8 @@ async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_and_replaced(t
     assert json.loads(lines[-1])["skipped_tasks"] > 0
     assert {lease.first_attempt for lease in server.leases} == {0}
     assert summary["ledger"]["difference"] == 0
-
-
-async def test_a_task_whose_prompt_is_too_long_fails_the_run_where_that_is_refused(tmp_path):
-    config = make_config(tmp_path, sampling__long_prompts="refuse")
-    server = FakeServer(config.controller.address, judge=too_long)
-    summary = await play(config, server)
-    assert summary["code"] == 1
-    assert summary["cause"].startswith("environment e, task ")
-    assert summary["cause"].endswith(": a prompt of 99 tokens is longer than 64")
+    told = [line for line in caplog.messages if "a prompt of 99 tokens is longer than 64" in line]
+    assert len(told) == len(set(told)) > 0
 
 
 @pytest.mark.parametrize(

@@ -581,7 +581,7 @@ def test_a_disk_that_hangs_ends_all_ranks_with_a_line_that_says_so(tmp_path: Pat
             controller.address,
             world_size=2,
             timeout_s=RANK_LIMIT_S,
-            checkpoint={"every_steps": 1, "asynchronous": False},
+            checkpoint={"every_steps": 1},
             environ=disk.environ,
         )
         assert finish(processes, tmp_path) == [3, 3]

@@ -149,7 +149,7 @@ def run_rank(folder: Path, name: str) -> None:
         policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
         disk = DiskWork(state, policy.ranks)
         host = HostCopies(policy.ranks.device, part_elements=PART_ELEMENTS)
-        pending = begin_save(models, state, copy=True, host=host, disk=disk)
+        pending = begin_save(models, state, host=host, disk=disk)
         training.run(BATCHES[step])
         pending.write()
         policy.ranks.gather_bytes(b"")

@@ -274,6 +274,6 @@ def save(models: list, path: Path, disk) -> None:
 
     path.mkdir(exist_ok=True)
     host = HostCopies(torch.device("cpu"))
-    pending = begin_save(models, path, copy=False, host=host, disk=disk)
+    pending = begin_save(models, path, host=host, disk=disk)
     pending.write()
     pending.finish()

@@ -25,9 +25,9 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     sampling = Sampling.from_pb(message)
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names == set(fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name)
-    # What to do with long prompts is the controller's business, and the adapter the environment's.
+    # The adapter is the environment's.
     others = {"adapter", "ignore_eos"}
-    assert names - others == set(SamplingSection.model_fields) - {"long_prompts"}
+    assert names - others == set(SamplingSection.model_fields)
     message.adapter = "math"
     assert Sampling.from_pb(message).adapter == "math"
     for name in names - others:

@@ -89,10 +89,8 @@ class SamplingSection(Section):
     # Most branches of an episode, an agent's conversations with the model.
     max_branches: int = Field(16, ge=1, le=256)
     # Most tokens before the first reply, by default one less than `max_episode_tokens`. Prompts are
-    # never cut.
+    # never cut: a task with a longer one is set aside.
     max_prompt_tokens: Positive | None = None
-    # A task with a longer prompt is set aside (`skip`) or fails the run (`refuse`).
-    long_prompts: Literal["skip", "refuse"] = "skip"
     # Token ids besides the end-of-text token at which a reply ends. They are trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     # Texts at which a reply ends, behind the token that completes one. `stop_token_ids` costs less.
@@ -212,8 +210,6 @@ class CheckpointSection(Section):
     keep_last: Positive = 2
     # Also keep checkpoints whose version is a multiple of this. 0 keeps no others.
     keep_every: int = Field(0, ge=0)
-    # Copy to main memory and write during training. If false, training waits.
-    asynchronous: bool = True
     # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
     # shape and tokenizer.
     load: Path | None = None

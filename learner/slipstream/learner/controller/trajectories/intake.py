@@ -313,15 +313,10 @@ class Intake:
         self._book.remove(group.group_id)
         self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
         self._cancel_members(group, f"member {member} failed for good")
-        if failure.kind is FailureKind.PROMPT_TOO_LONG:
-            # `sampling.long_prompts` says what becomes of such a task.
-            name = group.environment
-            if self._run.config.sampling.long_prompts == "refuse":
-                self._progress.fail(f"environment {name}, task {group.task_index}: {cause}")
-            elif group.purpose is Purpose.TRAINING and self._environments.task_skipped(name, cause):
-                self.suspend(name, f"no task fits, the newest: {cause}")
-            return
         if group.purpose is Purpose.EVALUATION:
+            return
+        if failure.kind is FailureKind.PROMPT_TOO_LONG:
+            self._skip_task(group, cause)
             return
         entry = self._environments.entries.get(group.environment)
         if entry is None or entry.is_new_set_aside(group.task_index, cause):
@@ -340,6 +335,18 @@ class Intake:
             count = self._run.config.controller.max_failed_groups
             last = "its last group" if count == 1 else f"its last {count} groups all"
             self.suspend(group.environment, f"{last} failed, the newest: {cause}")
+
+    def _skip_task(self, group: Group, cause: str) -> None:
+        """Counts and tells a task with too long a prompt; may suspend its environment."""
+        name, task = group.environment, group.task_index
+        entry = self._environments.entries.get(name)
+        if entry is not None and entry.is_news("long prompt", str(task)):
+            self._run.events.warn(
+                f"task {task} of environment {name} is set aside: {cause}; skipped_tasks counts "
+                "such tasks"
+            )
+        if self._environments.task_skipped(name, cause):
+            self.suspend(name, f"no task fits, the newest: {cause}")
 
     def _cancel_members(self, group: Group, cause: str) -> None:
         session = self._fleet.find(group.holder)

@@ -164,10 +164,10 @@ class Checkpointer:
         return manifest
 
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
-        """Finishes the previous save and begins a new one; waits for both if saves are synchronous.
+        """Finishes the previous save and begins a new one, which a thread writes meanwhile.
 
-        Returns the checkpoint that this call has published, on rank 0, else None. Raises
-        CheckpointError if a save failed.
+        Returns the checkpoint of the previous save, on rank 0, else None. Raises CheckpointError if
+        that save failed, or the new one cannot begin.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
@@ -183,13 +183,7 @@ class Checkpointer:
 
         self._disk.together(make_folder)
         self._disk.together(self._host.begin)
-        pending = begin_save(
-            self._models,
-            partial / STATE_FOLDER,
-            copy=self._settings.asynchronous,
-            host=self._host,
-            disk=self._disk,
-        )
+        pending = begin_save(self._models, partial / STATE_FOLDER, host=self._host, disk=self._disk)
         random = _random_state()
         self._last_step = version.step
 
@@ -201,7 +195,7 @@ class Checkpointer:
         # This rank's files are written in its thread, while training goes on.
         entries = self._disk.start(write_files)
         self._write = _Write(version, weight_digest.hex(), partial, pending, entries)
-        return published if self._settings.asynchronous else self.finish()
+        return published
 
     def poll(self) -> Saved | None:
         """Publishes the current save if every rank has written its part.

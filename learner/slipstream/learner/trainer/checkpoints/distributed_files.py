@@ -106,18 +106,17 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
 
 
 def begin_save(
-    models: Sequence[StoredModel], folder: Path, *, copy: bool, host: HostCopies, disk: DiskWork
+    models: Sequence[StoredModel], folder: Path, *, host: HostCopies, disk: DiskWork
 ) -> PendingSave:
     """Plans a save into `folder`, which must exist and be empty; collective.
 
-    With `copy` the tensors may change as soon as this returns, otherwise only after `finish`.
-    Tensors on a device are always copied, to `host`: call `host.begin` before this, and not again
-    before `finish`. `disk` counts the bytes that `write` writes. If one rank cannot plan, all raise
-    CheckpointError.
+    The tensors may change as soon as this returns. Those on a device are copied to `host`: call
+    `host.begin` before this, and not again before `finish`. `disk` counts the bytes that `write`
+    writes. If one rank cannot plan, all raise CheckpointError.
     """
     common = KeptCommonState()
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
-    strategy = ThreadedSaveStrategy(copy=copy, host=host, moved=disk.moved)
+    strategy = ThreadedSaveStrategy(host=host, moved=disk.moved)
     state = sharded_states(models, host)
     for model in models:
         if model.optimizer is not None:

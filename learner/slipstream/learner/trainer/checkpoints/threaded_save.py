@@ -48,15 +48,14 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self,
         folder: Path,
         *,
-        copy: bool,
         host: HostCopies,
         moved: Callable[[int], None],
         open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
     ) -> None:
-        """Takes `copy` and `host` as in `begin_save`; `moved` gets the byte count of each write."""
+        """Takes `host` as in `begin_save`; `moved` gets the byte count of each write."""
         super().__init__(folder)
         self._open_file = open_file
-        self._copy, self._host, self._moved = copy, host, moved
+        self._host, self._moved = host, moved
         # Entry of the written file; None until it is on the disk, or if this rank has no file.
         self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
@@ -65,7 +64,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._results: list[WriteResult] | WRAPPED_EXCEPTION = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Keeps all data of the plan; copies tensors on a device, and with `copy` also others."""
+        """Keeps all data of the plan; copies tensors that training may change."""
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         found: list[Any] = [planner.resolve_data(item) for item in plan.items]
         on_device = [data.detach() for data in found if _is_on_device(data)]
@@ -79,8 +78,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         if not isinstance(data, torch.Tensor):
             return data
         tensor = data.detach()
-        is_safe = not self._copy or self._host.holds(tensor)
-        return tensor if is_safe else tensor.clone()
+        return tensor if self._host.holds(tensor) else tensor.clone()
 
     def write(self) -> None:
         """Writes and syncs the file; on a failure removes the file and keeps the error.
@@ -209,9 +207,9 @@ class KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
 class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Saves like Megatron's strategy, but its writer neither forks nor starts a process."""
 
-    def __init__(self, *, copy: bool, host: HostCopies, moved: Callable[[int], None]) -> None:
+    def __init__(self, *, host: HostCopies, moved: Callable[[int], None]) -> None:
         super().__init__("torch_dist", 1)
-        self._copy, self._host, self._moved = copy, host, moved
+        self._host, self._moved = host, moved
         self.writer: HostWriter
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
@@ -219,9 +217,7 @@ class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ig
         state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        self.writer = HostWriter(
-            checkpoint_dir, copy=self._copy, host=self._host, moved=self._moved
-        )
+        self.writer = HostWriter(checkpoint_dir, host=self._host, moved=self._moved)
         plan, *_ = save_state_dict_async_plan(
             torch_dist.mcore_to_pyt_state_dict(state, False),
             self.writer,

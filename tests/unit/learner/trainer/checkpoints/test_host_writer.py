@@ -47,7 +47,7 @@ class Planner:
 
 @pytest.mark.parametrize("error", [OSError("full"), MemoryError("no room"), ValueError("no bytes")])
 def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(tmp_path, error):
-    writer = HostWriter(tmp_path, copy=False, host=HostCopies(torch.device("cpu")), moved=ignore)
+    writer = HostWriter(tmp_path, host=HostCopies(torch.device("cpu")), moved=ignore)
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
     writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), Planner(error))
     writer.write()
@@ -84,7 +84,7 @@ def test_what_is_held_already_is_not_copied_again_and_a_view_is_written_alone(tm
     whole = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
     parameter = torch.zeros(4)
     planner = SimpleNamespace(resolve_data={"held": whole[10:20], "own": parameter}.__getitem__)
-    writer = HostWriter(tmp_path, copy=True, host=host, moved=ignore)
+    writer = HostWriter(tmp_path, host=host, moved=ignore)
     writer.prepare_write_data(
         SimpleNamespace(items=["held", "own"], storage_data=_StoragePrefix("__0_")), planner
     )
@@ -104,7 +104,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
     writer = HostWriter(
         tmp_path,
-        copy=True,
         host=HostCopies(torch.device("cpu")),
         moved=ignore,
         open_file=functools.partial(disk_work.SyncedFile, sync=full),

@@ -41,9 +41,7 @@ def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(tmp_path, monkeypa
 
     monkeypatch.setattr(distributed_files.dist_checkpointing, "save", refuse)
     with pytest.raises(CheckpointError) as caught:
-        distributed_files.begin_save(
-            [], tmp_path, copy=True, host=None, disk=SimpleNamespace(moved=None)
-        )
+        distributed_files.begin_save([], tmp_path, host=None, disk=SimpleNamespace(moved=None))
     assert str(caught.value) == (
         "the checkpoint could not be written: OSError on rank 1: [Errno 5] Input/output error"
     )
