@@ -129,7 +129,7 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
         "resume": True,
         "until": 3,
         "algorithm": {"learning_rate": 1e-4},
-        "learner": {"adam_betas": [0.5, 0.9]},
+        "learner": {"optimizer": {"adam_eps": 1e-3, "adam_beta1": 0.5, "adam_beta2": 0.9}},
     }
     for jobs in (first, second):
         for name, job in jobs.items():

@@ -50,7 +50,7 @@ def config_of(folder: Path, job: dict) -> Config:
             # One micro batch: what is saved does not depend on their number.
             "micro_batch_tokens": 400,
             "weight_decay": 0.01,
-            "adam_eps": 1e-3,
+            "optimizer": {"adam_eps": 1e-3},
             "timeout_s": 100.0,
             **job.get("learner", {}),
         },

@@ -90,7 +90,7 @@ def config_of(folder: Path, layout: str, length: int):
             "parallel": parallel,
             "micro_batch_tokens": length // world_size,
             "weight_decay": 0.0,
-            "adam_eps": ADAM_EPS,
+            "optimizer": {"adam_eps": ADAM_EPS},
             "grad_clip": 0.0,
             "timeout_s": 600.0,
         },

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
-CPU_OPTIMIZER = {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}
+CPU_OPTIMIZER = {
+    "optimizer": {
+        "adam_eps": 1e-3,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+    }
+}
 BF16 = {"model": {"dtype": "bfloat16"}}
 # Megatron itself refuses fusions that are not installed.
 NO_FUSIONS = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}

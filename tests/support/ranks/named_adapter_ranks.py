@@ -34,7 +34,10 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one-float16": (
         1,
         "llama",
-        {"model": {"dtype": "float16"}, "learner": {"optimizer": {"loss_scale_window": 1}}},
+        {
+            "model": {"dtype": "float16"},
+            "learner": {"optimizer": {"adam_eps": 1e-3, "loss_scale_window": 1}},
+        },
     ),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
     "tp2-dropout": (2, "llama", {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}}),

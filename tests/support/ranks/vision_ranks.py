@@ -103,7 +103,7 @@ def config_of(folder: Path, layout: str):
             "parallel": parallel,
             "micro_batch_tokens": MAX_TOKENS,
             "weight_decay": 0.0,
-            "adam_eps": ADAM_EPS,
+            "optimizer": {"adam_eps": ADAM_EPS},
             "grad_clip": 0.0,
         },
     }

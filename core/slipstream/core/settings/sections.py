@@ -217,8 +217,6 @@ class CheckpointSection(Section):
     keep_batches: bool = True
 
 
-Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -368,10 +366,6 @@ class LearnerSection(Section):
     threads: int = Field(1, ge=0)
     # Decoupled weight decay. Norms and biases have none.
     weight_decay: float = Field(0.0, ge=0)
-    # Betas of AdamW.
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.95)
-    # Epsilon of AdamW.
-    adam_eps: float = Field(1e-8, gt=0)
     # Largest gradient norm. 0 means no limit.
     grad_clip: float = Field(1.0, ge=0)
     # Rounding of float32 masters to bfloat16. `stochastic` goes up or down, each as often as it is
@@ -385,7 +379,8 @@ class LearnerSection(Section):
     offload: OffloadSection = OffloadSection()
     # Passed by name to Megatron's DistributedDataParallelConfig.
     ddp: dict[str, JsonValue] = {}
-    # Passed by name to Megatron's OptimizerConfig.
+    # Passed by name to Megatron's OptimizerConfig. `adam_beta1`, `adam_beta2` and `adam_eps` are by
+    # default 0.9, 0.95 and 1e-8.
     optimizer: dict[str, JsonValue] = {}
     # Passed by name to the model provider.
     transformer: dict[str, JsonValue] = {}
