@@ -2,7 +2,7 @@
 
 Consumes: the address of the controller. Produces: a running server, until it is asked to stop.
 Waits for: the controller to answer. Unblocked by: the controller's welcome, or
-`controller.fleet_timeout_s`.
+`controller.stall_timeout_s`.
 """
 
 import asyncio
