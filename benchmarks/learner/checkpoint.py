@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
         update={
             "run": config.run.model_copy(update={"dir": folder}),
             "learner": config.learner.model_copy(
-                update={"use_distributed_optimizer": arguments.distributed_optimizer}
+                update={"ddp": {"use_distributed_optimizer": arguments.distributed_optimizer}}
             ),
         }
     )

@@ -93,7 +93,7 @@ def shape_config(
         },
         "learner": {
             "micro_batch_tokens": load.micro_batch_tokens,
-            "use_distributed_optimizer": True,
+            "ddp": {"use_distributed_optimizer": True},
             "threads": threads,
         },
     }

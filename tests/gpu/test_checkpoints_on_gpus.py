@@ -15,8 +15,8 @@ pytestmark = [
 ]
 LAYOUTS = {
     "plain": {},
-    "distributed": {"use_distributed_optimizer": True},
-    "distributed-2": {"world_size": 2, "use_distributed_optimizer": True},
+    "distributed": {"ddp": {"use_distributed_optimizer": True}},
+    "distributed-2": {"world_size": 2, "ddp": {"use_distributed_optimizer": True}},
 }
 
 

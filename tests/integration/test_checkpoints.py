@@ -25,7 +25,8 @@ PP2 = {"world_size": 2, "parallel": {"pp": 2}}
 DP2 = {"world_size": 2}
 VPP2 = {"world_size": 2, "parallel": {"pp": 2, "vpp": 2}}
 EP2 = {"world_size": 2, "parallel": {"ep": 2}}
-DISTOPT = {"world_size": 2, "use_distributed_optimizer": True}
+SPLIT = {"ddp": {"use_distributed_optimizer": True}}
+DISTOPT = {"world_size": 2, **SPLIT}
 # The layout in which each run is saved, after two of three steps.
 SAVED = {
     "one": {"learner": {}},
@@ -36,12 +37,12 @@ SAVED = {
     # The scale of the loss has fallen before the save.
     "f16": {"learner": {}, "dtype": "float16"},
     "ep2-distopt-moe-f16": {
-        "learner": {**EP2, "use_distributed_optimizer": True},
+        "learner": {**EP2, **SPLIT},
         "model": "moe",
         "dtype": "float16",
     },
     "ep2-moe": {"learner": EP2, "model": "moe"},
-    "ep2-distopt-moe": {"learner": {**EP2, "use_distributed_optimizer": True}, "model": "moe"},
+    "ep2-distopt-moe": {"learner": {**EP2, **SPLIT}, "model": "moe"},
     # A norm that is split over ranks, and latent attention with biases of experts.
     "tp2-olmo2": {"learner": TP2, "model": "olmo2"},
     "tp2-deepseek": {"learner": TP2, "model": "deepseek"},
@@ -67,10 +68,10 @@ LOADED = {
     "vpp2-from-tp2": ("tp2", VPP2),
     "tp2-from-one": ("one", TP2),
     "distopt-again": ("distopt", DISTOPT),
-    "tp2-from-distopt": ("distopt", {**TP2, "use_distributed_optimizer": True}),
+    "tp2-from-distopt": ("distopt", {**TP2, **SPLIT}),
     "tp2-from-ep2-moe": ("ep2-moe", TP2),
     "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
-    "one-from-ep2-distopt-moe": ("ep2-distopt-moe", {"use_distributed_optimizer": True}),
+    "one-from-ep2-distopt-moe": ("ep2-distopt-moe", SPLIT),
     "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),
     "one-from-tp2-deepseek": ("tp2-deepseek", {}),
     "one-from-tp2-gpt-oss": ("tp2-gpt-oss", {}),
@@ -84,7 +85,7 @@ CONVERTED = {
     "one-from-distopt-bf16": ("distopt-bf16", {}),
     "distopt-from-f16": ("f16", DISTOPT),
     "ep2-from-distopt-f16": ("ep2-distopt-moe-f16", EP2),
-    "tp2-distopt-from-pp2-tied": ("pp2-tied", {**TP2, "use_distributed_optimizer": True}),
+    "tp2-distopt-from-pp2-tied": ("pp2-tied", {**TP2, **SPLIT}),
 }
 LOADED |= CONVERTED
 SLOW = ("pp2-from-tp2-nemotron-h", "pp2-from-tp2-qwen35")

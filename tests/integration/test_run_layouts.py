@@ -12,7 +12,7 @@ from support.rigs import run_processes
 pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
 
 LAYOUTS = {
-    "two replicas with a distributed optimizer": {"learner__use_distributed_optimizer": True},
+    "two replicas with a distributed optimizer": {},
     "tensor parallel": {"learner__parallel": {"tp": 2, "sequence_parallel": True}},
     "expert parallel with router replay": {
         "learner__parallel": {"ep": 2},

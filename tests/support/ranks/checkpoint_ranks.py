@@ -50,6 +50,7 @@ def config_of(folder: Path, job: dict) -> Config:
             # One micro batch: what is saved does not depend on their number.
             "micro_batch_tokens": 400,
             "weight_decay": 0.01,
+            "ddp": {"use_distributed_optimizer": False},
             "optimizer": {"adam_eps": 1e-3},
             "timeout_s": 100.0,
             **job.get("learner", {}),

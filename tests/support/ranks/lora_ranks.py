@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[int, str, dict]] = {
     "one-qwen3": (1, "qwen3", {}),
     "tp2": (2, "llama", {"parallel": {"tp": 2}}),
     "tp2-sp-qwen3": (2, "qwen3", {"parallel": SP}),
-    "dp2-distributed": (2, "llama", {"use_distributed_optimizer": True}),
+    "dp2-distributed": (2, "llama", {"ddp": {"use_distributed_optimizer": True}}),
     "pp2-tied": (2, "tied", {"parallel": {"pp": 2}}),
 }
 

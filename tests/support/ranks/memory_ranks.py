@@ -18,7 +18,7 @@ from support.ranks.rank_program import kept, opened, score, settings_of
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
 
-DISTRIBUTED = {"use_distributed_optimizer": True}
+DISTRIBUTED = {"ddp": {"use_distributed_optimizer": True}}
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
 CPU_OPTIMIZER = {
     "optimizer": {

@@ -51,10 +51,8 @@ PARITY_STEPS = 2
 SLOW_NETWORK = "slow-network"
 SP = {"tp": 2, "sequence_parallel": True}
 VPP = {"pp": 2, "vpp": 2}
-DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
-OVERLAP = DISTRIBUTED_OPTIMIZER | {
-    "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
-}
+DISTRIBUTED_OPTIMIZER = {"ddp": {"use_distributed_optimizer": True}}
+OVERLAP = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}}
 FULL_RECOMPUTE = {
     "transformer": {
         "recompute_granularity": "full",

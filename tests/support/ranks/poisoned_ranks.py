@@ -99,10 +99,7 @@ JOBS = {
     "for-good": Job(poisons=("loss",), sets_aside=False),
 }
 for layout, learner in {
-    "dp": {
-        "use_distributed_optimizer": True,
-        "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-    },
+    "dp": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
     "tp": {"parallel": {"tp": 2, "sequence_parallel": True}},
     "pp": {"parallel": {"pp": 2}},
     "cp": {"parallel": {"cp": 2}},

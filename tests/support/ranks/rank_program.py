@@ -33,6 +33,7 @@ SETTINGS = {
         "micro_batch_tokens": 96,
         "shared_prefix_tokens": 0,
         "weight_decay": 0.01,
+        "ddp": {"use_distributed_optimizer": False},
         "optimizer": {"adam_eps": 1e-3},
         "timeout_s": 300.0,
     },

@@ -66,7 +66,7 @@ class RoleLayout:
 
 # All that can be away is, while another model works.
 OFFLOAD = {
-    "use_distributed_optimizer": True,
+    "ddp": {"use_distributed_optimizer": True},
     "offload": {"parameters": True, "gradients": True, "optimizer": True},
 }
 

@@ -186,7 +186,7 @@ def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
 
 
 def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
-    config = config_of(tmp_path, learner={"world_size": 4, "use_distributed_optimizer": True})
+    config = config_of(tmp_path, learner={"world_size": 4})
     assert "5.0 MB" in found(config, "learner memory").seen
 
 

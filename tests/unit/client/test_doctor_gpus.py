@@ -229,8 +229,8 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path, monkeypatch
     model = {"path": str(headers(tmp_path / "model", tensors)), "dtype": "bfloat16"}
 
     def needs(world_size=4, distributed=False, delta="off", **parallel):
-        learner = {"world_size": world_size, "parallel": parallel}
-        learner["use_distributed_optimizer"] = distributed
+        ddp = {"use_distributed_optimizer": distributed}
+        learner = {"world_size": world_size, "parallel": parallel, "ddp": ddp}
         found = fit.needs_of(config_of(model=model, learner=learner, weights={"delta": delta}))
         assert found is not None
         return found

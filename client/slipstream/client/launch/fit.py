@@ -361,8 +361,8 @@ def _memory(
             seen += f", of which recomputed layers leave {more / GIB:.1f} GiB or more"
     if needs.rank_bytes > room:
         remedy = (
-            "raise learner.parallel.tp, pp or, for experts, ep, set "
-            "learner.use_distributed_optimizer with more ranks, or learner.offload.optimizer"
+            "raise learner.parallel.tp, pp or, for experts, ep, or learner.world_size, or set "
+            "learner.offload.optimizer"
         )
         if sharing:
             remedy += ", lower rollout_server.gpu_memory_utilization, or let engines give their "

@@ -22,7 +22,6 @@ from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
 from slipstream.core.types import routing_bytes_per_token
@@ -140,7 +139,6 @@ def chosen_settings(
         section = getattr(tables, place)
         if section is not None and section.parallel is not None:
             choice(f"{place}.parallel.sequence_parallel", section.parallel.tp > 1)
-    choice("learner.use_distributed_optimizer", _has_replicas(tables))
     choice("learner.threads", 4 if is_large else 1)
     # Engines that take the whole GPU in turn need the learner's memory.
     sleeps = tables.controller.turns == "sleep"
@@ -259,16 +257,6 @@ def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
         }
     except (KeyError, TypeError, AttributeError):
         return {}
-
-
-def _has_replicas(tables: Tables) -> bool:
-    """Whether the optimizer is Adam and dp * cp exceeds 1, so that its state can be sharded."""
-    learner = tables.learner
-    try:
-        layout = RankLayout.of(learner.parallel, learner.world_size)
-    except ValueError:
-        return False
-    return layout.dp * layout.cp > 1 and learner.optimizer.get("optimizer", "adam") == "adam"
 
 
 def _workers(sizes: ModelSizes, model_bytes: float) -> int:

@@ -198,7 +198,7 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
     ddp, optimizer = learner.ddp, learner.optimizer
     if ddp.get("overlap_param_gather"):
         if not learner.use_distributed_optimizer:
-            yield "learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true"
+            yield "learner.ddp.overlap_param_gather needs ddp.use_distributed_optimizer = true"
         if not ddp.get("overlap_grad_reduce"):
             yield "learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true"
     if optimizer.get("overlap_param_gather"):
@@ -210,7 +210,7 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
         )
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if optimizer.get(name) and not learner.use_distributed_optimizer:
-            yield f"learner.optimizer.{name} needs learner.use_distributed_optimizer = true"
+            yield f"learner.optimizer.{name} needs learner.ddp.use_distributed_optimizer = true"
     share = optimizer.get("optimizer_offload_fraction", 0.0)
     if not isinstance(share, int | float) or not 0 <= share <= 1:
         yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"

@@ -371,13 +371,13 @@ class LearnerSection(Section):
     # Rounding of float32 masters to bfloat16. `stochastic` goes up or down, each as often as it is
     # near, which suits small learning rates.
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    # Split the optimizer's state over the data parallel ranks.
-    use_distributed_optimizer: bool = False
     # A table of its own, below.
     parallel: ParallelSection = ParallelSection()
     # A table of its own, below.
     offload: OffloadSection = OffloadSection()
-    # Passed by name to Megatron's DistributedDataParallelConfig.
+    # Passed by name to Megatron's DistributedDataParallelConfig. `use_distributed_optimizer`, which
+    # splits the optimizer's state over the data and context parallel ranks, is by default true with
+    # several of them and Adam.
     ddp: dict[str, JsonValue] = {}
     # Passed by name to Megatron's OptimizerConfig. `adam_beta1`, `adam_beta2` and `adam_eps` are by
     # default 0.9, 0.95 and 1e-8.
@@ -389,6 +389,13 @@ class LearnerSection(Section):
     # Silence of a rank, in a collective or while a disk moves no byte, after which the trainer
     # stops.
     timeout_s: Silence = 600.0
+
+    @property
+    def use_distributed_optimizer(self) -> bool:
+        """Whether the optimizer's state is split over the data and context parallel ranks."""
+        has_replicas = self.world_size > self.parallel.tp * self.parallel.pp
+        splits = has_replicas and self.optimizer.get("optimizer", "adam") == "adam"
+        return bool(self.ddp.get("use_distributed_optimizer", splits))
 
     @property
     def plans_recompute(self) -> bool:

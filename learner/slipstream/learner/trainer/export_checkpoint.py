@@ -17,7 +17,7 @@ from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_m
 
 # Settings of learner, reference and critic about the number of ranks and about training. An export
 # does not need them, and many contradict a single rank.
-_OF_RANKS = {"parallel", "ranks_per_node", "use_distributed_optimizer", "ddp", "optimizer"}
+_OF_RANKS = {"parallel", "ranks_per_node", "ddp", "optimizer"}
 # Parts of names of Megatron's model settings that depend on the layout.
 _OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "context_parallel", "token_dispatcher")
 

@@ -102,17 +102,12 @@ def test_weights_have_time_and_room_by_their_bytes(tmp_path: Path) -> None:
 
 
 def test_ranks_share_what_they_can(tmp_path: Path) -> None:
-    def found(**learner: Any) -> tuple[bool, bool]:
-        config = chosen(tmp_path, learner=learner)
-        parallel = config.learner.parallel
-        return config.learner.use_distributed_optimizer, parallel.sequence_parallel
+    def found(**learner: Any) -> bool:
+        return chosen(tmp_path, learner=learner).learner.parallel.sequence_parallel
 
-    assert found() == (False, False)
-    assert found(world_size=2) == (True, False)
-    assert found(world_size=2, optimizer={"optimizer": "sgd"}) == (False, False)
-    assert found(world_size=2, parallel={"tp": 2}) == (False, True)
-    assert found(world_size=4, parallel={"tp": 2}) == (True, True)
-    assert found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})[1] is False
+    assert not found()
+    assert found(world_size=2, parallel={"tp": 2})
+    assert not found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})
 
 
 def test_settings_that_need_others_bring_them(tmp_path: Path) -> None:

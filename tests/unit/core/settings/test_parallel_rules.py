@@ -192,17 +192,17 @@ TABLES: list[tuple[dict[str, Any], str]] = [
     ({"ddp": {"use_megatron_fsdp": True}}, "learner.ddp.use_megatron_fsdp is not supported"),
     *refusals("""
 ddp = {overlap_param_gather = true, overlap_grad_reduce = true}
-    learner.ddp.overlap_param_gather needs learner.use_distributed_optimizer = true
-ddp.overlap_param_gather = true, use_distributed_optimizer = true
+    learner.ddp.overlap_param_gather needs ddp.use_distributed_optimizer = true
+ddp = {overlap_param_gather = true, use_distributed_optimizer = true}
     learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true
 ddp.num_distributed_optimizer_instances = 2
     num_distributed_optimizer_instances must be 1, got 2
 optimizer.overlap_param_gather = true
     learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead
 optimizer.use_precision_aware_optimizer = true
-    use_precision_aware_optimizer needs learner.use_distributed_optimizer = true
+    use_precision_aware_optimizer needs learner.ddp.use_distributed_optimizer = true
 optimizer.optimizer_cpu_offload = true
-    optimizer_cpu_offload needs learner.use_distributed_optimizer = true
+    optimizer_cpu_offload needs learner.ddp.use_distributed_optimizer = true
 optimizer.optimizer_offload_fraction = 1.5
     optimizer_offload_fraction must be 0 to 1, got 1.5
 transformer.recompute_granularity = "some"
@@ -237,8 +237,11 @@ def test_settings_for_megatron_that_contradict_each_other_are_refused(learner, m
 
 def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
     learner = {
-        "use_distributed_optimizer": True,
-        "ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        "ddp": {
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+            "overlap_grad_reduce": True,
+        },
         "optimizer": {"use_precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
         "transformer": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     }
@@ -256,6 +259,23 @@ def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
 )
 def test_recomputation_is_planned_unless_a_setting_decides_it(learner, expected):
     assert LearnerSection(**learner).plans_recompute is expected
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        ({}, False),
+        ({"world_size": 2}, True),
+        ({"world_size": 2, "parallel": {"cp": 2}}, True),
+        ({"world_size": 2, "parallel": {"tp": 2}}, False),
+        ({"world_size": 4, "parallel": {"pp": 2}}, True),
+        ({"world_size": 2, "optimizer": {"optimizer": "sgd"}}, False),
+        ({"world_size": 2, "ddp": {"use_distributed_optimizer": False}}, False),
+        ({"ddp": {"use_distributed_optimizer": True}}, True),
+    ],
+)
+def test_replicas_split_adams_state_unless_a_setting_decides_it(learner, expected):
+    assert LearnerSection(**learner).use_distributed_optimizer is expected
 
 
 # What differs in config.json, part of the message.

@@ -116,7 +116,7 @@ SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "op
 REPLAY = {"algorithm.router_replay": "rollout"}
 STORED = {"rollout_server.weights_from": "storage", "weights.storage_url": "w"}
 PRECISE = {
-    "learner.use_distributed_optimizer": True,
+    "learner.ddp": {"use_distributed_optimizer": True},
     "learner.optimizer": {"use_precision_aware_optimizer": True},
 }
 FP8_NEEDS = "rollout_server.quantization = 'fp8_per_channel' needs "

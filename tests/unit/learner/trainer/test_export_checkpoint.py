@@ -33,7 +33,6 @@ def config(learner: dict, **sections: dict) -> Config:
         {"world_size": 2, "parallel": {"pp": 2}, "transformer": STAGES},
         {
             "world_size": 2,
-            "use_distributed_optimizer": True,
             "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True},
             "optimizer": {"use_precision_aware_optimizer": True},
         },

@@ -453,7 +453,7 @@ def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
     for setting in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(settings, setting):
             raise CheckpointError(
-                "learner.use_distributed_optimizer must be as it was when the checkpoint was "
+                "learner.ddp.use_distributed_optimizer must be as it was when the checkpoint was "
                 f"written, because learner.optimizer.{setting} is set"
             )
     for key, entry in index.state_dict_metadata.items():
@@ -461,8 +461,8 @@ def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
             dtype = entry.properties.dtype
             if dtype is not torch.float32:
                 raise CheckpointError(
-                    "learner.use_distributed_optimizer must be as it was when the checkpoint was "
-                    f"written: {key} is {dtype}, only float32 is converted"
+                    "learner.ddp.use_distributed_optimizer must be as it was when the checkpoint "
+                    f"was written: {key} is {dtype}, only float32 is converted"
                 )
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -347,7 +347,7 @@ OWNED = {
     "expert_model_parallel_size": "learner.parallel.ep",
     "expert_tensor_parallel_size": "learner.parallel.etp",
     "sequence_parallel": "learner.parallel.sequence_parallel",
-    "use_distributed_optimizer": "learner.use_distributed_optimizer",
+    "use_distributed_optimizer": "learner.ddp.use_distributed_optimizer",
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "bf16": "model.dtype",
@@ -400,11 +400,12 @@ def passed_through(
     """
     hints = typing.get_type_hints(target if isinstance(target, type) else type(target))
     fields = [field.name for field in dataclasses.fields(target) if field.init]
+    owned = {key for key, ours in OWNED.items() if ours != f"{section}.{key}"}
     values: dict[str, object] = {}
     for key, value in settings.items():
         if key not in fields:
-            raise ConfigError(f"unknown key {section}.{key}{_hint(key, fields)}")
-        if key in OWNED:
+            raise ConfigError(f"unknown key {section}.{key}{_hint(key, fields, owned)}")
+        if key in owned:
             raise ConfigError(f"{section}.{key} cannot be passed through: {_rule(key)}")
         values[key] = _typed(value, hints[key], f"{section}.{key}")
     return values
@@ -415,11 +416,11 @@ def _rule(key: str) -> str:
     return f"set {ours} instead" if ours else "the trainer depends on its value"
 
 
-def _hint(key: str, fields: Sequence[str]) -> str:
+def _hint(key: str, fields: Sequence[str], owned: Set[str]) -> str:
     near = near_names(key, fields)
-    if near and near[0] in OWNED:
+    if near and near[0] in owned:
         return f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
-    near = [name for name in near if name not in OWNED]
+    near = [name for name in near if name not in owned]
     return f"; {did_you_mean(near)}" if near else ""
 
 

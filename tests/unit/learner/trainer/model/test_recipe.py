@@ -11,14 +11,14 @@ from support.fakes.small_configs import small_config
     ("learner", "reduce", "gather"),
     [
         ({}, False, False),
-        ({"use_distributed_optimizer": True}, False, False),
+        ({"ddp": {"use_distributed_optimizer": True}}, False, False),
         ({"world_size": 4, "parallel": {"tp": 2, "pp": 2}}, False, False),
-        ({"world_size": 2}, True, False),
-        ({"world_size": 2, "parallel": {"cp": 2}}, True, False),
-        ({"world_size": 4, "parallel": {"tp": 2}, "use_distributed_optimizer": True}, True, True),
+        ({"world_size": 2, "ddp": {"use_distributed_optimizer": False}}, True, False),
+        ({"world_size": 2, "parallel": {"cp": 2}}, True, True),
+        ({"world_size": 4, "parallel": {"tp": 2}}, True, True),
         ({"world_size": 2, "offload": {"parameters": True}}, False, False),
         ({"world_size": 2, "offload": {"gradients": True}}, False, False),
-        ({"world_size": 2, "offload": {"optimizer": True}}, True, False),
+        ({"world_size": 2, "offload": {"optimizer": True}}, True, True),
     ],
 )
 def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(learner, reduce, gather):

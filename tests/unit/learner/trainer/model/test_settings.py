@@ -21,6 +21,7 @@ class Settings:
     main_params_dtype: torch.dtype = torch.float32
     tensor_model_parallel_size: int = 1
     average_in_collective: bool = False
+    use_distributed_optimizer: bool = False
     adam_eps: float = 1e-8
     lr: float | None = None
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -54,6 +55,13 @@ def test_unknown_key_is_refused_with_the_nearest_right_one() -> None:
 def test_size_of_a_parallel_group_is_refused_with_the_setting_to_use() -> None:
     with pytest.raises(ConfigError, match=r"set learner\.parallel\.tp instead"):
         passed_through(Settings, {"tensor_model_parallel_size": 2}, section="learner.transformer")
+
+
+def test_distributed_optimizer_is_given_in_one_place() -> None:
+    settings = {"use_distributed_optimizer": True}
+    assert passed_through(Settings, settings, section="learner.ddp") == settings
+    with pytest.raises(ConfigError, match=r"set learner\.ddp\.use_distributed_optimizer instead"):
+        passed_through(Settings, settings, section="learner.optimizer")
 
 
 def test_value_that_the_trainer_depends_on_is_refused() -> None:
