@@ -22,7 +22,7 @@ def address_parts(address: str) -> tuple[str, int]:
 
 def is_host(text: str) -> bool:
     """Whether a text can be a host's name or address; an IPv6 address may be in brackets."""
-    if (text[0], text[-1]) == ("[", "]"):
+    if (text[:1], text[-1:]) == ("[", "]"):
         text = text[1:-1]
     try:
         text.encode("idna")

@@ -52,7 +52,7 @@ class IpcSender(BucketSender):
         if num_senders != 1:
             raise WeightSyncError(
                 f"weights.transport ipc takes all weights from one trainer rank, "
-                f"but {num_senders} send: learner.parallel.pp must be 1"
+                f"but {num_senders} send: learner.parallel.pp and ep must be 1"
             )
         self._handover = HandoverSender(self._weights.host, communicator_id)
         return {"store_host": self._weights.host, "store_port": self._handover.port}
