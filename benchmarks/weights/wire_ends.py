@@ -121,7 +121,9 @@ class Sender:
         weights = WeightsSection(bucket_mib=bucket_mib, **LIMITS)
         size = bucket_bytes(weights, filling.tensors)
         self._stream = WeightStream(policy, filling, bucket_bytes=size, delta=delta)
-        senders = BucketSenders(weights, device, largest_bucket=self._stream.largest_bucket)
+        senders = BucketSenders(
+            weights, device, largest_bucket=self._stream.largest_bucket, host="127.0.0.1"
+        )
         self._sender: Any = senders.for_transport("nccl" if device.type == "cuda" else "gloo")
 
     def announce(self, message: Message) -> Message:

@@ -148,14 +148,13 @@ class SeveralHosts:
         }
 
         def make(name: str, example: str, profile: str, number: int) -> Host:
-            own = {"SERVER_ID": name, "HOST_ADDRESS": f"{subnet}.{number}"}
-            network = self._engine.start_host(name, own["HOST_ADDRESS"])
+            network = self._engine.start_host(name, f"{subnet}.{number}")
             return make_host(
                 site,
                 name,
                 example=example,
                 profile=profile,
-                variables=shared | own,
+                variables={**shared, "SERVER_ID": name},
                 network=network,
             )
 

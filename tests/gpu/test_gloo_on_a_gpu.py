@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 def test_every_bucket_arrives_as_its_lane_was_filled() -> None:
     tensors = [TensorSpec(f"t{n}", "bfloat16", (BUCKET_BYTES // 2,)) for n in range(NUM_BUCKETS)]
     buckets = tuple(plan_buckets(tensors, BUCKET_BYTES))
-    sender = GlooSender(WeightsSection(host="127.0.0.1", bucket_deadline_s=LIMIT_S))
+    sender = GlooSender(WeightsSection(bucket_deadline_s=LIMIT_S), host="127.0.0.1")
     where = sender.announce("members-1", num_senders=1, world_size=2)
     arrived: list[list[int]] = []
 

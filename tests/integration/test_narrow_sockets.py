@@ -34,7 +34,7 @@ child = os.fork()
 rank = 0 if child else 1
 if narrow:
     os.environ["MASTER_PORT"] = sys.argv[1]
-    narrow_sockets(os.environ, gloo="127.0.0.1", nccl=("127.0.0.1",))
+    narrow_sockets(os.environ, gloo="127.0.0.1", nccl="127.0.0.1")
 store = rendezvous(rank, 2, limit)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
 dist.all_reduce(torch.ones(1))

@@ -22,8 +22,7 @@ pytestmark = [
 MAKE = Path(__file__).parents[2] / "deploy" / "make_certificates.sh"
 DOCTOR = """\
 export NODE_RANK=$SLURM_NODEID
-exec slipstream doctor config.toml --role learner --master n1:29500 --connect-timeout-s 240 --json \
-    weights.host=$SLURMD_NODENAME
+exec slipstream doctor config.toml --role learner --master n1:29500 --connect-timeout-s 240 --json
 """
 
 

@@ -71,8 +71,8 @@ def listening_ports() -> set[int]:
 @pytest.mark.parametrize("host", LOOPBACKS)
 def test_weights_join_beside_strangers(host: str) -> None:
     before = listening_ports()
-    weights = WeightsSection(host=host, join_deadline_s=JOIN_S, bucket_deadline_s=5.0)
-    sender = GlooSender(weights)
+    weights = WeightsSection(join_deadline_s=JOIN_S, bucket_deadline_s=5.0)
+    sender = GlooSender(weights, host=host)
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     (bucket,) = plan_buckets([TensorSpec("w", "float32", (1000,))], 1 << 20)
     data = torch.arange(1000, dtype=torch.float32).view(torch.uint8)
@@ -101,7 +101,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
 
 def test_strangers_alone_do_not_make_a_communicator() -> None:
     before = listening_ports()
-    sender = GlooSender(WeightsSection(join_deadline_s=2.0))
+    sender = GlooSender(WeightsSection(join_deadline_s=2.0), host=HOST)
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     with (
         strangers(sorted(listening_ports() - before), HOST),

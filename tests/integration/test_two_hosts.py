@@ -42,12 +42,10 @@ HOSTS = {
     "learner-0": ("learner-0.env", "learner", {}),
     "learner-1": ("learner-1.env", "learner-node", {}),
     "rollout-0": ("rollout.env", "rollout-server", {}),
-    "rollout-1": (
-        "rollout.env",
-        "rollout-server",
-        {"SERVER_ID": "rollout-1", "HOST_ADDRESS": "10.0.0.21"},
-    ),
+    "rollout-1": ("rollout.env", "rollout-server", {"SERVER_ID": "rollout-1"}),
 }
+# The settings name that of learner-0.
+ADDRESSES = dict(zip(HOSTS, ("10.0.0.10", "10.0.0.11", "10.0.0.20", "10.0.0.21"), strict=True))
 # Secrets as the note of make_certificates.sh hands them out.
 FILES = {
     "learner": ("ca.pem", "server.pem", "server.key", "token", "redis.acl")
@@ -296,8 +294,7 @@ def cluster() -> Iterator[Cluster]:
                 models[name] = prepare_host(
                     name, folder / name, folder / "secrets", folder / "model"
                 )
-                variables = read_env(folder / name / "host.env")
-                network.add_host(name, variables["HOST_ADDRESS"])
+                network.add_host(name, ADDRESSES[name])
             make_foreign_secrets(folder / "learner-0")
             cluster = Cluster(network, folder)
             carry_out(cluster, models)

@@ -350,6 +350,11 @@ def test_a_port_of_the_ranks_that_is_taken_is_named(site: Site) -> None:
     check_line(result, f"learner.master: {master} is in use; choose another port, the same on all")
 
 
+def test_a_first_node_that_is_another_machine_is_named(site: Site) -> None:
+    result = run_command(*FIRST, "--master=192.0.2.1:0", cwd=site.folder)
+    check_line(result, "learner.master must be an address of this machine", "got 192.0.2.1:0")
+
+
 def test_a_second_controller_of_a_run_is_refused(site: Site) -> None:
     with hold_run_folder(load_config(Path("config.toml"))):
         result = run_command(*FIRST, cwd=site.folder)

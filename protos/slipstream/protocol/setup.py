@@ -28,7 +28,7 @@ OF_RANKS = (
 # Settings that a rollout server must have like the controller.
 OF_SERVERS = ("run.name", "model", "lora", "queue.kind", "algorithm.router_replay")
 # Settings that belong to a host; copies of a folder may have names of their own.
-LOCAL = ("learner.devices", "learner.master", "learner.threads", "weights.host")
+LOCAL = ("learner.devices", "learner.master", "learner.threads")
 LOCAL_NAMES = ("path", "python", "load")
 # Settings of a rollout server that must be at least as large as the controller's.
 ROOM = {

@@ -132,7 +132,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     set_nccl_environment(os.environ)
     controller, _ = address_parts(options.controller)
     # An engine and its workers run on one host.
-    narrow_sockets(os.environ, gloo="127.0.0.1", nccl=(config.weights.host, controller))
+    narrow_sockets(os.environ, gloo="127.0.0.1", nccl=controller)
     process.bind_children()
     settings = config.rollout_server
     renderer = Renderer(

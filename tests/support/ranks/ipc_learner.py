@@ -40,7 +40,7 @@ def main() -> None:
     buckets = enlarged(factor)
     largest = max(bucket.num_bytes for bucket in buckets)
     weights = WeightsSection(join_deadline_s=30.0, bucket_deadline_s=20.0)
-    sender = IpcSender(weights, device, num_bytes=largest)
+    sender = IpcSender(weights, device, num_bytes=largest, host="127.0.0.1")
     where = weights_pb2.Communicator()
     # There is one lane, which is filled again as soon as `send` has returned.
     lane = torch.zeros(largest, dtype=torch.uint8, device=device)

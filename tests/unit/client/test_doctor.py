@@ -315,9 +315,11 @@ def test_controller_elsewhere_is_called(tmp_path: Path) -> None:
     assert found(config, "security").verdict is Verdict.PROBLEM
 
 
-def test_weights_host_of_another_machine_is_a_hint(tmp_path: Path) -> None:
-    config = config_of(tmp_path, weights={"host": "192.0.2.1"})
-    assert found(config, "weights").verdict is Verdict.ADVICE
+def test_a_node_0_that_is_another_machine_is_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path, learner={"master": "192.0.2.1:0"})
+    finding = found(config, "learner.master")
+    assert finding.verdict is Verdict.OK
+    assert "192.0.2.1:0 is of another machine" in finding.seen
 
 
 def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> dict:

@@ -42,7 +42,6 @@ from slipstream.client.launch.preflight import (
     check_own_certificate,
     check_port,
     check_reference,
-    check_weights_host,
 )
 from slipstream.client.launch.roles import QUEUE_ENDS
 from slipstream.client.run_folder import check_run_folder
@@ -272,10 +271,15 @@ def _controller(scene: Scene) -> str:
 def _master(scene: Scene) -> str | None:
     address = scene.config.learner.master
     host, port = address_parts(address)
+    if not _is_ours(host):
+        if scene.parts and not scene.dry_run:
+            raise ConfigError(
+                "learner.master must be an address of this machine, where trainer rank 0 starts, "
+                f"got {address}"
+            )
+        return f"{address} is of another machine, learner node 0"
     if not port:
         return None
-    if not _is_ours(host):
-        return f"{address} is of another machine, learner node 0"
     try:
         return check_port(address)
     except ConfigError as error:
@@ -345,11 +349,6 @@ CHECKS = (
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
     Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
     Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
-    Check(
-        *("weights", Stage.PLACE, CONTROLLER),
-        lambda scene: check_weights_host(scene.config),
-        elsewhere="nothing, unless trainer rank 0 runs here",
-    ),
     Check("packages", Stage.PLACE, SERVER, lambda _: [*check_companions()]),
     Check("network", Stage.PLACE, LEARNER, lambda scene: check_interfaces(scene.config)),
     Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
@@ -484,7 +483,7 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
                 f"{variable}={value} names no interface of this host, which has "
                 f"{', '.join(present)}: unset it, or name one of these"
             )
-    host, _ = address_parts(learner.master)
+    host = learner.host
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

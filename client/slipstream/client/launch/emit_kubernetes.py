@@ -171,7 +171,7 @@ class Pods:
             restart="Always" if is_server else "Never",
             grace=math.ceil(role.grace_s),
             command=_items([_reference(word) for word in command], 6),
-            env=self._env(role),
+            env=self._env(role, "HOST_ADDRESS" if has_metrics else ""),
             cpus=role.cpus,
             ports=self._metrics_ports() if has_metrics else "",
             unprivileged=UNPRIVILEGED,
@@ -184,7 +184,7 @@ class Pods:
             runs="emptyDir: {}" if is_server else claim,
         )
 
-    def _env(self, role: Role) -> str:
+    def _env(self, role: Role, further: str = "") -> str:
         fields = {
             "NODE_RANK": "metadata.labels['jobset.sigs.k8s.io/job-global-index']",
             "HOST_ADDRESS": "status.podIP",
@@ -192,12 +192,12 @@ class Pods:
         }
         values = {"CONTROLLER_ADDRESS": self.controller, "MASTER_ADDRESS": self.master}
         lines = []
-        for variable in role.variables:
-            lines.append(f"- name: {variable.name}")
-            if variable.name in values:
-                lines.append(f"  value: {values[variable.name]}")
+        for name in filter(None, (*(variable.name for variable in role.variables), further)):
+            lines.append(f"- name: {name}")
+            if name in values:
+                lines.append(f"  value: {values[name]}")
             else:
-                field = json.dumps(fields[variable.name])
+                field = json.dumps(fields[name])
                 lines.append(f"  valueFrom: {{fieldRef: {{fieldPath: {field}}}}}")
         return indent("\n".join(lines), "      ")
 

@@ -78,7 +78,7 @@ TINY_MODEL = "slipstream.learner.trainer.tiny_model"
 RECEIPT = "slipstream.learner.controller.receipt_checks"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 # All ranks of a replay are on this machine, wherever the run's ranks were.
-_HERE = ('weights.host="127.0.0.1"', 'learner.master="127.0.0.1:0"')
+_HERE = 'learner.master="127.0.0.1:0"'
 
 
 async def run_all(
@@ -263,7 +263,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
     RunFailed if a rank fails.
     """
     path = settings_of(folder)
-    overrides = [*_HERE, *overrides]
+    overrides = [_HERE, *overrides]
     config = load_config(path, overrides)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
     if not (folder / JOURNAL).is_dir():

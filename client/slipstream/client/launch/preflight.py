@@ -30,7 +30,6 @@ from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import WARNING, ConfigError, RunFailed
-from slipstream.core.machine.address import listen
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables
 from slipstream.core.run_folder import log_path
@@ -123,23 +122,6 @@ def check_own_certificate(config: Config) -> None:
                 f"security.tls_certificate {security.tls_certificate} is refused by {judge}: "
                 f"{error.verify_message.rstrip('.')}; make_certificates.sh issues a new one"
             ) from None
-
-
-def check_weights_host(config: Config) -> str:
-    """Checks that trainer rank 0 can listen on `weights.host`; returns a line that says so.
-
-    Rank 0 starts on this machine. Raises ConfigError if it cannot listen there.
-    """
-    host = config.weights.host
-    try:
-        # The trainer listens in the same way.
-        listen(host).close()
-    except OSError as error:
-        raise ConfigError(
-            f"weights.host must be an address of this machine, where trainer rank 0 starts, "
-            f"got {host}: {error.strerror}"
-        ) from error
-    return f"weights.host {host} is an address of this machine"
 
 
 def check_port(address: str) -> str:

@@ -151,11 +151,6 @@ MASTER_ADDRESS = Variable(
     scope="run",
 )
 NODE_RANK = Variable(name="NODE_RANK", meaning="number of this node, from 0", scope="instance")
-HOST_ADDRESS = Variable(
-    name="HOST_ADDRESS",
-    meaning="name or address of this host in the network that all share",
-    scope="instance",
-)
 SERVER_ID = Variable(
     name="SERVER_ID", meaning="a name that stays the same after a restart", scope="instance"
 )
@@ -243,7 +238,6 @@ def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True
     command = [
         *("slipstream", "learner", site.config, *site.settings),
         f"controller.address=${{{CONTROLLER_ADDRESS.name}}}",
-        f"weights.host=${{{HOST_ADDRESS.name}}}",
         *_paths(config, secrets),
         f"--node-rank=${{{NODE_RANK.name}}}",
         f"--master=${{{MASTER_ADDRESS.name}}}",
@@ -255,7 +249,7 @@ def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True
         gpus=per_node * on_gpus,
         cpus=per_node * max(config.learner.threads, 1) + 1,
         command=command,
-        variables=[CONTROLLER_ADDRESS, MASTER_ADDRESS, NODE_RANK, HOST_ADDRESS],
+        variables=[CONTROLLER_ADDRESS, MASTER_ADDRESS, NODE_RANK],
         ports=[
             Port(
                 address=f"${{{CONTROLLER_ADDRESS.name}}}",
@@ -294,12 +288,11 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
         cpus=max(server.threads, 1) * server.tensor_parallel_size + 1,
         command=[
             *("slipstream", "rollout-server", site.config, *site.settings),
-            f"weights.host=${{{HOST_ADDRESS.name}}}",
             *_paths(config, secrets),
             f"--controller=${{{CONTROLLER_ADDRESS.name}}}",
             f"--server-id=${{{SERVER_ID.name}}}",
         ],
-        variables=[CONTROLLER_ADDRESS, HOST_ADDRESS, SERVER_ID],
+        variables=[CONTROLLER_ADDRESS, SERVER_ID],
         ports=[],
         secrets=secrets,
         health=Probe(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from slipstream.core.machine.address import check_address_form, is_host
+from slipstream.core.machine.address import check_address_form
 
 REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -20,17 +20,10 @@ def _check_reference_form(reference: str) -> str:
     return reference
 
 
-def _check_host_form(host: str) -> str:
-    if host.count(":") == 1 or not is_host(host):
-        raise ValueError(f"a host is a name or an address, without a port, got {host!r}")
-    return host.strip("[]")
-
-
 # Types of the numbers of a model.
 ElementType = Literal["float32", "bfloat16", "float16"]
 Reference = Annotated[str, AfterValidator(_check_reference_form)]
 Address = Annotated[str, AfterValidator(check_address_form)]
-Host = Annotated[str, AfterValidator(_check_host_form)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 # Limit of a silence, at least 1 s: a busy process may be silent for most of a second.

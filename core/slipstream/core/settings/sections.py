@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
+from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.core.settings.measurement_sections import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     PlayedSection,
 )
-from slipstream.core.settings.section import Address, ElementType, Host, Positive, Section, Silence
+from slipstream.core.settings.section import Address, ElementType, Positive, Section, Silence
 from slipstream.core.template_values import TemplateValues
 from slipstream.v1 import fleet_pb2
 
@@ -42,8 +43,6 @@ class WeightsSection(Section):
     # `nccl` goes between GPUs, `ipc` within a host, also on a shared GPU, and `gloo` over TCP.
     # `auto` is gloo if any part computes on a CPU, ipc on a shared GPU, else nccl.
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    # Address of trainer rank 0's machine that the transport uses.
-    host: Host = "127.0.0.1"
     # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
     # Send [changed elements alone](internals/weight_changes.md#changes-alone), where that is at
@@ -351,7 +350,8 @@ class LearnerSection(Section):
     world_size: Positive = 1
     # Number of ranks on each node, by default all.
     ranks_per_node: Positive | None = None
-    # Host of node 0 and a free port there, where ranks meet. One node may have port 0.
+    # Host of node 0, which sends weights, and a free port there, where ranks meet. One node may
+    # have port 0.
     master: Address = "127.0.0.1:0"
     # Tokens of a packed micro batch on each context parallel rank.
     micro_batch_tokens: Positive = 4096
@@ -389,6 +389,11 @@ class LearnerSection(Section):
     # Silence of a rank, in a collective or while a disk moves no byte, after which the trainer
     # stops.
     timeout_s: Silence = 600.0
+
+    @property
+    def host(self) -> str:
+        """The host of node 0, where trainer rank 0 runs."""
+        return address_parts(self.master)[0]
 
     @property
     def use_distributed_optimizer(self) -> bool:

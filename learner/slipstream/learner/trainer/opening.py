@@ -71,8 +71,8 @@ def open_policy(
     compat.install()
     if config.model.dtype == "float32":
         os.environ |= ALL_BITS
-    meeting = os.environ.get("MASTER_ADDR", config.weights.host)
-    narrow_sockets(os.environ, gloo=meeting, nccl=(config.weights.host, meeting))
+    meeting = os.environ.get("MASTER_ADDR", config.learner.host)
+    narrow_sockets(os.environ, gloo=meeting, nccl=meeting)
     ranks = Ranks(launch, config.learner, seed=config.run.seed, activity=activity)
     adapt = adapters(config, ranks) if config.lora.rank else defer_projections
 

@@ -188,7 +188,10 @@ class Trainer:
         self._last_batch: Batch | None = None
         self._published = open_published(policy, config, delta=config.weights.delta)
         senders = BucketSenders(
-            config.weights, policy.ranks.device, largest_bucket=self._published.largest_bucket
+            config.weights,
+            policy.ranks.device,
+            largest_bucket=self._published.largest_bucket,
+            host=config.learner.host,
         )
         self._publisher = WeightPublisher(
             self._published, senders, ranks=self._ranks, client=client

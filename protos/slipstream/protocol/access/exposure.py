@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import TypeAlias
 
 import psutil
@@ -31,39 +31,32 @@ def check_private(config: Config) -> None:
     """
     if config.security.allow_public_addresses:
         return
-    for what, host in _unprotected(config).items():
-        address = _resolved(host)
-        if address is not None and address.is_global:
-            raise ConfigError(
-                f"{what} {host} is a public address, and torch, gloo and NCCL have neither TLS "
-                "nor a token: use an address of a private network, or set "
-                "security.allow_public_addresses = true"
-            )
+    host = config.learner.host
+    address = _resolved(host)
+    if address is not None and address.is_global:
+        raise ConfigError(
+            f"learner.master {host} is a public address, and torch, gloo and NCCL have neither TLS "
+            "nor a token: use an address of a private network, or set "
+            "security.allow_public_addresses = true"
+        )
 
 
 def describe_exposure(config: Config) -> str:
-    """Returns, as text, the addresses that other machines reach without TLS and token.
-
-    Returns "" if there are none.
-    """
-    ports = {"learner.master": str(address_parts(config.learner.master)[1] or "any")}
-    found = [
-        f"{what} {host} (port {ports.get(what, 'any')})"
-        for what, host in _unprotected(config).items()
-        if not _is_loopback(host)
-    ]
-    return ", ".join(found)
+    """Returns, as text, what other machines reach without TLS and token, or "" if nothing."""
+    host, port = address_parts(config.learner.master)
+    if _is_loopback(host):
+        return ""
+    return f"learner.master {host} (port {port or 'any'}; weights at any port)"
 
 
-def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: Sequence[str]) -> None:
+def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: str) -> None:
     """Sets, in `environ`, the interfaces by which gloo and NCCL reach the other processes.
 
-    gloo connects to the host `gloo`, NCCL to the first host in `nccl` that is not loopback. Call
-    this before gloo and NCCL open their first sockets. Variables that are already set stay. If no
-    interface is found, gloo and NCCL choose one.
+    gloo connects to the host `gloo`, NCCL to the host `nccl`. Call this before they open their
+    first sockets. Variables that are already set stay. If no interface is found, gloo and NCCL
+    choose one.
     """
-    far = next((host for host in nccl if not _is_loopback(host)), nccl[0])
-    for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", far, "=")):
+    for name, host, exactly in (("GLOO", gloo, ""), ("NCCL", nccl, "=")):
         interface = interface_to(host)
         if interface is not None:
             environ.setdefault(f"{name}_SOCKET_IFNAME", f"{exactly}{interface}")
@@ -96,11 +89,6 @@ def rendezvous_secret(token: str | None, run_name: str) -> str:
     """
     key = "" if token is None else role_token(token, "trainer")
     return hmac.new(key.encode(), run_name.encode(), hashlib.sha256).hexdigest()
-
-
-def _unprotected(config: Config) -> dict[str, str]:
-    master, _ = address_parts(config.learner.master)
-    return {"learner.master": master, "weights.host": config.weights.host}
 
 
 def _resolved(host: str) -> IpAddress | None:

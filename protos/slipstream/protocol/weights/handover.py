@@ -1,7 +1,7 @@
 """The protocol by which a sender of weights and its receivers take turns on shared buffers.
 
-Each receiver has one TCP connection to the sender, on `weights.host`. The receiver sends its
-communicator, rank and host. The sender answers with the shared buffers, or with a refusal. From
+Each receiver has one TCP connection to the sender, on the host of `learner.master`. The receiver
+sends its communicator, rank and host. The sender answers with the shared buffers, or refuses. From
 then on both sides send numbers of 8 bytes. Buckets are counted from 0 over the communicator's
 lifetime. The sender sends n when bucket n may be read. A receiver sends 0 when it has opened the
 buffers, and n + 1 when it has read bucket n. A buffer is filled again when all receivers have read
@@ -387,7 +387,7 @@ def listen_for_members(host: str) -> socket.socket:
         return listen(host)
     except OSError as error:
         raise ConfigError(
-            f"weights.host must be an address of this machine, got {host}: {error}"
+            f"learner.master must be an address of this machine, got {host}: {error}"
         ) from error
 
 

@@ -43,7 +43,6 @@ VALUES = {
     "CONTROLLER_ADDRESS": "n1:7070",
     "MASTER_ADDRESS": "n1:29500",
     "NODE_RANK": "1",
-    "HOST_ADDRESS": "n2",
     "SERVER_ID": "server-3",
 }
 
@@ -72,7 +71,6 @@ def test_the_command_of_a_role_is_one_of_ours(name: str) -> None:
     own = {variable.name: VALUES[variable.name] for variable in role.variables}
     arguments = parse(filled(role.command, own)[1:])
     config = load_config(CONFIG, arguments.overrides)
-    assert config.weights.host == "n2"
     assert {secret.file for secret in role.secrets} >= {"secrets/ca.pem", "secrets/token"}
     assert str(config.security.token_file) == "secrets/token"
     if name == LEARNER:
@@ -507,7 +505,6 @@ def test_the_shell_of_a_task_calls_a_command_of_ours() -> None:
         shown = completed(["bash", "-c", script], env=environ, check=True)
         arguments = parse(shown.stdout.splitlines())
         config = load_config(CONFIG, arguments.overrides)
-        assert config.weights.host == "10.0.0.2"
         assert str(config.security.token_file) == "/home/me/slipstream/secrets/token"
         assert str(arguments.config) == "/home/me/slipstream/config.toml"
         if task is learner:

@@ -27,7 +27,6 @@ from slipstream.client.launch.preflight import (
     check_installed,
     check_own_certificate,
     check_port,
-    check_weights_host,
     free_port,
 )
 from slipstream.client.launch.queue_server import ask_queue
@@ -39,7 +38,6 @@ from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of, small_config
-from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.other_pythons import bare_python
 
 
@@ -66,19 +64,6 @@ def test_the_controller_has_a_port_that_others_can_know() -> None:
         ConfigError, match=r"must name a port that others can know, got 127\.0\.0\.1:0"
     ):
         check_port("127.0.0.1:0")
-
-
-@pytest.mark.parametrize("host", LOOPBACKS)
-def test_weights_may_leave_from_an_address_of_either_family(host: str) -> None:
-    check_weights_host(small_config(weights={"host": host}))
-
-
-def test_weights_leave_from_an_address_of_this_machine() -> None:
-    far = small_config(weights={"host": "192.0.2.1"})
-    with pytest.raises(
-        ConfigError, match=r"weights\.host must be .*, got 192\.0\.2\.1: Cannot assign"
-    ):
-        check_weights_host(far)
 
 
 @pytest.mark.skipif(uses_gpus(), reason="the engine's cache lies on a GPU")

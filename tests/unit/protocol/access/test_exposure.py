@@ -19,53 +19,51 @@ from support.rigs import namespaces
 MISSING = namespaces.missing()
 
 
-def config_of(master: str, weights: str, **security: bool) -> Config:
-    return small_config(learner={"master": master}, weights={"host": weights}, security=security)
+def config_of(master: str, **security: bool) -> Config:
+    return small_config(learner={"master": master}, security=security)
 
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.9", "172.16.4.4", "100.64.0.1"]
 )
 def test_private_addresses_are_taken(host: str) -> None:
-    check_private(config_of(f"{host}:29500", host))
+    check_private(config_of(f"{host}:29500"))
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "2600::1", "172.32.0.1"])
 def test_a_public_address_is_refused_unless_a_setting_allows_it(host: str) -> None:
     where = f"[{host}]" if ":" in host else host
     with pytest.raises(ConfigError, match=rf"learner.master {host} is a public address, and torch"):
-        check_private(config_of(f"{where}:29500", "127.0.0.1"))
-    with pytest.raises(ConfigError, match=rf"weights.host {host} is a public address, .* set "):
-        check_private(config_of("127.0.0.1:0", host))
-    check_private(config_of(f"{where}:29500", host, allow_public_addresses=True))
+        check_private(config_of(f"{where}:29500"))
+    check_private(config_of(f"{where}:29500", allow_public_addresses=True))
 
 
 def test_a_name_that_nobody_knows_is_left_to_its_user() -> None:
-    check_private(config_of("nowhere.invalid:29500", "127.0.0.1"))
+    check_private(config_of("nowhere.invalid:29500"))
 
 
 def test_what_others_reach_is_described_with_its_ports() -> None:
-    assert describe_exposure(config_of("127.0.0.1:0", "localhost")) == ""
-    assert describe_exposure(config_of("10.0.0.1:29500", "10.0.0.2")) == (
-        "learner.master 10.0.0.1 (port 29500), weights.host 10.0.0.2 (port any)"
+    assert describe_exposure(config_of("localhost:0")) == ""
+    assert describe_exposure(config_of("10.0.0.1:29500")) == (
+        "learner.master 10.0.0.1 (port 29500; weights at any port)"
     )
 
 
 def test_a_run_on_one_machine_keeps_gloo_and_nccl_on_loopback() -> None:
     environ: dict[str, str] = {}
-    narrow_sockets(environ, gloo="127.0.0.1", nccl=("localhost", "127.0.0.1"))
+    narrow_sockets(environ, gloo="127.0.0.1", nccl="localhost")
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def test_what_the_user_has_set_stays() -> None:
     environ = {"NCCL_SOCKET_IFNAME": "ib0"}
-    narrow_sockets(environ, gloo="127.0.0.1", nccl=("127.0.0.1",))
+    narrow_sockets(environ, gloo="127.0.0.1", nccl="127.0.0.1")
     assert environ == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_a_host_that_cannot_be_reached_leaves_the_choice_to_them() -> None:
     environ: dict[str, str] = {}
-    narrow_sockets(environ, gloo="nowhere.invalid", nccl=("nowhere.invalid",))
+    narrow_sockets(environ, gloo="nowhere.invalid", nccl="nowhere.invalid")
     assert environ == {}
 
 
@@ -89,7 +87,7 @@ def test_the_interface_of_an_address_is_found_also_behind_a_label() -> None:
         "hosts = ('10.1.2.9', '10.1.2.3', '10.1.3.4', '10.1.3.8', 'fd00:1::9', '127.0.0.5')\n"
         "print(*map(interface_to, hosts), interface_to('10.7.7.7'))\n"
         "environ = {}\n"
-        "narrow_sockets(environ, gloo='127.0.0.1', nccl=('127.0.0.1', '10.1.2.9'))\n"
+        "narrow_sockets(environ, gloo='127.0.0.1', nccl='10.1.2.9')\n"
         "print(environ['GLOO_SOCKET_IFNAME'], environ['NCCL_SOCKET_IFNAME'])\n"
     )
     command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", ask]

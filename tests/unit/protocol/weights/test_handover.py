@@ -314,7 +314,7 @@ def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: Host
 
 
 def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
+    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
         HandoverSender("192.0.2.1", "members-1")
 
 

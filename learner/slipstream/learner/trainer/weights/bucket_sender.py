@@ -45,8 +45,8 @@ class BucketSender(ABC):
     ) -> weights_pb2.Communicator:
         """Begins a new communicator on the leader; returns the address at which its members join.
 
-        Does not wait for members. Raises ConfigError if the leader cannot listen on `weights.host`,
-        and WeightSyncError if the transport does not support `num_senders`.
+        Does not wait for members. Raises ConfigError if the leader cannot listen on its host, and
+        WeightSyncError if the transport does not support `num_senders`.
         """
         self.abort()
         return weights_pb2.Communicator(

@@ -31,15 +31,16 @@ _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
 class GlooSender(BucketSender):
-    """Sends over TCP, for machines without a GPU; listens only on `weights.host`.
+    """Sends over TCP, for machines without a GPU; listens only on `host`.
 
     One bucket is sent at a time, while the caller fills the next one.
     """
 
     transport = "gloo"
 
-    def __init__(self, weights: WeightsSection) -> None:
+    def __init__(self, weights: WeightsSection, *, host: str) -> None:
         super().__init__(weights)
+        self._host = host
         # The store on the leader where all members meet. Closing it ends the waits of members
         # there.
         self._meeting_place: Store | None = None
@@ -49,17 +50,17 @@ class GlooSender(BucketSender):
 
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
         # The store would listen on all addresses if it opened the socket itself.
-        listener = listen_for_members(self._weights.host)
+        listener = listen_for_members(self._host)
         port = listener.getsockname()[1]
         self._meeting_place = dist.TCPStore(  # type: ignore[attr-defined]
-            self._weights.host,
+            self._host,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=self._weights.join_deadline_s),
             master_listen_fd=listener.detach(),
         )
-        return {"store_host": self._weights.host, "store_port": port}
+        return {"store_host": self._host, "store_port": port}
 
     def _join(
         self, announced: weights_pb2.Communicator, rank: int, abandoned: threading.Event | None

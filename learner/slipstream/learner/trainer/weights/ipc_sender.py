@@ -35,9 +35,12 @@ class IpcSender(BucketSender):
 
     transport = "ipc"
 
-    def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
-        """Takes the size of the largest bucket, `num_bytes`."""
+    def __init__(
+        self, weights: WeightsSection, device: torch.device, *, num_bytes: int, host: str
+    ) -> None:
+        """Takes the size of the largest bucket, `num_bytes`; listens only on `host`."""
         super().__init__(weights)
+        self._host = host
         self._device, self._num_bytes = device, num_bytes
         self._shared: SharedBuffers | None = None
         self._memory: list[Tensor] = []
@@ -54,8 +57,8 @@ class IpcSender(BucketSender):
                 f"weights.transport ipc takes all weights from one trainer rank, "
                 f"but {num_senders} send: learner.parallel.pp and ep must be 1"
             )
-        self._handover = HandoverSender(self._weights.host, communicator_id)
-        return {"store_host": self._weights.host, "store_port": self._handover.port}
+        self._handover = HandoverSender(self._host, communicator_id)
+        return {"store_host": self._host, "store_port": self._handover.port}
 
     def _join(
         self, announced: weights_pb2.Communicator, rank: int, abandoned: threading.Event | None

@@ -47,11 +47,11 @@ class BucketSenders:
     """The senders of one rank, one for each transport, created at first use."""
 
     def __init__(
-        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int
+        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
     ) -> None:
-        """Takes the size of the largest bucket, in bytes."""
+        """Takes the size of the largest bucket, in bytes, and the host of rank 0."""
         self._weights, self._device = weights, device
-        self._largest_bucket = largest_bucket
+        self._largest_bucket, self._host = largest_bucket, host
         self._made: dict[str, BucketSender] = {}
 
     def for_transport(self, transport: str) -> BucketSender:
@@ -70,9 +70,11 @@ class BucketSenders:
 
     def _make(self, transport: str) -> BucketSender:
         if transport == "gloo":
-            return GlooSender(self._weights)
+            return GlooSender(self._weights, host=self._host)
         if transport == "ipc":
-            return IpcSender(self._weights, self._device, num_bytes=self._largest_bucket)
+            return IpcSender(
+                self._weights, self._device, num_bytes=self._largest_bucket, host=self._host
+            )
         if transport != "nccl":
             raise ConfigError(
                 f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"

@@ -38,6 +38,7 @@ from support.references import plain_deltas
 LONG_S = 60.0
 BUCKET_BYTES = 20_000
 CPU = torch.device("cpu")
+HOST = "127.0.0.1"
 PATIENT = WeightsSection(join_deadline_s=LONG_S, bucket_deadline_s=30.0)
 # Deadlines for receivers that never join, and for receivers that stop taking buckets.
 NO_MEETING = PATIENT.model_copy(update={"join_deadline_s": 0.5})
@@ -261,7 +262,7 @@ class Scene:
 
     def _sender(self) -> BucketSenders:
         largest = max(bucket.num_bytes for bucket in self.buckets)
-        senders = BucketSenders(self._weights, CPU, largest_bucket=largest)
+        senders = BucketSenders(self._weights, CPU, largest_bucket=largest, host=HOST)
         if self.transport == "nccl":
             stream, backend = HostStream(), FakeNccl(self.meetings)
             sender = NcclSender(self._weights, backend, stream, make_unique_id=self._unique_id)
@@ -498,7 +499,7 @@ class Group:
 def test_a_lane_is_free_while_the_other_one_travels_and_its_own_thread_waits() -> None:
     # On a GPU gloo copies a bucket back, behind which only the current stream of a thread that
     # waits goes on: after another thread's wait the copy may overwrite the lane's next bucket.
-    sender, group = GlooSender(WeightsSection()), Group()
+    sender, group = GlooSender(WeightsSection(), host=HOST), Group()
     vars(sender)["_group"] = group
     buckets = plan_buckets([TensorSpec(name, "float32", (3,)) for name in "ab"], 12)
     first, second = (sender.send(bucket, torch.zeros(12, dtype=torch.uint8)) for bucket in buckets)
@@ -511,7 +512,7 @@ def test_a_lane_is_free_while_the_other_one_travels_and_its_own_thread_waits() -
 
 
 def test_store_listens_on_the_given_host_only() -> None:
-    sender = GlooSender(WeightsSection(host="127.0.0.1"))
+    sender = GlooSender(WeightsSection(), host=HOST)
     where = announce(sender)
     with socket.create_connection(("127.0.0.1", where.store_port), timeout=5):
         pass
@@ -521,20 +522,20 @@ def test_store_listens_on_the_given_host_only() -> None:
 
 
 def test_transport_that_cannot_be_is_refused() -> None:
-    senders = BucketSenders(WeightsSection(), CPU, largest_bucket=1)
+    senders = BucketSenders(WeightsSection(), CPU, largest_bucket=1, host=HOST)
     with pytest.raises(ConfigError, match=r"weights\.transport is nccl, but the trainer has no"):
         senders.for_transport("nccl")
     with pytest.raises(ConfigError, match="must be gloo, nccl or ipc, got 'mpi'"):
         senders.for_transport("mpi")
     assert senders.for_transport("gloo") is senders.for_transport("gloo")
-    elsewhere = GlooSender(WeightsSection(host="192.0.2.1"))
-    with pytest.raises(ConfigError, match=r"weights\.host must be an address of this machine"):
+    elsewhere = GlooSender(WeightsSection(), host="192.0.2.1")
+    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
         announce(elsewhere)
 
 
 def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
     """The end of the process would come upon it in torch's code, and be an abort."""
-    sender = GlooSender(PATIENT)
+    sender = GlooSender(PATIENT, host=HOST)
     where = announce(sender)
     abandoned = threading.Event()
     abandoned.set()
@@ -548,7 +549,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     """The leader's meeting place is gone; the other senders notice without a message."""
-    leader, other = GlooSender(PATIENT), GlooSender(PATIENT)
+    leader, other = GlooSender(PATIENT, host=HOST), GlooSender(PATIENT, host=HOST)
     where = leader.announce("members-1", num_senders=2, world_size=3)
     failures: queue.Queue[WeightSyncError] = queue.Queue()
 
@@ -569,7 +570,7 @@ def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
 
 
 def test_bucket_that_nobody_takes_is_named_with_its_limit() -> None:
-    sender = GlooSender(NO_BUCKET)
+    sender = GlooSender(NO_BUCKET, host=HOST)
     where = announce(sender)
     receivers: list[object] = []
 
