@@ -236,7 +236,7 @@ class Client:
         return run_from_pb(await self._ask(self._status.GetStatus, status_pb2.GetStatusRequest()))
 
     async def stop(self, reason: str) -> None:
-        """Asks the run to end in order, after the current step."""
+        """Asks the run to end normally, after the current step."""
         await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
     async def drain(self, server_id: str, reason: str) -> str:

@@ -1,9 +1,9 @@
-"""Loads an environment from "package.module:Class", and finds the line that its code runs.
+"""Loads an environment from "package.module:Class", and finds which line of its code is running.
 
 `CallTracker` records which calls a worker is answering. Consumes: the begin and end of each call.
 Produces: a `CallRecord`, which the server reads when the worker has ended or no longer answers.
-Waits for: a call, in a thread, since the worker's own loop may be blocked. Unblocked by: the next
-call.
+Waits for: the begin of a call; the tracker waits in a thread of its own, since the worker's event
+loop may be blocked. Unblocked by: the next call.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
-# Seconds between two looks at the line of code that runs; a recorded line may be as old.
+# Seconds between two looks at the line that is running; a recorded line may be as old.
 _LOOK_PERIOD_S = 0.2
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
@@ -153,7 +153,7 @@ class CallTracker:
 
 
 def running_place(thread: int) -> str:
-    """Returns file, line and function that the thread with the id `thread` runs."""
+    """Returns file, line and function of the code that the thread with the id `thread` executes."""
     frames = []
     frame: types.FrameType | None = sys._current_frames()[thread]
     while frame is not None:

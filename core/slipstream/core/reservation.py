@@ -7,10 +7,10 @@ batch wait for each other, so a queue that is full before a batch is complete wo
 
     bytes in the queue  +  episodes that may still be sent * largest trajectory  <=  size
 
-Episodes that may still be sent are the undelivered members of leased groups, and members of ended
-leases that their servers have not closed. The trajectory of a failed attempt waits in the queue in
-addition to the reservation of its retry, until its own journal record acknowledges it; that record
-waits for nothing else.
+Episodes that may still be sent are the undelivered members of leased groups, and the members of
+ended leases until the server closes the lease. The trajectory of a failed attempt waits in the
+queue in addition to the reservation of its retry, until its own journal record acknowledges it;
+that record waits for nothing else.
 
 **No deadlock** occurs if the queue has room for one batch of largest trajectories. While fewer
 groups are leased than a step trains, there is room for one more group. As many complete groups as a

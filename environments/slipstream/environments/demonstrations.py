@@ -27,8 +27,8 @@ class Demonstrations(Environment[Conversation]):
     """Gives the replies of a parquet or JSON-lines file; the model samples nothing.
 
     A row is a conversation: a column of messages with `role` and `content`, or a prompt and a
-    reply. Each assistant message is trained. The reward is 1. Use `algorithm.advantage = "score"`,
-    `loss = "reinforce"` and `weight = "none"`.
+    reply. The model is trained on each assistant message. The reward is 1. Use
+    `algorithm.advantage = "score"`, `loss = "reinforce"` and `weight = "none"`.
     """
 
     def __init__(

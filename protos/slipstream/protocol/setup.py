@@ -150,9 +150,9 @@ def versions() -> dict[str, str]:
 
 
 def model_digest(folder: Path) -> bytes:
-    """Returns a digest of config.json and of the weights' names and sizes.
+    """Returns a digest of config.json, and of the names and sizes of the safetensors files.
 
-    Returns b"" if config.json or a file of weights cannot be read.
+    Returns b"" if one of these files cannot be read.
     """
     try:
         digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -48,7 +48,7 @@ JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.Controll
 
 
 class End(Enum):
-    """The way in which an epoch ended."""
+    """The way in which a server's epoch (one stream to the controller) ended."""
 
     DRAINED = "drained"
     LOST = "lost"

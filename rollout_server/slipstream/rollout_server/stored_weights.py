@@ -346,8 +346,8 @@ class FetchOrders:
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
         """Returns `message`; adds layout, file and delta of the fetched version to a receive order.
 
-        After a failed probe the next fetch starts from a whole version. After an abort the next
-        update is loaded whole.
+        Call it for every message. After the verdict that a probe failed, the next fetch reads a
+        whole version from storage. After an abort, the engine gets all weights of the next version.
         """
         kind = message.WhichOneof("message")
         if kind == "abort":

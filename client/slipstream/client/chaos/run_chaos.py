@@ -1,7 +1,7 @@
 """Implements `slipstream chaos`, which kills, stops and disconnects the processes of a run.
 
 The command starts `slipstream run` as a user does, and starts it again whenever it ends early,
-which resumes the run. After the last fault it stops the run in order. Then it checks the run's
+which resumes the run. After the last fault it stops the run normally. Then it checks the run's
 files and prints one line of JSON.
 """
 
@@ -271,7 +271,7 @@ async def run_chaos(
 ) -> int:
     """Runs the settings in `path` under `kills` faults, checks the run, prints one line of JSON.
 
-    Returns 0 if the run ended in order, all faults fired, the files show no fault of the run and
+    Returns 0 if the run ended normally, all faults fired, the files show no fault of the run and
     its replay is equal; otherwise 1. Raises ConfigError for arguments that cannot work, and
     RunFailed if the run does not begin or makes no more steps. `command` is the program to which
     `run`, `rollout-server` or `replay` is appended.

@@ -20,7 +20,7 @@ FILES = (
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
-# The beginning of the controller's event of a stop in order.
+# The beginning of the controller's event of a normal stop.
 STOPPING = "stopping: "
 # Least seconds between two lines of steps, except the last step; metrics.jsonl has all steps.
 STEP_EVERY_S = 2.0

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """The verdict of a check: fine, an advice, or a problem that prevents a run."""
+    """The verdict of a check: fine, advice, or a problem that prevents a run."""
 
     OK = "ok"
     # A run works, but slower or with less safety than it could.

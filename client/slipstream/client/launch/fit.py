@@ -161,7 +161,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
     """Yields findings on placement, transport and memory of a share of the roles on this machine.
 
     Without `share`, the share of `slipstream run` is checked, and GPUs that do not fit yield only
-    an advice.
+    advice.
     """
     needs = needs_of(config)
     if needs is not None:
@@ -292,7 +292,7 @@ def expert_split(parallel: ParallelSection) -> int:
 
 
 def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Returns an advice if main memory is too small for a run on CPUs, else an ok finding."""
+    """Returns advice if too little main memory is free for a run on CPUs, else an ok finding."""
     server = config.rollout_server
     engine = server.kv_cache_gib + server.tensor_parallel_size * needs.worker_bytes / GIB
     needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)

@@ -414,10 +414,11 @@ def learner_share(config: Config, node_rank: int | None) -> Share:
 
 
 def learner_overrides(master: str | None) -> list[str]:
-    """Returns an override of `learner.master` by `master` or by torchrun's variables, if any.
+    """Returns an override that sets `learner.master` to `master`, the value of `--master`.
 
-    A setting on the command line takes precedence. Raises ConfigError if MASTER_ADDR is set without
-    MASTER_PORT.
+    Without `master`, torchrun's MASTER_ADDR and MASTER_PORT are taken; returns [] without these.
+    Put the result before the command line's overrides of settings, so that they take precedence.
+    Raises ConfigError if MASTER_ADDR is set without MASTER_PORT.
     """
     if master is None and "MASTER_ADDR" in os.environ:
         host = os.environ["MASTER_ADDR"]

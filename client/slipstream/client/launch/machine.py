@@ -141,7 +141,7 @@ def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) 
 def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 0.0) -> Finding:
     """Returns the finding on the disk that holds `run_dir`, a folder that need not exist.
 
-    Too little room for `least_bytes` is a problem, too little for `usual_bytes` an advice.
+    Too little room for `least_bytes` is a problem; too little for `usual_bytes` gives advice.
     """
     place = run_dir.absolute()
     while not place.exists():
@@ -280,7 +280,7 @@ def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
 
 
 def _environment(environ: Mapping[str, str]) -> Finding:
-    """Returns an advice if an NCCL variable differs from the tested value, else an ok finding."""
+    """Returns advice if an NCCL variable differs from the tested value, else an ok finding."""
     others = [
         f"{name}={environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()

@@ -20,7 +20,11 @@ LINES = "docs/security.md has the ACL SETUSER line"
 
 
 async def check_queue(config: Config) -> list[Finding]:
-    """Returns one finding for each end of a queue that is the user's own Redis or Valkey."""
+    """Checks that the user's own Redis or Valkey keeps data, and that both ends may write to it.
+
+    Returns one finding for each end: the controller and the rollout servers. Call it only if
+    `queue.redis_url` is set.
+    """
     return [await _check_end(config, end) for end in ROLES]
 
 

@@ -88,7 +88,7 @@ class Program(Contract):
 
 
 class Count(Contract):
-    """The number of a role's instances: the usual, the least and the largest number."""
+    """How many instances a role can have: the usual, the least and the largest number."""
 
     usual: int = Field(description="as the settings have it")
     least: int

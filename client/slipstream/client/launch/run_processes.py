@@ -71,7 +71,7 @@ class RunCalls:
         return open_channel(self._address, self._credentials)
 
     async def stop(self, reason: str, *, failed: bool) -> str:
-        """Asks the controller to end the run, in order or as failed, and waits up to 30 s.
+        """Asks the controller to end the run, normally or as failed; waits up to 30 s.
 
         Returns "" when the controller answered, else the name of the gRPC status.
         """
@@ -438,7 +438,7 @@ class RunProcesses:
         if trainers is None:
             return
         while (failed := await trainers.keep()) is None:
-            # The ranks left in order, perhaps for a controller that died before the run was over.
+            # The ranks left normally, perhaps for a controller that died before the run was over.
             while not await self._calls.awaits_trainer():
                 await asyncio.sleep(LOOK_S)
             text = "the trainer had left before its controller died"

@@ -62,7 +62,10 @@ def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> Sh
 
 
 def left_behind(config: Config, code: ShippedCode) -> list[str]:
-    """Returns the modules of the settings that are in the working directory but are not shipped."""
+    """Returns the modules that settings name, if they are in the working directory but not shipped.
+
+    Modules are named by environments, evaluations and the user's own functions of algorithms.
+    """
     references = [played.reference for played in (*config.environments, *config.evaluations)]
     for each in config.algorithms.distinct:
         references += each.own_functions.values()

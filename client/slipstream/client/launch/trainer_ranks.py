@@ -47,7 +47,7 @@ class TrainerRanks:
     """Starts the ranks, and restarts them until they end or must not start again.
 
     ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., milestones=...)
-    failed = await ranks.keep()  # None: all ended in order
+    failed = await ranks.keep()  # None if all ended normally
     await ranks.stop(grace_s)
 
     The ranks may die `TRAINER.restarts` times between two milestones. Ranks that train the same
@@ -90,7 +90,7 @@ class TrainerRanks:
             self.children.append(await self._forks.start(name, log_path=log, environ=environ))
 
     async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
-        """Starts the ranks, and restarts all when one dies; returns None when all ended in order.
+        """Starts the ranks, and restarts all when one dies; returns None when all ended normally.
 
         Returns the rank that died if its exit code is final, or if the ranks were restarted too
         often.

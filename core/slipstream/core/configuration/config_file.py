@@ -165,7 +165,7 @@ def check_model(config: Config) -> None:
 def check_sizes(config: Config) -> list[str]:
     """Checks all settings that depend on the model's config.json.
 
-    Raises ConfigError for the first broken rule. Returns one clause for each missing or damaged
+    Raises ConfigError for the first broken rule. Returns one message for each missing or damaged
     file that the run loads: models, tokenizer and checkpoint.
     """
     sizes = read_model_sizes(config.model.path)

@@ -77,7 +77,7 @@ def role_folders(config: Config) -> list[tuple[str, Path]]:
 
 
 def missing_weights(config: Config) -> list[str]:
-    """Returns one clause for each fault of the weights in the roles' own folders."""
+    """Returns one message for each fault of the weights in the roles' own folders."""
     return [
         problem
         for name, path in role_folders(config)

@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def missing_files(folder: Path, template: Path | None = None) -> list[str]:
-    """Returns one clause for each file or part without which a run cannot load the model.
+    """Returns one message for each file or part without which a run cannot load the model.
 
     `folder` has a config.json. `template` is the chat template file that the settings name, if any;
     with it the tokenizer needs no template of its own.
@@ -30,7 +30,7 @@ def missing_files(folder: Path, template: Path | None = None) -> list[str]:
 
 
 def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
-    """Returns one clause on what the tokenizer lacks, or [] if it lacks nothing.
+    """Returns one message on what the tokenizer lacks, or [] if it lacks nothing.
 
     The arguments are as in `missing_files`.
     """
@@ -49,7 +49,7 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:
-    """Returns one clause for each fault of the weights in the folder that `setting` names.
+    """Returns one message for each fault of the weights in the folder that `setting` names.
 
     Only headers are read. The usual cause is an incomplete download.
     """

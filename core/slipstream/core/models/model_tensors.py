@@ -29,11 +29,13 @@ Held: TypeAlias = Mapping[str, tuple[Path, Shape]]
 def tensor_problems(
     folder: Path, setting: str, *, has_output: bool = True, has_tower: bool = False
 ) -> Iterator[str]:
-    """Yields one clause for each fault of the tensors in complete files.
+    """Yields one message for each fault of the tensors in `folder`, compared with its config.json.
 
-    `setting` is the setting that names `folder`, whose architecture must be supported. The output
-    projection is required if `has_output`, the vision tower if `has_tower`. A vision tower in the
-    files of a text class is a fault, and so is a block of a tower beyond the number in config.json.
+    Call it only after the files were found complete (none missing or cut off). `setting` is the
+    setting that names `folder`; the architecture must be supported. The output projection is
+    required if `has_output`, the vision tower if `has_tower`. A vision tower is a fault if the
+    architecture sees no images, and so is a block of a tower beyond the number in config.json. Of
+    several missing layers only the first is named.
     """
     values = read_model_table(folder)
     sizes, place = ModelSizes.of(values), _place(folder)
@@ -77,7 +79,7 @@ def tensor_problems(
 def _tower_problems(
     tower: Held, values: Mapping[str, Any], setting: str, every: str
 ) -> Iterator[str]:
-    """Yields one clause for each fault of a vision tower's blocks; checks their number if known."""
+    """Yields one message for each fault of a vision tower; checks the number of blocks if known."""
     if not tower:
         yield f"{every}vision tower"
     table = values.get("vision_config") or {}

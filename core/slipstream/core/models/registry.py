@@ -107,9 +107,10 @@ def is_nested(values: Mapping[str, Any]) -> bool:
 
 
 def nested_name(name: str, held: Collection[str]) -> str:
-    """Returns the name that the text class's tensor `name` has in a folder of `NESTED`.
+    """Returns the name of a decoder's tensor in the files of a vision model (a class in `NESTED`).
 
-    The tensor names `held` of the folder's files show which naming scheme it has.
+    `name` is the tensor's name in the decoder's text class. `held` has the names of all tensors in
+    the files, which show the naming scheme.
     """
     if any(each.startswith(_NEW_FORM) for each in held):
         return name.replace("model.", _NEW_FORM, 1)
@@ -117,8 +118,8 @@ def nested_name(name: str, held: Collection[str]) -> str:
 
 
 def tower_name(name: str, held: Collection[str]) -> str:
-    """Returns the name of a tensor of the vision tower or projector in a folder of `NESTED`.
+    """Returns the name of a tensor of the vision tower or projector in a vision model's files.
 
-    `held` is as in `nested_name`.
+    `name` is the tensor's name in the published naming scheme. `held` is as in `nested_name`.
     """
     return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

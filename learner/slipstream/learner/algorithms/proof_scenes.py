@@ -165,9 +165,10 @@ def values_of(scene: Scene, layout: Layout, compute: Compute) -> dict[str, Tenso
 def _of_ranks(
     scene: Scene, shares: Sequence[Sequence[int]], compute: Compute
 ) -> list[dict[str, Tensor]]:
-    """Returns each rank's results; repeats the computation until all sums over ranks are known.
+    """Returns the results of each rank; `shares` has the indices of each rank's tokens.
 
-    Raises Disproved if the ranks request different numbers of sums.
+    Repeats the computation until all sums over ranks are known. Raises Disproved if the ranks
+    request different numbers of sums.
     """
     known: list[Tensor] = []
     while True:

@@ -40,7 +40,10 @@ def token(
     sequence_band: Band | None = None,
     to: Target = "proximal",
 ) -> TokenWeights:
-    """Returns min(ratio, cap): truncated importance sampling (IMPALA, arXiv:1802.01561)."""
+    """Returns min(ratio, cap) for each token inside the bands, else 0.
+
+    This is truncated importance sampling (IMPALA, arXiv:1802.01561).
+    """
     log_ratios = _log_ratios(tokens, to)
     capped = _capped(safe_ratio(log_ratios), cap)
     return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
@@ -54,7 +57,10 @@ def sequence(
     sequence_band: Band | None = None,
     to: Target = "proximal",
 ) -> TokenWeights:
-    """Returns min(product of the sequence's ratios, cap) for each token; only the cap adds bias."""
+    """Returns min(product of the sequence's ratios, cap) for each token inside the bands, else 0.
+
+    Without bands only the cap adds bias.
+    """
     log_ratios = _log_ratios(tokens, to)
     capped = _capped(safe_ratio(tokens.sequences.sums(log_ratios)), cap)
     return _masked(tokens, log_ratios, *capped, token_band, sequence_band)

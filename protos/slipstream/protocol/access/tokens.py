@@ -53,8 +53,8 @@ def role_of(token: str) -> str | None:
 def may_call(role: str | None, method: str) -> bool:
     """Whether the holder of a token may call `method`, such as /slipstream.v1.FleetService/Join.
 
-    `role` is None for the run's own token. Methods of other packages, such as gRPC's health check,
-    are open to all.
+    `role` is the token's role, or None for the run's own token, which opens every method. Methods
+    of other packages, such as gRPC's health check, are open to all.
     """
     if role is None or not method.startswith(_PREFIX):
         return True

@@ -56,7 +56,7 @@ class _Put:
 
 
 class RedisSender:
-    """The rollout server's end; `put` returns when the trajectory is on Redis's disk.
+    """The rollout server's side of the queue; `put` returns when the trajectory is on Redis's disk.
 
     Trajectories that wait at the same time are written together. If Redis stays unreachable or has
     lost data, waiting `put`s fail, and the `async with` block ends with an ExceptionGroup of a

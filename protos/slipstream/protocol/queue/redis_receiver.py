@@ -54,11 +54,12 @@ logger = logging.getLogger(__name__)
 
 
 class RedisReceiver:
-    """The controller's end; reads and deletes in the background while its `async with` block runs.
+    """The controller's side of the queue.
 
-    If Redis lost data before the block, the receiver sets a new mark and delivers the remaining
-    entries. If Redis stays unreachable or loses data later, the block ends with an ExceptionGroup
-    of a QueueError.
+    The receiver reads and deletes in the background while its `async with` block runs. If Redis
+    lost data before the block, the receiver sets a new mark and delivers the remaining entries. If
+    Redis stays unreachable or loses data later, the block ends with an ExceptionGroup of a
+    QueueError.
     """
 
     def __init__(

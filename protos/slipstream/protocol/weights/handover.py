@@ -164,7 +164,7 @@ class _Peer:
 
     connection: socket.socket
     what: str
-    # Count of numbers received from the other end.
+    # Count of numbers received from the other side.
     done: int = 0
     received: bytearray = field(default_factory=bytearray)
 
@@ -211,9 +211,10 @@ class _Peer:
 
 
 class HandoverSender:
-    """The sender's end; one thread uses it, any thread may call `close`.
+    """The sender's side of the shared buffers; one thread uses it, any thread may call `close`.
 
-    Call `accept` once; then for each bucket `filled`, and `wait_read` before its buffer is reused.
+    Call `accept` once. Then, for each bucket, fill a buffer and call `filled`. Before the buffer is
+    filled again, call `wait_read` for that bucket.
     """
 
     def __init__(
@@ -322,9 +323,10 @@ class HandoverSender:
 
 
 class HandoverReceiver:
-    """A receiver's end; one thread uses it, any thread may call `close`.
+    """A receiver's side of the shared buffers; one thread uses it, any thread may call `close`.
 
-    Call `opened` once; then for each bucket `wait_filled`, and `read` after its last access.
+    Call `opened` once. Then, for each bucket, call `wait_filled`, read the bucket, and call `read`
+    to tell the sender that the bucket was read.
     """
 
     def __init__(

@@ -164,11 +164,11 @@ class NcclGroup:
     def broadcast(
         self, pointer: int, num_bytes: int, root: int, stream: int, *, deadline_s: float
     ) -> None:
-        """Enqueues the broadcast of `num_bytes` at `pointer`, which `root` has filled.
+        """Enqueues the broadcast of `num_bytes` at `pointer` on `stream`; rank `root` has the data.
 
-        The communicator is aborted if the broadcast does not end within `deadline_s` seconds of the
-        end of the previous broadcast, or of this call if none is pending. Raises WeightSyncError if
-        the communicator is already aborted.
+        The watchdog aborts the communicator if the broadcast is not done `deadline_s` seconds after
+        the previous broadcast ended, or after this call began if no broadcast was pending. Raises
+        WeightSyncError if the communicator is aborted.
         """
         what = f"the broadcast of {num_bytes} bytes from rank {root}"
         with self._lock:

@@ -32,7 +32,10 @@ _FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 @dataclass(frozen=True)
 class Until:
-    """The limit of one use of storage: a `time.monotonic` deadline, and an event that ends it."""
+    """The limit of one use of storage: a deadline, and an event that abandons the use earlier.
+
+    `deadline_s` is a time of `time.monotonic`, `limit_s` seconds after the start of the use.
+    """
 
     deadline_s: float
     limit_s: float

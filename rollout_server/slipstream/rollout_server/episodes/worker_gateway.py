@@ -166,7 +166,10 @@ class WorkerLogs:
                 self._close_pipe(key.fd, key.data)
 
     def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
-        """Copies the present content of a pipe and closes it; an orphan could print for ever."""
+        """Copies what a pipe holds now to the log `own`, if there is one, and closes the pipe.
+
+        It does not wait for the pipe's end: a process that outlived its worker could print forever.
+        """
         left = _MAX_PIPE_BYTES if own is not None else 0
         with contextlib.suppress(BlockingIOError):
             while left > 0 and own is not None and (copied := self._copy(pipe, own)):

@@ -73,9 +73,10 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 def graph_values(
     section: RolloutServerSection, passed: Mapping[str, object], *, on_cpu: bool
 ) -> dict[str, object]:
-    """Returns vLLM's arguments for graphs and prompt waits, none if the engine has no graphs.
+    """Returns vLLM's arguments for the sizes of CUDA graphs and for the longest wait of prompts.
 
-    Graph sizes are left out if `passed`, the user's own arguments of vLLM, has graph sizes.
+    Returns {} if the engine has no CUDA graphs. The sizes are left out if `passed`, the user's own
+    arguments for vLLM, sets them.
     """
     if not section.has_graphs(on_cpu=on_cpu):
         return {}

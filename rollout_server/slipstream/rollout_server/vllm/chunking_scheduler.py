@@ -204,7 +204,8 @@ class _Chunking(DraftingScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Overrides vLLM's method; prompts wait as long as `PromptGathering` says.
 
-        When a step has no room for all gathered prompts, vLLM takes the rest in the next step.
+        When a step has no room for all gathered prompts, vLLM takes the rest in the next step. A
+        step without prompts is planned by the `SteadyPlanner` if that has steady requests.
         """
         along = takes_a_prompt(self.running, self.waiting)
         num_ready = 0 if along else len(self.waiting)

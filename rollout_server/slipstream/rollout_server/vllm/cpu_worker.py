@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 @dataclass(frozen=True)
 class _Step:
-    """The batch of a step, by the names that the connector reads.
+    """The part of vLLM's input batch that the connector reads; the fields have vLLM's names.
 
     Request n has the tokens from `query_start_loc_np[n]` up to `query_start_loc_np[n + 1]`.
     """

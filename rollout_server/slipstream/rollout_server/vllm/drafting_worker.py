@@ -85,7 +85,11 @@ class SharedText(BaseSpeculator):  # type: ignore[misc]
 
 
 def prompt_places(batch: InputBatch, draft_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and positions of the step's prompt tokens that begin a whole draft."""
+    """Returns rows and positions of this step's prompt tokens with which a draft can begin.
+
+    A draft's `draft_tokens` tokens must all be in the prompt. A row is a request's index in the
+    worker's tables. Of each request only the last `PROMPT_TOKENS` such tokens are returned.
+    """
     rows, places = [], []
     for index in np.flatnonzero(batch.is_prefilling_np):
         first = int(batch.num_computed_tokens_np[index])

@@ -95,7 +95,7 @@ class EnginePause:
         await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
 
     def check(self) -> None:
-        """Raises the error, if any, of vLLM's answers that came after the workers' mark."""
+        """Raises the error, if any, of an answer of vLLM that came after the workers' mark."""
         for task in [task for task in self._late if task.done()]:
             self._late.remove(task)
             task.result()
@@ -138,7 +138,7 @@ class EnginePause:
         await self._call(asyncio.gather(*self._resuming(version)), update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
-        """Waits until a request may be passed to the engine, or is released."""
+        """Waits until the engine may get requests, or until `release(request_id)` is called."""
         if self._lets_in:
             return
         held = self._held[request_id] = asyncio.get_running_loop().create_future()
@@ -171,9 +171,10 @@ class EnginePause:
         return stamping, self._llm.resume_generation()
 
     async def settle(self) -> None:
-        """Waits for vLLM's late answers, so that the next order reaches the engine at once.
+        """Waits for vLLM's outstanding answers, so that the next order reaches the engine at once.
 
-        An answer is late if the workers' mark came before it.
+        An answer is outstanding if the workers reported the end of the call by a mark, on the
+        direct line, and vLLM has not answered the call yet.
         """
         await asyncio.gather(*self._late)
         self._late.clear()

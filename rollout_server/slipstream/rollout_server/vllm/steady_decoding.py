@@ -123,7 +123,10 @@ class SteadyRequest:
         request.append_output_token_ids(token_id)
 
     def append_ahead(self, token_id: int, manager: KVCacheManager, block_size: int) -> None:
-        """Appends a token as `append` does, for a scheduler that plans steps ahead."""
+        """Appends a token as `append` does, for a scheduler that plans steps ahead.
+
+        Also takes one from vLLM's count of planned tokens, and caches a block that is now complete.
+        """
         self.append(token_id)
         request = self._request
         request.num_output_placeholders -= 1

@@ -75,7 +75,10 @@ class BucketReceiver(ABC):
         return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
 
     def take_wire(self) -> Wire:
-        """Returns the wire time of the last `receive`, or 0 if unknown; call it after `digests`."""
+        """Returns seconds and bytes of the last `receive`'s broadcasts; both are 0 if unknown.
+
+        Call it after `digests`.
+        """
         return Wire()
 
     @abstractmethod

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Parameters = Mapping[str, torch.Tensor]
 
-# Most stretches of memory that one copy of a plan may write; beyond it a plan is not worth it.
+# Most stretches of memory that one copy operation may write; beyond it a plan is not worth it.
 _MAX_RUNS = 1 << 24
 # Size from which a tensor is copied separately: its copy takes longer than starting the next.
 _LARGE_BYTES = 16 << 20
@@ -71,7 +71,11 @@ class View:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of a plan; `source` counts elements of `dtype` from the start of the bucket."""
+    """One copy operation of a `CopyPlan`: from a part of a bucket to a part of a parameter.
+
+    `source` counts elements of `dtype` from the start of the bucket, `destination` elements of the
+    parameter's storage from its start.
+    """
 
     bucket: int
     dtype: torch.dtype
@@ -82,7 +86,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """All copies of an update, grouped by bucket; valid for these buckets only."""
+    """All copy operations of an update, grouped by bucket; valid for these buckets only."""
 
     buckets: tuple[Bucket, ...]
     copies: tuple[tuple[Copy, ...], ...]
@@ -287,7 +291,7 @@ def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Replay:
-    """Makes the copies of a plan from the memory in which the buckets arrive."""
+    """Carries out a `CopyPlan`: copies buckets to the parameters, or back (`collect`)."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
         self._plan, self._parameters = plan, parameters
@@ -315,7 +319,7 @@ class Replay:
         self._batches[key] = list(batches.values())
 
     def run(self, place: int, buffer: torch.Tensor) -> None:
-        """Enqueues the copies of a bucket on the current stream."""
+        """Enqueues the copy operations of a bucket on the current stream."""
         self.prepare(place, buffer)
         for batch in self._batches[place, buffer.data_ptr()]:
             batch.copy(batch.destinations, batch.sources)

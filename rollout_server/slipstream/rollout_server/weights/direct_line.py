@@ -30,8 +30,8 @@ from slipstream.rollout_server.engine_interface import EngineDied
 
 _MAX_BYTES = 1 << 20
 
-# The workers' ends of the sockets. The server holds them until its engine has started; every
-# process forked meanwhile inherits them.
+# The workers' sockets. The server holds them until its engine has started; every process forked
+# meanwhile inherits them.
 _inherited: list[socket.socket] = []
 
 
@@ -48,16 +48,17 @@ def _send(line: socket.socket, message: list[Any], flags: int = socket.MSG_DONTW
 
 
 class WorkerEnd:
-    """The worker's end of the line, in the process of `rank`; does nothing if there is no line."""
+    """The worker's side of the line, in the process of `rank`; does nothing if there is no line."""
 
     def __init__(self, rank: int) -> None:
         self._socket = _inherited[rank] if rank < len(_inherited) else None
         self._thread: threading.Thread | None = None
 
     def answer(self, call: int, answer: dict[str, Any]) -> None:
-        """Sends the answer to call number `call`; drops it if the line is full.
+        """Sends the answer to call number `call` to the server.
 
-        Only the thread of `serve` waits for room, because its answers do not also go through vLLM.
+        If the line is full, the thread of `serve` waits for room. Any other thread drops the
+        answer, which also goes through vLLM.
         """
         if self._socket is not None:
             is_alone = threading.current_thread() is self._thread
@@ -86,7 +87,7 @@ def _serve(line: socket.socket, methods: Mapping[str, Callable[[int], object]]) 
 
 
 class DirectLine:
-    """The server's end of the line.
+    """The server's side of the line.
 
     line = DirectLine(num_workers)  # before the engine's processes start
     line.listen()  # when they have started
@@ -149,7 +150,10 @@ class DirectLine:
 
     @contextlib.contextmanager
     def marked(self, mark: str) -> Iterator[asyncio.Future[list[Any]]]:
-        """Yields a future that is done when all workers have sent `mark` during the block."""
+        """Yields a future that is done when all workers have sent `mark` during the block.
+
+        The future's result has a None for each worker.
+        """
         found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._heard[mark] = [], found
         try:

@@ -59,7 +59,7 @@ class LiveBase:
     def __init__(
         self, plan: CopyPlan, replay: Replay, parameters: Parameters, device: torch.device
     ) -> None:
-        """`replay` makes the copies of `plan` into `parameters`.
+        """`replay` carries out `plan`, which copies buckets to `parameters`.
 
         Raises NotCopied if a copy converts element types or repeats an element.
         """

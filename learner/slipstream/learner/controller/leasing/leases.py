@@ -45,7 +45,10 @@ class ClosingLeases:
         self.leases: dict[GroupId, ClosingLease] = {}
 
     def keep(self, group: Group, members: set[int]) -> None:
-        """Keeps the slots of `members` occupied until the group's holder has ended them."""
+        """Keeps the slots of `members` occupied until the group's holder has ended these members.
+
+        Does nothing if no server holds the group.
+        """
         if group.holder is not None:
             lease = ClosingLease(group.environment, group.holder)
             self.leases.setdefault(group.group_id, lease).members |= members

@@ -33,7 +33,7 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
-# Longest time between two looks for servers that are due.
+# Longest time between two looks for servers for which a publish is due.
 _LOOK_S = 0.25
 
 
@@ -91,7 +91,10 @@ class StoredPublisher:
         return trainer_pb2.StoredReceipt(needed=sorted(needed))
 
     async def run_forever(self) -> None:
-        """Begins a publish to each server that is due, until the task is cancelled."""
+        """Begins a publish to each server for which one is due, until the task is cancelled.
+
+        Also warns about servers whose version is too old for leases.
+        """
         while True:
             for session in self._readers():
                 self._warn_if_too_old(session)

@@ -1,4 +1,4 @@
-"""Lets engines rest (sleep) while the learner trains on their device.
+"""Orders engines to rest (sleep) while the learner trains on their device.
 
 Consumes: the moments at which the trainer begins and ends a step, the answers of servers. Produces:
 orders to rest and to wake. Waits for: all engines to rest, before the trainer gets its batch.
@@ -79,16 +79,17 @@ class EngineTurns:
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
 
     async def stop(self) -> None:
-        """Wakes all engines, or lets them rest if the trainer needs their memory to save."""
+        """Wakes all engines, or orders them to rest if the trainer needs their memory to save."""
         if self._gives_back:
             await self.begin()
         else:
             self.end()
 
     def trainer_lost(self) -> None:
-        """Wakes resting engines, or lets all rest if a new trainer needs their memory.
+        """Wakes resting engines; with `controller.turns = "sleep"`, orders engines to rest instead.
 
-        The new trainer's first request for an order wakes them.
+        A new trainer needs the memory of the engines on its devices; its first request for an order
+        wakes them. After the end of the run no engine is ordered to rest.
         """
         if not self._gives_back:
             self.end()
@@ -96,7 +97,7 @@ class EngineTurns:
             self._order(self._sharing())
 
     def joined(self, session: ServerSession) -> None:
-        """Lets the engine of a new server rest if the learner is training on its device."""
+        """Orders the engine of a new server to rest if the learner is training on its device."""
         if self._is_learners_turn and session in self._sharing():
             self._rest(session)
 

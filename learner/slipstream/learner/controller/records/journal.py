@@ -230,15 +230,15 @@ class Journal:
         return read_batch(self._folder, step, crc32, attempt)
 
     def path(self, step: int, attempt: int = 0) -> Path:
-        """Returns the path of the batch file of `step` and `attempt`."""
+        """Returns the path of a batch file in this journal's folder; see `batch_path`."""
         return batch_path(self._folder, step, attempt)
 
     def has_batch(self, step: int, attempt: int = 0) -> bool:
-        """Whether the batch file of a step still exists."""
+        """Whether the batch file of a step and attempt still exists; see `batch_path`."""
         return self.path(step, attempt).is_file()
 
     def kept_batches(self) -> set[tuple[int, int]]:
-        """Returns the (step, attempt) of each batch file that still exists."""
+        """Returns the (step, attempt) of each batch file that still exists; see `batch_path`."""
         paths = (self._folder / BATCHES).glob("step-*.pb")
         names = [path.stem.removeprefix("step-") for path in paths]
         found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
@@ -381,7 +381,10 @@ def _count_lines(folder: Path) -> int:
 
 
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-    """Reads the batch of a step; raises ProtocolError unless its checksum is `crc32`."""
+    """Reads the batch of a step; raises ProtocolError unless its checksum is `crc32`.
+
+    `attempt` is the number of earlier batches of this step that were set aside.
+    """
     path = batch_path(folder, step, attempt)
     try:
         data = path.read_bytes()

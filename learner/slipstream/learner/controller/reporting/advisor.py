@@ -157,7 +157,11 @@ class Advisor:
             self._due.set()
 
     async def advise_forever(self) -> None:
-        """Predicts after every `EVERY_STEPS` steps under the same setting, until cancelled."""
+        """Computes new advice after each `EVERY_STEPS` steps under one setting, until cancelled.
+
+        Stores the advice in `advice`, and replaces the advice file. Waits longer if the last
+        computation took much processor time.
+        """
         while True:
             await self._due.wait()
             self._due.clear()

@@ -35,7 +35,7 @@ class ServerEvent(Enum):
     DRAIN = "drain"
     # The stream ended or was silent for too long before the server had drained.
     LOST = "lost"
-    # The server left in order: it had drained and reported its last counters.
+    # The server left normally: it had drained and reported its last counters.
     LEFT = "left"
 
 
@@ -52,8 +52,8 @@ _NEXT = {
 def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.ServerState:
     """Returns the state after `event`; raises ValueError if `event` cannot happen in `state`.
 
-    A DRAINING server may finish a publish in which it takes part, because the other receivers would
-    lose that publish. It stays DRAINING.
+    A DRAINING server may finish a publish in which it takes part, because otherwise the other
+    receivers would lose that publish. It stays DRAINING.
     """
     if state in _ENDS.values():
         return state

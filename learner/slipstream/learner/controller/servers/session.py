@@ -75,7 +75,8 @@ class Outbox(Generic[Message]):
     def pop(self) -> Message | None:
         """Removes and returns the next message that may be sent, or returns None if there is none.
 
-        Raises the error of the message's `after` if it failed.
+        Raises the error of the future for which the message waits (`after` of `put`), if that
+        failed.
         """
         is_held = False
         for place, waiting in enumerate(self._messages):
@@ -88,7 +89,10 @@ class Outbox(Generic[Message]):
         return None
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yields messages until `close`; raises the error of a message's `after` if it failed."""
+        """Yields messages in the order of `pop`, until the outbox is closed and empty.
+
+        Raises the error of the future for which a message waits (`after` of `put`), if that fails.
+        """
         while True:
             while (message := self.pop()) is not None:
                 yield message

@@ -332,7 +332,10 @@ class EnvironmentBook:
         return False
 
     def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Stores the numbers of each evaluation at version `step`, by evaluation and name."""
+        """Stores the metrics of evaluations of version `step`: evaluation -> metric -> value.
+
+        Evaluations that the book does not have are ignored.
+        """
         for name, numbers in evaluations.items():
             # The configuration may lack an evaluation of an earlier start.
             entry = self.entries.get(name)
@@ -354,7 +357,10 @@ class EnvironmentBook:
         return True
 
     def group_left_batch(self, name: str, *, is_put_back: bool) -> None:
-        """Notes that an accepted group left its batch: set aside, or returned for another batch."""
+        """Notes that an accepted group of environment `name` left its batch.
+
+        The group was returned for another batch if `is_put_back`, else it was set aside.
+        """
         entry = self.entries.get(name)
         if entry is not None:
             entry.groups_accepted = max(entry.groups_accepted - 1, 0)

@@ -27,12 +27,13 @@ def build_micro_batch(
     multiple: int = 1,
     sequence_multiple: int = 1,
 ) -> MicroBatch:
-    """Packs the sequences at `indices`, and filler up to a multiple of `multiple` tokens.
+    """Packs the sequences at `indices`, and filler behind them, into one micro batch.
 
-    Each sequence is padded at its end to a multiple of `sequence_multiple`, which must divide
-    `multiple`; padding has no loss, and does not affect the tokens before it. If there are no
-    `indices`, the micro batch is all filler, so it is never empty. `sequences` are all sequences of
-    the step; filler has the same fields as the first of them.
+    Filler makes the number of tokens divisible by `multiple`. Each sequence is padded at its end to
+    a length divisible by `sequence_multiple`, which must divide `multiple`; padding has no loss,
+    and does not affect the tokens before it. If there are no `indices`, the micro batch is all
+    filler, so it is never empty. `sequences` are all sequences of the step; filler has the same
+    fields as the first of them.
     """
     segments = [Segment(index, 0, len(sequences[index])) for index in indices]
     parts = [_padded(sequences[index], sequence_multiple) for index in indices]
@@ -42,10 +43,11 @@ def build_micro_batch(
 def build_tree_micro_batch(
     sequences: Sequence[TrainingSequence], bundles: Sequence[Bundle], *, multiple: int = 1
 ) -> MicroBatch:
-    """Packs the segments of `bundles`, and filler up to a multiple of `multiple` tokens.
+    """Packs the segments of `bundles`, and filler behind them, into one micro batch.
 
-    Positions count from the beginning of a sequence. The target of a segment's last position is the
-    next token of the segment's sequence. `MicroBatch.indices` names each sequence once.
+    Filler makes the number of tokens divisible by `multiple`. Positions count from the beginning of
+    a sequence. The target of a segment's last position is the next token of the segment's sequence.
+    `MicroBatch.indices` names each sequence once.
     """
     segments = [segment for bundle in bundles for segment in bundle]
     parts = [_cut(sequences[segment.index], segment) for segment in segments]
@@ -59,7 +61,10 @@ def _packed(
     parts: Sequence[TrainingSequence],
     multiple: int,
 ) -> MicroBatch:
-    """Joins `parts` (the tokens of `segments`) and filler up to a multiple of `multiple`."""
+    """Joins `parts`, which are the tokens of `segments`, and filler into one micro batch.
+
+    Filler makes the number of tokens divisible by `multiple`.
+    """
     filler = _filler(multiple, sum(map(len, parts)), sequences)
     place_of: dict[int, int] = {}
     for segment in segments:
@@ -98,9 +103,10 @@ def _packed(
 def _filler(
     multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
 ) -> list[TrainingSequence]:
-    """Returns filler that pads `num_tokens` to a positive multiple of `multiple`, or [] if none.
+    """Returns filler that makes the number of tokens, `num_tokens` so far, divisible by `multiple`.
 
-    Filler has no loss, and the same fields as the first of `sequences`.
+    Returns [] if no filler is needed; 0 tokens get `multiple` tokens of filler. Filler has no loss,
+    and the same fields as the first of `sequences`.
     """
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     if not missing:

@@ -467,11 +467,11 @@ def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
 
 
 def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -> Tree:
-    """Returns the state dict for `optimizer`, read by `load` from files of the other kind.
+    """Loads a plain optimizer's state from a distributed optimizer's files, or the reverse.
 
-    The kinds are the distributed and the plain optimizer. `wanted` is the optimizer's own sharded
-    state, `saved` the structure around the saved tensors. Settings of the parameter groups come
-    from `wanted`, the number of steps and the loss scale from `saved`.
+    Returns the state dict for `optimizer`, whose tensors `load` reads. `wanted` is the optimizer's
+    own sharded state, `saved` the structure around the saved tensors. Settings of the parameter
+    groups come from `wanted`, the number of steps and the loss scale from `saved`.
     """
     if not distributed_parts(optimizer):
         state = _read_by_key(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
@@ -527,7 +527,10 @@ def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
 
 
 def _filled(wanted: Tree, loaded: Tree) -> Tree:
-    """Returns a copy of `wanted` in which the entries of `loaded` replace the original entries."""
+    """Returns a copy of `wanted` in which the values of `loaded` replace the original values.
+
+    Values that `loaded` lacks are kept. `loaded` has a dict by index for each list of `wanted`.
+    """
     if loaded is None:
         return wanted
     if isinstance(wanted, dict):

@@ -67,7 +67,7 @@ class MistralBridge(DenseBridge):
 
 @recipe_for(Ministral3ForCausalLM, "ministral3")
 class Ministral3Bridge(DenseBridge):
-    """The language model of Ministral 3: a Llama with YaRN.
+    """The recipe of Ministral 3's language model: a Llama with YaRN.
 
     Bridge's own recipe is for the model with images.
     """

@@ -260,12 +260,12 @@ class _MixtureLayers(_Layers):
 
 @recipe_for(Qwen3_5ForCausalLM, "qwen3_5_text")
 class Qwen35Bridge(_Layers):
-    """The language model of Qwen3.5."""
+    """The recipe of Qwen3.5's language model, without images."""
 
 
 @recipe_for(Qwen3_5MoeForCausalLM, "qwen3_5_moe_text")
 class Qwen35MixtureBridge(_MixtureLayers):
-    """The language model of Qwen3.5 with experts; the files hold each expert separately."""
+    """The recipe of Qwen3.5's language model with experts; files hold each expert separately."""
 
 
 @recipe_for(Qwen3_5ForConditionalGeneration, "qwen3_5")

@@ -111,8 +111,9 @@ def _gated(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
 def install() -> None:
     """Makes Megatron compute SwiGLU and rotary embeddings with the engine's kernels.
 
-    It replaces the SwiGLU that Megatron's setting `bias_activation_fusion` selects, so from then on
-    only models with these layers may use that setting.
+    The kernel for rotary embeddings is used only by models whose `agreement` is "bits". The kernel
+    for SwiGLU is used by all models of the process that have Megatron's `bias_activation_fusion`,
+    so from then on only models with the layers of this module may have that setting.
     """
     engine_kernels.engine_kernels()
     AutoMapping.register_module_type("EqualColumnLinear", "column")

@@ -187,10 +187,12 @@ def _blocks(
 def path_groups(
     bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
 ) -> tuple[list[LengthGroup], Tensor]:
-    """Groups segments with similar numbers of queries and keys; queries align with the last keys.
+    """Groups segments with similar numbers of queries and keys.
 
+    A segment's queries are its last tokens: query i of n sees all keys but the last n - 1 - i.
     `bounds` has the start of each segment's queries, and the end of the last; `key_bounds` is the
-    same for keys. Returns groups and indices as `length_groups` does.
+    same for keys. Returns the groups, and for each query its index in the groups' concatenated
+    queries.
     """
     by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     for queries, keys in zip(

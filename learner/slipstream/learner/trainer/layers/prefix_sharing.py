@@ -128,7 +128,7 @@ class KeysByPath(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, paths: Paths) -> Tensor:  # noqa: ANN401
-        """Returns the keys of all paths, [keys, heads, dim]."""
+        """Returns the keys (or values) of all paths, path after path: [copies, heads, dim]."""
         ctx.paths = paths
         return keys.index_select(0, paths.key_places)
 

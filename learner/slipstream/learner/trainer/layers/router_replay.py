@@ -82,9 +82,9 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def take_counts(self) -> Tensor | None:
-        """Returns how many replayed choices differ from the router's own, and how many there are.
+        """Returns two counts: replayed choices that differ from the router's own, and all of them.
 
-        The result, int64 [2], counts choices since the last call; it is None if there were none.
+        The result, int64 [2], is for the time since the last call; None if nothing was replayed.
         Call this only between micro batches.
         """
         # Remaining entries were not recomputed: layers below the first adapter have no gradient.

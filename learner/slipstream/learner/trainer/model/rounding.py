@@ -69,9 +69,10 @@ class Rounding:
             weight.copy_(new)
 
     def changed_share(self, ranks: Ranks) -> float | None:
-        """Returns the fraction of weights that updates since the last call changed; collective.
+        """Returns the fraction of weights that an update changed, on average; collective.
 
-        Returns None if no weights were copied from masters.
+        The mean is over the updates since the last call. Returns None if no weights were copied
+        from masters.
         """
         found = ranks.sum(torch.tensor([float(self._changed), float(self._total)]))
         self._changed, self._total = 0, 0

@@ -2,8 +2,8 @@
 
 Consumes: filled buckets. Produces: numbers of changed elements, and payloads with these elements
 (`protocol.weights.deltas` describes their form). On CUDA all work is enqueued on the current
-stream. `DeltaBase.count`, `counts`, `encode` and `finish` may wait for a number of changed
-elements; the other methods of `DeltaBase` do not wait.
+stream. `DeltaBase.count`, `counts`, `encode` and `finish` may wait until the GPU has counted the
+changed elements; the other methods of `DeltaBase` never wait.
 """
 
 import logging
@@ -226,7 +226,7 @@ class DeltaBase:
     def finish(self) -> None:
         """Completes the last `count` if it ran on a GPU, where it only marks the changes.
 
-        Waits for the number of changes, and encodes them if the payload is small.
+        Waits until the GPU has counted the changes, and encodes them if the payload is small.
         """
         if self._marks is None or self._marked is None:
             return

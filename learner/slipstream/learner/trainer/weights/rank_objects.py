@@ -39,9 +39,10 @@ class RankObjects:
         object_bytes: int,
         pin: bool,
     ) -> None:
-        """Allocates the copies in main memory; the copy that a GPU writes is pinned if `pin`.
+        """Allocates two copies, in main memory, of the buckets that rank `sender` sends.
 
-        An object has at most `object_bytes`, unless a single bucket is larger.
+        The copy that a GPU writes is pinned if `pin`. An object has at most `object_bytes` bytes,
+        unless a single bucket is larger.
         """
         self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
         self._object_bytes = object_bytes
@@ -84,7 +85,11 @@ class RankObjects:
         return link
 
     def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
-        """Returns a bucket's number of changed elements, and its bytes or its delta payload."""
+        """Returns a bucket's number of elements changed since the last call, and its payload.
+
+        The payload is all of the bucket's bytes if `whole` or if `travels_whole` says so, else a
+        delta. The next call compares with the present bytes.
+        """
         bucket, written = self._buckets[place], self._written[place]
         data = self._taken[place].numpy()
         data[self._gaps[place]] = 0

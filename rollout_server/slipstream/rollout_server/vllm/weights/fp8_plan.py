@@ -231,7 +231,7 @@ class _Landing:
 
 
 class Fp8Replay(Replay):
-    """Makes the copies of a plan and quantises; works like a `Replay` if no matrix is quantised."""
+    """Carries out an `Fp8Plan`: a `Replay` that also quantises matrices, if the plan has any."""
 
     def __init__(
         self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
@@ -258,7 +258,7 @@ class Fp8Replay(Replay):
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def run(self, place: int, buffer: torch.Tensor) -> None:
-        """Makes the copies of a bucket, and quantises the matrices that it completes."""
+        """Copies a bucket to the parameters, and quantises the matrices that this completes."""
         super().run(place, buffer)
         for part in self._by_bucket[place]:
             part.measure(buffer, self._landings[part.copy.parameter])

@@ -101,11 +101,11 @@ def repack_kept_linears(model: torch.nn.Module) -> None:
 def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] | None:
     """Passes `tensors` to the loader of `model`.
 
-    Returns the names that the loader returns, or None if it returns none. The loader of gpt-oss
-    copies attention sinks, and all experts of a layer at once, into parameters without calling the
-    parameters' own loaders. During a reload the parameters have no memory: the copy is lost without
-    an error, and the engine keeps its old experts and sinks (0.32.0). So this function passes sinks
-    and experts to the parameters' own loaders one by one.
+    Returns the names of the loaded parameters, or None if the loader returns None. The loader of
+    gpt-oss copies attention sinks, and all experts of a layer at once, into parameters without
+    calling the parameters' own loaders. During a reload the parameters have no memory: the copy is
+    lost without an error, and the engine keeps its old experts and sinks (0.32.0). So this function
+    passes sinks and experts to the parameters' own loaders one by one.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or not family.engine.copies_parameters:

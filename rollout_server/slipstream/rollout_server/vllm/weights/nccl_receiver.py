@@ -145,7 +145,7 @@ class NcclReceiver(BucketReceiver):
         return found
 
     def take_wire(self) -> Wire:
-        """Returns the wire time of the last `receive`; see `BucketReceiver`."""
+        """Returns seconds and bytes of the last `receive`'s broadcasts; see `BucketReceiver`."""
         return self._group.take_wire()
 
     def close(self) -> None:

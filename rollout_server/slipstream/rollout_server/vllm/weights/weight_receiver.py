@@ -107,7 +107,7 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """vLLM's argument of an update that `prepare` announced.
+    """vLLM's argument of an update for which `prepare` was called.
 
     With `abandon` the update fails at once, which clears vLLM's flag of an open update.
     """
@@ -137,7 +137,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _replay: Fp8Replay | None = None
     # The base of deltas; None if only whole updates can be received.
     _live: LiveBase | None = None
-    # Equal to `_live` if the announced update is a delta, else None.
+    # Equal to `_live` if the prepared update is a delta, else None.
     _delta: LiveBase | None = None
     # The layout of the last update: its buckets of weights, and its adapters.
     _layout = b""
@@ -187,10 +187,11 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._layout = layout
 
     def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
-        """Announces an update; its tensors have the layout passed to the last `learn`.
+        """Prepares to receive the update of `order`, in the layout passed to the last `learn`.
 
-        With `stage` the update is received into separate memory while old weights serve, if a plan
-        can copy it. Raises WeightSyncError if the update cannot be received.
+        With `stage` the update is received into separate memory while the engine serves the old
+        weights; `stage` has no effect unless `can_copy`. Raises WeightSyncError if the update
+        cannot be received.
         """
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")

@@ -26,9 +26,10 @@ from slipstream.v1 import weights_pb2
 class WorkerExtension:
     """The methods that vLLM adds to every worker; `self` is the worker.
 
-    Each method with a `call` returns {"value": ...} or {"error": message}, and never raises. With
-    several workers vLLM would raise the first error and leave the answers of the others unread, for
-    the next call to read. `call` is the number under which `DirectLine` receives the same answer.
+    Each method with a `call` returns {"value": its result} or {"error": message}, and never raises.
+    With several workers vLLM would raise the first error and leave the answers of the others
+    unread, for the next call to read. `call` is the number under which `DirectLine` receives the
+    same answer.
     """
 
     weight_transfer_engine: SlipstreamWeightTransfer
@@ -43,9 +44,11 @@ class WorkerExtension:
     def slipstream_prepare(
         self, call: int, order: bytes, layout: bytes, first_rank: int, stage: bool
     ) -> dict[str, Any]:
-        """Prepares an update; returns whether the update can be received already.
+        """Prepares to receive an update; the result is whether it can be received already.
 
-        Begins to join a communicator if `order` names a new one.
+        If `order` names a new communicator, begins to join it; `first_rank` is the rank of worker 0
+        in it. `order` and `layout` are serialised; for `stage` see `prepare` of the
+        `weight_transfer_engine`.
         """
 
         def prepare() -> bool:
@@ -69,15 +72,15 @@ class WorkerExtension:
         return self._answer(call, prepare)
 
     def slipstream_is_ready(self, call: int) -> dict[str, Any]:
-        """Returns whether the announced update can be received now."""
+        """Checks a prepared update; the result is whether it can be received now."""
         return self._answer(call, self.weight_transfer_engine.is_ready)
 
     def slipstream_room(self, call: int) -> dict[str, Any]:
-        """Returns the bytes that an update may take in addition to the live weights."""
+        """Measures how many bytes an update may take in addition to the live weights."""
         return self._answer(call, self.weight_transfer_engine.room)
 
     def slipstream_begin(self, call: int, pausing: str = "") -> dict[str, Any]:
-        """Begins to copy the announced update, without waiting; `slipstream_finish` ends it.
+        """Begins to copy the prepared update, without waiting; `slipstream_finish` ends it.
 
         `pausing` is the mark that the worker sends to the server once the engine has paused. An
         empty `pausing` means that the engine is idle: then this may run outside the engine's
@@ -91,7 +94,7 @@ class WorkerExtension:
         return self._answer(call, begin)
 
     def slipstream_finish(self, call: int) -> dict[str, Any]:
-        """Finishes the update that `slipstream_begin` began; returns the fields of a `LoadResult`.
+        """Finishes the update that `slipstream_begin` began; the result is a `LoadResult`'s fields.
 
         This method may run outside the engine's thread: the engine plans no step before the server
         has the answer.
@@ -107,7 +110,7 @@ class WorkerExtension:
         return self._answer(call, finish)
 
     def slipstream_receive(self, call: int) -> dict[str, Any]:
-        """Receives and loads the announced update; returns the fields of a `LoadResult`."""
+        """Receives and loads the prepared update; the result is a `LoadResult`'s fields."""
 
         def receive() -> dict[str, Any]:
             engine = self.weight_transfer_engine
