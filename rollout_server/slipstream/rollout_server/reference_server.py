@@ -12,7 +12,7 @@ import asyncio
 import sys
 import tomllib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,9 +23,6 @@ from slipstream.core.openai_client import faults_as, key_in, openai_client
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import ReferenceLogprobs, check_reference
-
-if TYPE_CHECKING:
-    pass
 
 # Calls after the first one.
 _MAX_RETRIES = 5
