@@ -147,7 +147,7 @@ def test_no_setting_is_without_a_meaning():
         line for path, text in pages if path.parent.name == "settings" for line in text.split("\n")
     ]
     settings = [line for line in lines if line.startswith("- ")]
-    assert len(settings) > 200
+    assert len(settings) > 150
     assert [line for line in settings if not re.search(r"\): \S", line)] == []
 
 
