@@ -79,7 +79,7 @@ def load(service: dict[str, Any]) -> Config:
         overrides.append(f'learner.master="{arguments.master}"')
     if getattr(arguments, "controller", None) is not None:
         overrides.append(f'controller.address="{arguments.controller}"')
-    return load_config(host_path(service, str(arguments.config)), overrides)
+    return load_config(host_path(service, str(arguments.path)), overrides)
 
 
 def test_the_parser_is_the_one_that_was_tested_with() -> None:

@@ -73,8 +73,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"slipstream: {message}; see {self.prog} --help\n")
 
 
-class _Version(argparse.Action):
-    """Prints the version, which is looked up only when this option is given."""
+class _Print(argparse.Action):
+    """Prints what its `const` returns, a function that is called only when the option is given."""
 
     def __call__(
         self,
@@ -83,26 +83,20 @@ class _Version(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> NoReturn:
-        from slipstream.client import __version__
-
-        print(f"slipstream {__version__}")
+        print(self.const(parser, values))
         parser.exit()
 
 
-class _ShellCompletion(argparse.Action):
-    """Prints a script with which a shell completes commands and options."""
+def _version(parser: argparse.ArgumentParser, values: object) -> str:
+    from slipstream.client import __version__
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: object,
-        values: object,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        import shtab
+    return f"slipstream {__version__}"
 
-        print(shtab.complete(parser, shell=str(values)))
-        parser.exit()
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    import shtab
+
+    return str(shtab.complete(parser, shell=shell))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -125,12 +119,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="slipstream", description="Asynchronous reinforcement learning for language models."
+        prog="slipstream",
+        description="Asynchronous reinforcement learning for language models.",
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
+    parser.add_argument(
+        "--version", action=_Print, const=_version, nargs=0, help="print it and exit"
+    )
     parser.add_argument(
         *("--print-completion",),
-        action=_ShellCompletion,
+        action=_Print,
+        const=_completion,
         choices=("bash", "zsh", "tcsh"),
         help="print a script that completes commands in this shell",
     )
@@ -146,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     first = commands.add_parser("quickstart", help="make a tiny model here and train it")
     first.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    _set_program(first, f"{_LAUNCHER}:run_quickstart", "overrides")
+    _set_program(first, f"{_LAUNCHER}:run_quickstart")
 
     run = commands.add_parser("run", help="everything on this machine")
     _add_start(run, is_optional=True)
@@ -165,12 +164,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_start(learner)
     _add_node(learner)
-    _set_program(
-        learner,
-        f"{_LAUNCHER}:run_learner",
-        *("config", "overrides"),
-        named=("node_rank", "master", "connect_timeout_s", "dry_run"),
-    )
+    _set_program(learner, f"{_LAUNCHER}:run_learner")
 
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
     _add_start(server)
@@ -187,47 +181,43 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="store_true",
         help="end with 0 in place of 2, since Docker would start a refused server again",
     )
-    _set_program(
-        server,
-        f"{_LAUNCHER}:run_rollout_server",
-        *("config", "overrides"),
-        named=("controller", "server_id", "connect_timeout_s", "dry_run"),
-    )
+    _set_program(server, f"{_LAUNCHER}:run_rollout_server")
 
 
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")
-    replay.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    replay.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
     replay.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     replay.add_argument("--step", type=int, help="the last step to train; default: all")
-    _set_program(replay, f"{_LAUNCHER}:run_replay", "run", "overrides", named=("step",))
+    _set_program(replay, f"{_LAUNCHER}:run_replay")
 
     receipt = commands.add_parser(
         "receipt", help="pack a run from which others can train it again, or check such a file"
     )
     receipt.add_argument("path", type=Path, metavar="RUN", help="a run folder, or a receipt")
     receipt.add_argument("--out", type=Path, help="of a folder; default: NAME.receipt.tar.gz here")
-    _set_program(receipt, f"{_LAUNCHER}:run_receipt", "path", "out")
+    _set_program(receipt, f"{_LAUNCHER}:run_receipt")
 
     aside = commands.add_parser(
         "set-aside", help="take the batch at which a run fails out of it, before it goes on"
     )
-    aside.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    aside.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
     aside.add_argument("step", type=int, metavar="STEP", help="as the cause of the failure has it")
     aside.add_argument(
         "--group",
+        dest="groups",
         action="append",
         default=[],
         metavar="GROUP",
         help="only this one, may be given again; default: all groups of the batch",
     )
-    _set_program(aside, f"{_LAUNCHER}:run_set_aside", "run", "step", "group")
+    _set_program(aside, f"{_LAUNCHER}:run_set_aside")
 
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
-    export.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    export.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
     export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
-    _set_program(export, f"{_LAUNCHER}:run_export", "run", "step", "out")
+    _set_program(export, f"{_LAUNCHER}:run_export")
 
     roles = commands.add_parser("roles", help="what a scheduler starts for a run, and as its files")
     _add_settings(roles, is_optional=True)
@@ -245,12 +235,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--gpus", action="store_true", help="ask for GPUs, though these packages need none"
     )
     roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
-    _set_program(
-        roles,
-        "slipstream.client.launch.print_roles:print_roles",
-        *("config", "overrides"),
-        named=("target", "out", "code", "gpus", "schema"),
-    )
+    _set_program(roles, "slipstream.client.launch.print_roles:print_roles")
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     _add_settings(doctor, is_optional=True)
@@ -262,11 +247,11 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_node(doctor)
     doctor.add_argument("--controller", metavar="HOST:PORT", help="as of rollout-server")
-    _set_program(doctor, "slipstream.client.doctor:run_doctor")
+    _set_program(doctor, "slipstream.client.doctor:run_doctor", whole=True)
 
     check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
     _add_settings(check)
-    _set_program(check, f"{_LAUNCHER}:run_check", "config", "overrides")
+    _set_program(check, f"{_LAUNCHER}:run_check")
 
     chaos = commands.add_parser("chaos", help="a run under faults, and what its files say then")
     _add_settings(chaos)
@@ -279,17 +264,12 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     chaos.add_argument(
         "--partitions", action="store_true", help="one more server, which is cut off at times"
     )
-    _set_program(
-        chaos,
-        "slipstream.client.chaos.run_chaos:run_chaos",
-        *("config", "overrides"),
-        named=("kills", "seed", "every_s", "roles", "partitions"),
-    )
+    _set_program(chaos, "slipstream.client.chaos.run_chaos:run_chaos")
 
     compare = commands.add_parser("compare", help="what differs in two runs, and their curves")
-    compare.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="a run folder")
+    compare.add_argument("folders", type=Path, nargs=2, metavar="RUN", help="a run folder")
     compare.add_argument("--out", type=Path, metavar="FILE", help="also one page of HTML")
-    _set_program(compare, "slipstream.client.compare:compare", "runs", "out")
+    _set_program(compare, "slipstream.client.compare:compare")
 
     dashboard = commands.add_parser(
         "dashboard", help="a page of runs, for a browser on this machine"
@@ -309,9 +289,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="FILE",
         help="writes the page of one run, to send it to somebody",
     )
-    _set_program(
-        dashboard, "slipstream.client.dashboard.server:serve_dashboard", "folder", "port", "out"
-    )
+    _set_program(dashboard, "slipstream.client.dashboard.server:serve_dashboard")
 
 
 def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -327,33 +305,33 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument("--adapter", default="", help="one of lora.adapters, if there are any")
     submit.add_argument("--python", type=Path, help="interpreter of the workers; default: servers'")
     _add_connection(submit)
-    _set_program(submit, "slipstream.client.requests:submit")
+    _set_program(submit, "slipstream.client.requests:submit", whole=True)
 
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
     status.add_argument("--server-id", help="print nothing; exit code 1 unless this server works")
     _add_connection(status)
-    _set_program(status, "slipstream.client.requests:status")
+    _set_program(status, "slipstream.client.requests:status", whole=True)
 
     environments = commands.add_parser("environments", help="the environments of a run")
     _add_connection(environments)
-    _set_program(environments, "slipstream.client.requests:environments")
+    _set_program(environments, "slipstream.client.requests:environments", whole=True)
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
     drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")
     drain.add_argument("--reason", default="a client asked for it")
     _add_connection(drain)
-    _set_program(drain, "slipstream.client.requests:drain")
+    _set_program(drain, "slipstream.client.requests:drain", whole=True)
 
     stop = commands.add_parser("stop", help="end a run in order")
     stop.add_argument("--reason", default="a client asked for it")
     _add_connection(stop)
-    _set_program(stop, "slipstream.client.requests:stop")
+    _set_program(stop, "slipstream.client.requests:stop", whole=True)
 
 
 def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     number = "?" if is_optional else None
-    parser.add_argument("config", type=Path, nargs=number, metavar="CONFIG.toml")
+    parser.add_argument("path", type=Path, nargs=number, metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
 
 
@@ -391,33 +369,33 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=Path)
 
 
-def _set_program(
-    parser: argparse.ArgumentParser, reference: str, *names: str, named: Sequence[str] = ()
-) -> None:
+def _set_program(parser: argparse.ArgumentParser, reference: str, *, whole: bool = False) -> None:
     """Makes a command call the function `reference`, written as "module:function".
 
-    The parsed arguments named in `names` are passed by position, those in `named` by keyword.
+    The function gets each parsed argument by its name, or if `whole` all of them as one object.
     """
-    parser.set_defaults(execute=partial(_call, reference, names, named))
+    parser.set_defaults(execute=partial(_call, reference, whole))
 
 
-def _call(
-    reference: str, names: Sequence[str], named: Sequence[str], arguments: argparse.Namespace
-) -> Any:  # noqa: ANN401 - an exit code, or what gives it when it is awaited
-    """Imports a function and calls it; without `names`, passes the whole `arguments`."""
+def _call(reference: str, whole: bool, arguments: argparse.Namespace) -> Any:  # noqa: ANN401
+    """Imports a function and calls it; returns an exit code, or what gives it when awaited."""
     module, _, name = reference.partition(":")
     function = getattr(importlib.import_module(module), name)
-    if not names:
+    if whole:
         return function(arguments)
-    given = vars(arguments)
-    return function(*(given[each] for each in names), **{each: given[each] for each in named})
+    return function(**named(arguments))
+
+
+def named(arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns the arguments of a command's function, by name."""
+    return {k: v for k, v in vars(arguments).items() if k not in ("execute", "final")}
 
 
 async def _run(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_all
     from slipstream.core.errors import ConfigError
 
-    path, overrides = arguments.config, list(arguments.overrides)
+    path, overrides = arguments.path, list(arguments.overrides)
     if path is not None and "=" in str(path) and not path.exists():
         # Without a file the first setting stands in its place.
         path, overrides = None, [str(path), *overrides]

@@ -56,7 +56,7 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     Raises ConfigError for an invalid configuration file.
     """
     raise_open_files()
-    path, overrides, role = arguments.config, arguments.overrides, arguments.role
+    path, overrides, role = arguments.path, arguments.overrides, arguments.role
     # Checks that take long say so; stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
         if path is None:
@@ -103,7 +103,7 @@ async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
         overrides = [*learner_overrides(arguments.master), *overrides]
     elif arguments.controller is not None:
         overrides = [*overrides, f'controller.address="{arguments.controller}"']
-    config = load_config(arguments.config, overrides, hub="small", apart=True)
+    config = load_config(arguments.path, overrides, hub="small", apart=True)
     share = learner_share(config, arguments.node_rank) if is_learner else Share(servers=1)
     limit_s = arguments.connect_timeout_s
     if limit_s is None:

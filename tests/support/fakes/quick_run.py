@@ -173,14 +173,7 @@ def harm() -> int:
     given = cli.parse(sys.argv[1:])
     return asyncio.run(
         chaos.run_chaos(
-            given.config,
-            given.overrides,
-            kills=given.kills,
-            seed=given.seed,
-            every_s=given.every_s,
-            roles=given.roles,
-            partitions=given.partitions,
-            command=(sys.executable, "-m", "support.fakes.quick_run"),
+            **cli.named(given), command=(sys.executable, "-m", "support.fakes.quick_run")
         )
     )
 

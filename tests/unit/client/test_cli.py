@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import slipstream.client
-from slipstream.client.cli import EXAMPLES, _parser, parse
+from slipstream.client.cli import EXAMPLES, _parser, named, parse
 from support.rigs.completed import completed
 
 
@@ -17,12 +17,12 @@ from support.rigs.completed import completed
 def test_the_example_of_a_command_is_one_that_it_takes(name, capsys):
     program, command, *rest = shlex.split(EXAMPLES[name])
     assert (program, command) == ("slipstream", name)
-    execute = parse([command, *rest]).execute
-    if isinstance(execute, partial):
-        reference, names, named = execute.args
+    arguments = parse([command, *rest])
+    if isinstance(arguments.execute, partial):
+        reference, whole = arguments.execute.args
         module, _, function = reference.partition(":")
         signature = inspect.signature(getattr(importlib.import_module(module), function))
-        signature.bind(*(names or ["arguments"]), **dict.fromkeys(named))
+        signature.bind(*[arguments] * whole, **({} if whole else named(arguments)))
     with pytest.raises(SystemExit, match="0"):
         parse([name, "--help"])
     assert (

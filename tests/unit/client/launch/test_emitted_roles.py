@@ -506,7 +506,7 @@ def test_the_shell_of_a_task_calls_a_command_of_ours() -> None:
         arguments = parse(shown.stdout.splitlines())
         config = load_config(CONFIG, arguments.overrides)
         assert str(config.security.token_file) == "/home/me/slipstream/secrets/token"
-        assert str(arguments.config) == "/home/me/slipstream/config.toml"
+        assert str(arguments.path) == "/home/me/slipstream/config.toml"
         if task is learner:
             assert (arguments.node_rank, arguments.master) == (1, "learner-0.quickstart:29500")
         else:
