@@ -333,11 +333,7 @@ class Chaos:
     """Restarts a run's command until the run is over, and injects faults into its processes."""
 
     def __init__(
-        self,
-        config: Config,
-        command: Sequence[str],
-        settings: Sequence[str],
-        rng: random.Random,
+        self, config: Config, command: Sequence[str], settings: Sequence[str], rng: random.Random
     ) -> None:
         self._config, self._command, self._settings = config, command, settings
         self._random = rng

@@ -405,12 +405,7 @@ async def ask_controller(
 
 
 async def compare(
-    config: Config,
-    limit_s: float,
-    *,
-    of_ranks: bool,
-    asker: str = "",
-    is_awaited: bool = False,
+    config: Config, limit_s: float, *, of_ranks: bool, asker: str = "", is_awaited: bool = False
 ) -> str:
     """Compares this host's setup with the controller's; raises ConfigError for a difference.
 

@@ -31,10 +31,7 @@ class Display:
     """Writes progress to `out`, failures to `err`; records the state that decides the exit code."""
 
     def __init__(
-        self,
-        config: Config,
-        out: TextIO | None = None,
-        err: TextIO | None = None,
+        self, config: Config, out: TextIO | None = None, err: TextIO | None = None
     ) -> None:
         self._config = config
         self._step_at_s = -math.inf

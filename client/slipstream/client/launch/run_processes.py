@@ -79,10 +79,7 @@ class RunCalls:
         try:
             async with self.channel() as channel:
                 await status_pb2_grpc.StatusServiceStub(channel).StopRun(
-                    request,
-                    metadata=self.metadata,
-                    timeout=STOP_LIMIT_S,
-                    wait_for_ready=True,
+                    request, metadata=self.metadata, timeout=STOP_LIMIT_S, wait_for_ready=True
                 )
         except grpc.aio.AioRpcError as error:
             return error.code().name
@@ -123,11 +120,7 @@ class RunCalls:
 
 
 async def end_in_order(
-    ends: asyncio.Future[Child | None],
-    calls: RunCalls,
-    *,
-    grace_s: float,
-    look_s: float = LOOK_S,
+    ends: asyncio.Future[Child | None], calls: RunCalls, *, grace_s: float, look_s: float = LOOK_S
 ) -> None:
     """Asks the controller to stop the run, and waits for `ends`, the end of this node's ranks.
 
@@ -185,12 +178,7 @@ class RunProcesses:
     """Starts and restarts the processes of one command; leaving `async with` ends them."""
 
     def __init__(
-        self,
-        config: Config,
-        credentials: Credentials,
-        placement: Placement,
-        *,
-        node_rank: int = 0,
+        self, config: Config, credentials: Credentials, placement: Placement, *, node_rank: int = 0
     ) -> None:
         self._config, self._placement = config, placement
         self._calls = RunCalls(config.controller.address, credentials)

@@ -13,12 +13,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slipstream.client.launch.children import (
-    FINAL_CODES,
-    FIRST_PAUSE_S,
-    Child,
-    RestartPolicy,
-)
+from slipstream.client.launch.children import FINAL_CODES, FIRST_PAUSE_S, Child, RestartPolicy
 from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
