@@ -16,16 +16,16 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from slipstream.client.chaos.oracle import examine
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.machine.descendants import Descendant, descendants
 from slipstream.core.machine.process import become_reaper, below_this
 from slipstream.core.run_folder import JOURNAL, LOGS, journal_logs
 from slipstream.core.settings.config import Config, address_parts
@@ -61,96 +61,55 @@ _LOOK_S = 0.01
 _CHUNK = 1 << 16
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process of a run, and its role there."""
-
-    role: str
-    place: Descendant
-
-
-def process_table(command: int) -> list[Process]:
-    """Returns the process `command` (a pid) and the descendants that have a role in the run."""
-    found = [Process("command", Descendant(command, _stat(command)[1]))]
-    for place in descendants(command):
-        with contextlib.suppress(OSError):
-            line = Path(f"/proc/{place.pid}/cmdline").read_text(errors="replace")
-            role = next((role for mark, role in _PARTS.items() if mark in line), None)
-            # Between fork and exec a process still has the command line of its parent.
-            if role is not None and "slipstream.core.machine.process" not in line:
-                found.append(Process(role, place))
+def process_table(command: int) -> dict[str, list[psutil.Process]]:
+    """Returns the process `command` (a pid) and its descendants, by their role in the run."""
+    found: dict[str, list[psutil.Process]] = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(command)
+        found["command"] = [root]
+        for process in root.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                line = " ".join(process.cmdline())
+                role = next((role for mark, role in _PARTS.items() if mark in line), None)
+                # Between fork and exec a process still has the command line of its parent.
+                if role is not None and "slipstream.core.machine.process" not in line:
+                    found.setdefault(role, []).append(process)
     return found
 
 
-def send(process: Process, number: signal.Signals) -> bool:
-    """Sends a signal to exactly this process; returns False if the process has ended.
-
-    The signal goes through a pidfd, since the kernel may have given the pid to another process.
-    """
-    try:
-        handle = os.pidfd_open(process.place.pid)
-    except ProcessLookupError:
-        return False
-    try:
-        if _stat(process.place.pid)[1] != process.place.start:
-            return False
-        signal.pidfd_send_signal(handle, number)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(handle)
-    return True
-
-
-def is_dead(process: Process) -> bool:
-    """Whether the process has ended; a zombie counts as ended."""
-    state, start = _stat(process.place.pid)
-    return start != process.place.start or state in "ZX"
-
-
-def is_stopped(process: Process) -> bool:
-    """Whether a signal has stopped the process."""
-    return _stat(process.place.pid) == ("T", process.place.start)
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """Returns the state letter of a process and its start time in clock ticks.
-
-    Returns ("X", 0) if there is no such process.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X", 0
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
-async def kill(process: Process) -> bool:
+async def kill(process: psutil.Process) -> bool:
     """Kills a process; returns False if it had already ended, or does not die within `EFFECT_S`."""
-    return send(process, signal.SIGKILL) and await _shown(process, is_dead)
+    return await _shows(process, signal.SIGKILL, psutil.STATUS_ZOMBIE)
 
 
-async def stop(process: Process, for_s: float) -> bool:
+async def stop(process: psutil.Process, for_s: float) -> bool:
     """Stops a process for `for_s`, then continues it; returns False if it could not be stopped."""
-    if not send(process, signal.SIGSTOP):
-        return False
     try:
-        if not await _shown(process, is_stopped):
+        if not await _shows(process, signal.SIGSTOP, psutil.STATUS_STOPPED):
             return False
         await asyncio.sleep(for_s)
         return True
     finally:
-        send(process, signal.SIGCONT)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
 
 
-async def _shown(process: Process, effect: Callable[[Process], bool]) -> bool:
+async def _shows(process: psutil.Process, number: signal.Signals, effect: str) -> bool:
+    """Sends a signal; returns whether the process takes the status `effect` within `EFFECT_S`.
+
+    A process that is gone counts as a zombie, unless it was gone before the signal.
+    """
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return False
     until_s = time.monotonic() + EFFECT_S
-    while not effect(process):
-        if time.monotonic() > until_s:
-            return False
+    while process.is_running() and time.monotonic() < until_s:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == effect:
+                return True
         await asyncio.sleep(_LOOK_S)
-    return True
+    return effect == psutil.STATUS_ZOMBIE and not process.is_running()
 
 
 class Proxy:
@@ -402,11 +361,7 @@ class Chaos:
             process = await self.start("run", *self._settings)
             self._root, self._is_harmed = process.pid, False
             self.tally.commands += 1
-            try:
-                code = await process.wait()
-            finally:
-                if process.returncode is None:
-                    process.kill()
+            code = await _end_of(process)
             # A fault during the checks before the start ends the command like an invalid setting.
             is_refused = code == 2 and not self._is_harmed
             if code == 0 or is_refused or self._is_over:
@@ -417,12 +372,7 @@ class Chaos:
         """Keeps one more rollout server running, which reaches the controller through the proxy."""
         while True:
             name = ("--server-id", "cut-off", "--controller", proxy.address)
-            process = await self.start("rollout-server", *self._settings, *name)
-            try:
-                await process.wait()
-            finally:
-                if process.returncode is None:
-                    process.kill()
+            await _end_of(await self.start("rollout-server", *self._settings, *name))
             await asyncio.sleep(AGAIN_S)
 
     async def _harm(
@@ -462,9 +412,7 @@ class Chaos:
             how = rng.choice(("cut", "half_open", "delay"))
             for_s = rng.uniform(0.5, 1.5 * self._config.controller.heartbeat_timeout_s)
             return f"{how} server" if await getattr(proxy, how)(for_s) else ""
-        by_role: dict[str, list[Process]] = {}
-        for process in process_table(self._root):
-            by_role.setdefault(process.role, []).append(process)
+        by_role = process_table(self._root)
         present = [role for role in roles if role in by_role]
         if not present:
             return ""
@@ -495,6 +443,15 @@ class Chaos:
             self.tally.steps_s += [time.monotonic()] * kinds.count("step")
             self._records.update(kinds)
             await asyncio.sleep(_LOOK_S)
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> int:
+    """Waits for the end of a command and returns its exit code; kills it if cancelled."""
+    try:
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 class JournalTail:
