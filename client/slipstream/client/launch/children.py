@@ -181,16 +181,21 @@ async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Chi
 
     Returns as soon as a child has failed, since the others may wait for that child.
     """
-
-    async def ended(child: Child) -> Child:
-        await child.process.wait()
-        return child
-
-    for ending in asyncio.as_completed([ended(child) for child in children]):
-        child = await ending
-        if child.process.returncode not in fine:
-            return child
-    return None
+    waits = {asyncio.ensure_future(child.process.wait()): child for child in children}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            ended = [waits.pop(wait) for wait in done]
+            failed = [child for child in ended if child.process.returncode not in fine]
+            # One that was killed goes first: the others only say that they lost it. Next comes one
+            # that knows that it would fail again.
+            failed.sort(key=lambda c: (not c.was_killed, c.process.returncode not in FINAL_CODES))
+            if failed:
+                return failed[0]
+        return None
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def with_full_disk(cause: str, folder: Path) -> str:

@@ -92,18 +92,6 @@ class RunCalls:
             return Milestones(status.step, status.checkpoint_step)
         return None
 
-    async def has_trainer(self) -> bool:
-        """Whether a trainer has loaded and registered; False if the controller does not answer."""
-        return await self._state() not in (None, status_pb2.RUN_STATE_STARTING)
-
-    async def awaits_trainer(self) -> bool:
-        """Whether no trainer has registered yet; False when the controller does not answer."""
-        return await self._state() == status_pb2.RUN_STATE_STARTING
-
-    async def is_stopping(self) -> bool:
-        """Whether the trainer saves and exports now; False when the controller does not answer."""
-        return await self._state() == status_pb2.RUN_STATE_STOPPING
-
     async def status(self) -> status_pb2.RunStatus:
         """Returns the state of the run; raises AioRpcError if the controller does not answer."""
         async with self.channel() as channel:
@@ -113,7 +101,8 @@ class RunCalls:
             )
             return status
 
-    async def _state(self) -> int | None:
+    async def state(self) -> int | None:
+        """Returns the enum value of the run's state, or None if the controller does not answer."""
         with contextlib.suppress(grpc.aio.AioRpcError):
             return (await self.status()).state
         return None
@@ -131,7 +120,8 @@ async def end_in_order(
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     looks = 0
     while not ends.done() and looks < grace_s / look_s:
-        looks = 0 if await calls.is_stopping() else looks + 1
+        # While it stops, the trainer saves and exports.
+        looks = 0 if await calls.state() == status_pb2.RUN_STATE_STOPPING else looks + 1
         await asyncio.wait((ends,), timeout=look_s)
     stop.cancel()
     await asyncio.gather(stop, return_exceptions=True)
@@ -198,7 +188,6 @@ class RunProcesses:
         self._failure = ""
         # Whether this command ended the controller because it did not answer.
         self._ended_controller = False
-        self._stopping: asyncio.Task[signal.Signals] | None = None
 
     async def __aenter__(self) -> RunProcesses:
         # Before the first process starts: a signal could end this one and leave the others.
@@ -214,8 +203,7 @@ class RunProcesses:
             self._display.warn(f"the run is ended at once{self._display.resuming()}")
         elif kind is not None:
             self._tell_running()
-        if self._stopping is not None:
-            self._stopping.cancel()
+        self._stopping.cancel()
         for task in self._servers.values():
             task.cancel()
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
@@ -313,10 +301,8 @@ class RunProcesses:
     @property
     def _signalled(self) -> int:
         """The exit code after a signal, 128 plus its number, or 0 if no signal came."""
-        stopping = self._stopping
-        if stopping is None or not stopping.done() or stopping.cancelled():
-            return 0
-        return 128 + stopping.result()
+        has_come = self._stopping.done() and not self._stopping.cancelled()
+        return 128 + self._stopping.result() if has_come else 0
 
     def _tell_running(self) -> list[Child]:
         """Shows the names of the processes that still run, except the controller; returns them."""
@@ -395,7 +381,8 @@ class RunProcesses:
         forks = ForkServer(SERVER.module, arguments)
         self._forks.append(forks)
         # If both use the whole GPU in turns, the learner must have loaded and freed it.
-        while self._config.controller.turns == "sleep" and not await self._calls.has_trainer():
+        is_early = (None, status_pb2.RUN_STATE_STARTING)
+        while self._config.controller.turns == "sleep" and await self._calls.state() in is_early:
             await asyncio.sleep(LOOK_S)
         while True:
             log = log_path(self._config.run_dir, name)
@@ -427,7 +414,7 @@ class RunProcesses:
             return
         while (failed := await trainers.keep()) is None:
             # The ranks left normally, perhaps for a controller that died before the run was over.
-            while not await self._calls.awaits_trainer():
+            while await self._calls.state() != status_pb2.RUN_STATE_STARTING:
                 await asyncio.sleep(LOOK_S)
             text = "the trainer had left before its controller died"
             if not trainers.has_all:
@@ -441,13 +428,11 @@ class RunProcesses:
 
     async def _wait_for_trainers(self) -> int:
         assert self._trainers is not None
-        assert self._stopping is not None
-        stop = self._stopping
         ends = asyncio.ensure_future(self._trainers.keep())
-        await asyncio.wait((stop, ends), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
         if not ends.done():
             await end_in_order(ends, self._calls, grace_s=GRACE_S)
-        stop.cancel()
+        self._stopping.cancel()
         ends.cancel()
         await asyncio.gather(ends, return_exceptions=True)
         await self._trainers.stop(HURRIED_GRACE_S)
@@ -457,7 +442,6 @@ class RunProcesses:
         return self._signalled
 
     async def _forward_stop(self) -> None:
-        assert self._stopping is not None
         number = await self._stopping
         self._display.warn(f"{number.name}: the run is stopped in order; a second ends it at once")
         await self._stop_run(f"the user sent {number.name}", failed=False)

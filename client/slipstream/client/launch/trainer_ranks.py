@@ -13,7 +13,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slipstream.client.launch.children import FINAL_CODES, FIRST_PAUSE_S, Child, RestartPolicy
+from slipstream.client.launch.children import FIRST_PAUSE_S, Child, RestartPolicy, first_failed
 from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
@@ -94,7 +94,7 @@ class TrainerRanks:
         reached = Milestones(0, 0)
         while True:
             await self.start()
-            failed = await self._first_failure()
+            failed = await first_failed(self.children, fine=(0,))
             if failed is None:
                 return None
             for child in self.children:
@@ -117,24 +117,6 @@ class TrainerRanks:
         """Ends all ranks and their fork server; kills those that still run after `grace_s`."""
         await asyncio.gather(*(child.stop(grace_s) for child in self.children))
         await self._forks.close()
-
-    async def _first_failure(self) -> Child | None:
-        waits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
-        try:
-            while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                ended = [waits.pop(wait) for wait in done]
-                failed = [child for child in ended if child.process.returncode != 0]
-                if failed:
-                    # The rank that was killed goes first: the others only say that they lost it.
-                    # Next comes a rank that knows that it would fail again.
-                    killed = [child for child in failed if child.was_killed]
-                    final = [c for c in failed if c.process.returncode in FINAL_CODES]
-                    return (killed or final or failed)[0]
-            return None
-        finally:
-            for wait in waits:
-                wait.cancel()
 
 
 def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:

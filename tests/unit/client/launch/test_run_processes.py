@@ -252,7 +252,7 @@ async def test_a_trainer_that_left_before_its_controller_died_starts_again(
 
     async with asyncio.timeout(20), RunProcesses(config_of(tmp_path), OPEN, Placement()) as run:
         run._trainers = ranks
-        monkeypatch.setattr(run._calls, "_state", state)
+        monkeypatch.setattr(run._calls, "state", state)
         monkeypatch.setattr(run._calls, "stop", stop)
         watching = asyncio.ensure_future(run._watch_trainers())
         await until(lambda: ranks.starts == 2 or watching.done())
