@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
@@ -67,9 +68,9 @@ class Display:
             is_due = time.monotonic() >= self._step_at_s + STEP_EVERY_S
             if is_due or event.step == self._config.run.steps:
                 self._step_at_s = time.monotonic()
-                self._line(step_line(event, self._config.run.steps))
+                self.tell(step_line(event, self._config.run.steps))
         else:
-            self._line(SEVERITY_MARKS.get(event.severity, "") + event.text)
+            self.tell(SEVERITY_MARKS.get(event.severity, "") + event.text)
 
     @property
     def quiet_s(self) -> float:
@@ -77,12 +78,14 @@ class Display:
         return time.monotonic() - self.spoke_s
 
     def tell(self, text: str) -> None:
-        """Shows a line about an action of the command itself."""
-        self._line(text)
+        """Shows a line, after the seconds since the start."""
+        self.spoke_s = time.monotonic()
+        elapsed = self.spoke_s - self._started_s
+        self._write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
 
     def warn(self, text: str) -> None:
         """Shows a warning of the command itself."""
-        self._line("! " + text)
+        self.tell("! " + text)
 
     def fail(self, cause: str) -> None:
         """Writes the cause of the run's failure to `err`, in the form of the command's errors."""
@@ -118,11 +121,6 @@ class Display:
             ended = f"{summary['state']} at version {summary['steps']} of {self._config.run.steps}"
             first = "mend the cause, then " if summary["state"] == "failed" else ""
             self._write(f"\n  {ended}{self.resuming(first)}\n")
-
-    def _line(self, text: str) -> None:
-        self.spoke_s = time.monotonic()
-        elapsed = self.spoke_s - self._started_s
-        self._write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
 
     def _write(self, text: str) -> None:
         """Writes to `out`; a closed terminal or a reader that has ended does not end the run."""
@@ -162,18 +160,13 @@ def step_line(event: status_pb2.Event, num_steps: int) -> str:
     )
 
 
-def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
+def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the rows of the table: names and values from a summary."""
-    ledger, times, num_probes = summary["ledger"], summary["time"], summary["publishes_verified"]
-    assert isinstance(ledger, dict)
-    assert isinstance(times, dict)
-    assert isinstance(num_probes, int)
+    ledger = summary["ledger"]
     shares = {
         fleet: ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
-        for fleet, parts in times.items()
+        for fleet, parts in summary["time"].items()
     }
-    suspended = summary["suspended_environments"]
-    assert isinstance(suspended, dict)
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
     fates = ", ".join(
         f"{name.replace('_', ' ')} {ledger[name]:,}"
@@ -181,7 +174,6 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         if ledger[name]
     )
     several = summary["reward_steps"]
-    assert isinstance(several, int)
     span = f"{several} steps" if several > 1 else "step"
     rows = [
         ("steps", f"{summary['steps']}"),
@@ -197,7 +189,10 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         # With a single round there is nothing to compare.
         earlier = f"{_number(first)} at version {begun}, " if begun != ended else ""
         rows.append(("reward held out", f"{earlier}{_number(last)} at version {ended}"))
-    rows += [("suspended", f"{name}: {cause}") for name, cause in suspended.items()]
+    rows += [
+        ("suspended", f"{name}: {cause}")
+        for name, cause in summary["suspended_environments"].items()
+    ]
     return [
         *rows,
         ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
@@ -211,7 +206,8 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
         ),
         (
             "publishes",
-            f"{summary['publishes']} since the last start, {counted(num_probes, 'probe')} compared",
+            f"{summary['publishes']} since the last start, "
+            f"{counted(summary['publishes_verified'], 'probe')} compared",
         ),
         (
             "log-probability gap",
@@ -224,9 +220,8 @@ def table_rows(summary: dict[str, object]) -> list[tuple[str, str]]:
     ]
 
 
-def _advice_rows(advice: object) -> list[tuple[str, str]]:
+def _advice_rows(advice: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns a row for the change that would gain most, or no row without a prediction."""
-    assert isinstance(advice, dict)
     if not advice:
         return []
     best, gain = max(advice["gains"].items(), key=lambda pair: pair[1])
