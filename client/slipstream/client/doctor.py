@@ -19,7 +19,7 @@ from pathlib import Path
 from slipstream.client.launch.checks import Scene, find_all
 from slipstream.client.launch.findings import Finding, Verdict, ok, problem
 from slipstream.client.launch.fit import check_fit
-from slipstream.client.launch.launcher import learner_overrides, learner_share, scene_of
+from slipstream.client.launch.launcher import learner_overrides, scene_of
 from slipstream.client.launch.machine import (
     ROLE_MEMORY_GIB,
     check_build,
@@ -31,7 +31,7 @@ from slipstream.client.launch.machine import (
     check_packages,
 )
 from slipstream.client.launch.preflight import run_program
-from slipstream.client.launch.roles import LEARNER, Share, learner_nodes
+from slipstream.client.launch.roles import LEARNER, Share, learner_node, learner_nodes
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
@@ -104,10 +104,9 @@ async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
     elif arguments.controller is not None:
         overrides = [*overrides, f'controller.address="{arguments.controller}"']
     config = load_config(arguments.path, overrides, hub="small", apart=True)
-    share = learner_share(config, arguments.node_rank) if is_learner else Share(servers=1)
-    limit_s = arguments.connect_timeout_s
-    if limit_s is None:
-        limit_s = MEETING_LIMIT_S
+    share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
+    given_s = arguments.connect_timeout_s
+    limit_s = MEETING_LIMIT_S if given_s is None else given_s
     scene = replace(scene_of(config, share, limit_s), leaves_nothing=True)
     gpus = list_gpus()
     findings = [*check_machine(has_gpu=bool(gpus), least_gib=ROLE_MEMORY_GIB)]

@@ -10,7 +10,7 @@ from slipstream.client.launch.roles import (
     ROLLOUT_SERVER,
     Role,
     Site,
-    further_learner,
+    learner_role,
     roles_of,
 )
 from slipstream.client.launch.template import filled_template
@@ -63,7 +63,7 @@ def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
     site = Site("/etc/slipstream/config.toml", (*overrides, *PLACES))
     roles = roles_of(config, site, on_gpus=False)
     learner, server = roles[LEARNER], roles[ROLLOUT_SERVER]
-    further = further_learner(config, site, on_gpus=False)
+    further = learner_role(config, site, on_gpus=False, is_first=False)
     text = filled_template(
         TEMPLATE,
         config=config_file,

@@ -17,8 +17,8 @@ from slipstream.client.launch.roles import (
     Roles,
     Site,
     controller_port,
-    further_learner,
     learner_nodes,
+    learner_role,
     master_port,
     roles_of,
 )
@@ -100,7 +100,7 @@ class Pods:
         jobs = self._job(learner, LEARNER, 1)
         secrets = {LEARNER: learner}
         if self.nodes > 1:
-            further = further_learner(self.config, self.site, on_gpus=self.on_gpus)
+            further = learner_role(self.config, self.site, on_gpus=self.on_gpus, is_first=False)
             jobs += self._job(further, FURTHER_LEARNER, self.nodes - 1)
             secrets[FURTHER_LEARNER] = further
         secrets[ROLLOUT_SERVER] = server
@@ -130,6 +130,15 @@ class Pods:
         if self.has_queue:
             files["queue.yaml"] = self._filled("queue.yaml")
         return files | {f"code/{name}": text for name, text in self.code.copies.items()}
+
+    def commands(self, folder: Path) -> list[list[str]]:
+        """Returns the commands that make the secrets and start the run, from files in `folder`."""
+        servers = [f"{self.run}-queue"] * self.has_queue
+        return [
+            ["deploy/make_certificates.sh", str(folder / "secrets"), self.host, *servers],
+            ["kubectl", "apply", "--filename", str(folder / "claims.yaml")],
+            ["kubectl", "apply", "--kustomize", str(folder)],
+        ]
 
     def _filled(self, name: str, **values: object) -> str:
         path = TEMPLATES / name

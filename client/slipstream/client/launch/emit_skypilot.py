@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.client.launch.roles import (
@@ -34,23 +33,13 @@ PATIENCE = "--connect-timeout-s=3600"
 GROUP_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-@dataclass(frozen=True)
-class Group:
-    """The files of a job group by name, the learner's host name, and the lock file to install."""
-
-    files: dict[str, str]
-    # Host name of the learner's first machine in the group.
-    host: str
-    lock: str
-
-
 def skypilot_group(
-    path: Path, overrides: Sequence[str], code: Path | None, folder: str, *, on_gpus: bool
-) -> Group:
-    """Returns the job group of a run; `folder` is where its files will be saved.
+    path: Path, overrides: Sequence[str], code: Path | None, folder: Path, *, on_gpus: bool
+) -> tuple[dict[str, str], list[list[str]]]:
+    """Returns the files of a run's job group by name, and the commands that start the group.
 
-    `code` is a folder of the user's modules to copy to the machines, or None. Raises ConfigError if
-    no job group can have the run's name.
+    `folder` is where the files will be saved. `code` is a folder of the user's modules to copy to
+    the machines, or None. Raises ConfigError if no job group can have the run's name.
     """
     config = load_config(path, overrides)
     run = config.run.name
@@ -63,6 +52,7 @@ def skypilot_group(
     there = {setting: f"{PLACE}/models/{model.name}" for setting, model in models.items()}
     settings = [*overrides, *(f"{setting}={json.dumps(where)}" for setting, where in there.items())]
     nodes, _ = learner_nodes(config)
+    # The learner's first machine in the group.
     host = f"{LEARNER}-0.{run}"
     tasks = []
     for name, runs in ((LEARNER, "/runs"), (ROLLOUT_SERVER, f"{PLACE}/runs")):
@@ -99,7 +89,12 @@ def skypilot_group(
         "run.yaml": filled_template(TEMPLATE, tasks="".join(tasks).rstrip(), **values),
         "volume.yaml": filled_template(VOLUME, run=run, access=access),
     }
-    return Group(files, host, lock)
+    lock = f"LOCK=ADDRESS-OF-THE-RELEASE/{lock}"
+    return files, [
+        ["deploy/make_certificates.sh", "secrets", host],
+        ["sky", "volumes", "apply", str(folder / "volume.yaml")],
+        ["sky", "jobs", "launch", "--env", lock, str(folder / "run.yaml")],
+    ]
 
 
 def _mounts(role: Role, path: Path, models: set[Path]) -> str:

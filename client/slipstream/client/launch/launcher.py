@@ -21,7 +21,6 @@ from slipstream.client.advice import profile_lines
 from slipstream.client.launch import roles
 from slipstream.client.launch.checks import CONTROLLER, LEARNER, SERVER, Scene, Stage, require
 from slipstream.client.launch.children import (
-    Child,
     first_failed,
     show_lines,
     start_child,
@@ -37,7 +36,7 @@ from slipstream.client.launch.placement import (
     uses_gpus,
 )
 from slipstream.client.launch.preflight import check_installed, prove_algorithms
-from slipstream.client.launch.roles import Share, learner_node, whole_run
+from slipstream.client.launch.roles import Share, learner_node
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import (
@@ -59,12 +58,12 @@ from slipstream.core.configuration.config_file import (
     parse_config,
 )
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
+from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed, SlipstreamError
 from slipstream.core.machine.process import below_this, raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
 from slipstream.protocol.queue.embedded import EmbeddedServer
@@ -93,7 +92,8 @@ async def run_all(
         raise ConfigError("--profile belongs to --dry-run, which predicts from it")
     raise_open_files()
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
-    return await _carry_out(config, whole_run(config), dry_run=dry_run, profile=profile)
+    share = Share(range(config.learner.world_size), config.rollout_server.count)
+    return await _carry_out(config, share, dry_run=dry_run, profile=profile)
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
@@ -105,9 +105,7 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
     model = load_config(path, overrides).model.path
     if not any(model.glob("*.safetensors")):
         log = make_folder(model.parent) / f"{model.name}.log"
-        child = await _run_program("tiny model", TINY_MODEL, [str(model)], log)
-        if child.process.returncode:
-            raise RunFailed(child.describe_end())
+        await _run_program("tiny model", TINY_MODEL, [str(model)], log)
         log.unlink()
     return await run_all(path, overrides, dry_run=False)
 
@@ -128,7 +126,7 @@ async def run_learner(
     raise_open_files()
     overrides = [*learner_overrides(master), *overrides]
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
-    share = learner_share(config, node_rank)
+    share = learner_node(config, node_rank)
     return await _carry_out(config, share, connect_timeout_s, dry_run=dry_run)
 
 
@@ -216,11 +214,9 @@ async def _run_server(
 ) -> int:
     resolved = write_config(config, folder)
     arguments = ["--config", str(resolved), "--controller", config.controller.address]
-    arguments += ["--connect-timeout-s", str(connect_timeout_s)]
+    arguments += ["--connect-timeout-s", str(connect_timeout_s), "--server-id", name]
     child = await start_child(
-        name,
-        roles.SERVER.module,
-        [*arguments, "--server-id", name],
+        *(name, roles.SERVER.module, arguments),
         log_path=folder / "server.log",
         environ=placement.server_environment(0),
     )
@@ -334,12 +330,10 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     with hold_folder(folder, refusal=refusal):
         log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
-        child = await _run_program("set-aside", SET_ASIDE, arguments, log)
+        code = await _run_program("set-aside", SET_ASIDE, arguments, log, fine=(0, USAGE_ERROR))
     said = log.read_text().strip().removeprefix("slipstream: ")
-    if child.process.returncode == 2:
+    if code == USAGE_ERROR:
         raise ConfigError(said)
-    if child.process.returncode:
-        raise RunFailed(child.describe_end())
     say(f"{said}; run the command that started the run again: it trains another batch")
     return 0
 
@@ -362,23 +356,32 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log = log_path(folder, "export")
     say(f"version {chosen} is checked, loaded and written; the log is {log}")
-    child = await _run_program("export", EXPORT, arguments, log, environ)
-    if child.process.returncode:
-        raise RunFailed(child.describe_end())
+    await _run_program("export", EXPORT, arguments, log, environ=environ)
     say(f"version {chosen} is in {written}")
     return 0
 
 
 async def _run_program(
-    name: str, module: str, arguments: Sequence[str], log: Path, environ: Mapping[str, str] = {}
-) -> Child:
-    """Runs a program until it ends, and returns it; stops it if the caller is cancelled."""
+    name: str,
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    environ: Mapping[str, str] = {},
+    fine: Sequence[int] = (0,),
+) -> int:
+    """Runs a program until it ends, and returns its exit code; stops it if the caller is cancelled.
+
+    Raises RunFailed for a code that is not in `fine`.
+    """
     child = await start_child(name, module, arguments, log_path=log, environ=environ)
     try:
-        await child.process.wait()
+        code = await child.process.wait()
     finally:
         await child.stop(GRACE_S)
-    return child
+    if code not in fine:
+        raise RunFailed(child.describe_end())
+    return code
 
 
 def scene_of(
@@ -398,19 +401,6 @@ def scene_of(
         node_rank=share.node_rank,
         connect_timeout_s=connect_timeout_s,
     )
-
-
-def learner_share(config: Config, node_rank: int | None) -> Share:
-    """Returns the share of the roles that one learner node starts.
-
-    Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
-    """
-    share = learner_node(config, node_rank)
-    if len(share.ranks) < config.learner.world_size and not address_parts(config.learner.master)[1]:
-        raise ConfigError(
-            "learner.master needs a port that all nodes know, got 0: set it, or give --master"
-        )
-    return share
 
 
 def learner_overrides(master: str | None) -> list[str]:

@@ -41,68 +41,46 @@ def print_roles(
         return 0
     if path is None:
         raise ConfigError("roles needs a CONFIG.toml")
-    out = out or Path(target or ".")
     if target == "compose" and gpus:
         raise ConfigError(
             "--gpus is not for compose: add --file docker-compose.gpu.yml to its calls"
         )
-    on_gpus = gpus or uses_gpus()
-    if target in ("kubernetes", "skypilot"):
-        return _write_travelling(path, overrides, target, out, code, on_gpus=on_gpus)
-    if code is not None:
+    if code is not None and target not in ("kubernetes", "skypilot"):
         raise ConfigError("--code is for kubernetes and skypilot: all else reads this folder")
-    if target == "compose":
-        beside = os.path.relpath(path, out)
-        beside = beside if beside.startswith(".") else f"./{beside}"
-        name = "docker-compose.yml"
-        write_files({name: compose_file(path, overrides, beside)}, out)
-        say(f"docker compose --file {shlex.quote(str(out / name))} --env-file HOST.env up")
-        return 0
-    config = load_config(path, overrides)
-    site = Site(config=str(path), settings=tuple(overrides))
-    roles = roles_of(config, site, on_gpus=on_gpus)
-    if target is None:
-        say(roles.model_dump_json(indent=2))
-        return 0
-    ports = {"controller_port": controller_port(config), "master_port": master_port(config)}
-    if target == "ray":
-        files = {"run.py": ray_program(roles, str(out / "run.py"), **ports)}
-    else:
-        files = slurm_files(roles, str(out), **ports)
-    write_files(files, out)
-    start = "python" if target == "ray" else "sbatch"
-    for name in files:
-        say(f"{start} {shlex.quote(str(out / name))}")
-    return 0
-
-
-def _write_travelling(
-    path: Path,
-    overrides: Sequence[str],
-    target: str,
-    out: Path,
-    code: Path | None,
-    *,
-    on_gpus: bool,
-) -> int:
-    """Writes the files for a scheduler whose machines do not share this machine's folders."""
+    on_gpus = gpus or uses_gpus()
+    out = out or Path(target or ".")
+    shipped = None
     if target == "kubernetes":
         shipped = read_code(code, out / "code", most_bytes=CONFIG_MAP_BYTES)
         pods = Pods(path, overrides, shipped, on_gpus=on_gpus)
-        write_files(pods.files(str(out)), out)
-        servers = [f"{pods.run}-queue"] * pods.has_queue
-        make = ["deploy/make_certificates.sh", str(out / "secrets"), pods.host, *servers]
-        commands = [make, ["kubectl", "apply", "--filename", str(out / "claims.yaml")]]
-        commands += [["kubectl", "apply", "--kustomize", str(out)]]
-    else:
+        files, commands = pods.files(str(out)), pods.commands(out)
+    elif target == "skypilot":
         shipped = ShippedCode() if code is None else read_code(code, code, most_bytes=None)
-        group = skypilot_group(path, overrides, code, str(out), on_gpus=on_gpus)
-        write_files(group.files, out)
-        commands = [["deploy/make_certificates.sh", "secrets", group.host]]
-        commands += [["sky", "volumes", "apply", str(out / "volume.yaml")]]
-        lock = f"LOCK=ADDRESS-OF-THE-RELEASE/{group.lock}"
-        commands += [["sky", "jobs", "launch", "--env", lock, str(out / "run.yaml")]]
-    for module in left_behind(load_config(path, overrides), shipped):
+        files, commands = skypilot_group(path, overrides, code, out, on_gpus=on_gpus)
+    elif target == "compose":
+        beside = os.path.relpath(path, out)
+        beside = beside if beside.startswith(".") else f"./{beside}"
+        name = "docker-compose.yml"
+        files = {name: compose_file(path, overrides, beside)}
+        commands = [
+            ["docker", "compose", "--file", str(out / name), "--env-file", "HOST.env", "up"]
+        ]
+    else:
+        config = load_config(path, overrides)
+        roles = roles_of(config, Site(str(path), tuple(overrides)), on_gpus=on_gpus)
+        if target is None:
+            say(roles.model_dump_json(indent=2))
+            return 0
+        ports = {"controller_port": controller_port(config), "master_port": master_port(config)}
+        if target == "ray":
+            files = {"run.py": ray_program(roles, str(out / "run.py"), **ports)}
+        else:
+            files = slurm_files(roles, str(out), **ports)
+        start = "python" if target == "ray" else "sbatch"
+        commands = [[start, str(out / name)] for name in files]
+    write_files(files, out)
+    # These schedulers' machines do not share this machine's folders.
+    for module in () if shipped is None else left_behind(load_config(path, overrides), shipped):
         say(f"! {module} is in this folder alone: --code FOLDER ships a folder that has it")
     for command in commands:
         say(shlex.join(command))

@@ -82,10 +82,6 @@ class Program(Contract):
     restarts: int = Field(description="the most starts after the first one, until it gets on")
     first_only: bool = Field(False, description="only instance 0 has it")
 
-    def times(self, count: int) -> Program:
-        """Returns a copy of this program with `count` processes in each instance."""
-        return self.model_copy(update={"count": count})
-
 
 class Count(Contract):
     """How many instances a role can have: the usual, the least and the largest number."""
@@ -116,10 +112,6 @@ class Role(Contract):
     needs: list[str] = Field(description="roles or addresses that must be there")
     shares: list[Shared]
     programs: list[Program]
-
-    def program(self, name: str) -> Program:
-        """Returns the program `name` of this role."""
-        return next(program for program in self.programs if program.name == name)
 
 
 class Roles(Contract):
@@ -180,13 +172,11 @@ class Share:
         return 0 in self.ranks
 
 
-def whole_run(config: Config) -> Share:
-    """Returns the share of the roles that `slipstream run` starts: every instance."""
-    return Share(range(config.learner.world_size), config.rollout_server.count)
-
-
 def learner_node(config: Config, node_rank: int | None) -> Share:
-    """Returns the share of a learner node. Raises ConfigError for a wrong `node_rank`."""
+    """Returns the share of the roles that one learner node starts.
+
+    Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
+    """
     nodes, per_node = learner_nodes(config)
     if node_rank is None:
         if nodes > 1:
@@ -197,6 +187,10 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
         node_rank = 0
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--node-rank must be 0 to {nodes - 1}, got {node_rank}")
+    if nodes > 1 and not address_parts(config.learner.master)[1]:
+        raise ConfigError(
+            "learner.master needs a port that all nodes know, got 0: set it, or give --master"
+        )
     return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)
 
 
@@ -222,16 +216,12 @@ def roles_of(config: Config, site: Site, *, on_gpus: bool) -> Roles:
             "security.tls_client_ca: roles hand out no certificates of callers; leave it out, the "
             "token of its role is what an instance shows"
         )
-    roles = [_learner(config, site, on_gpus), _rollout_server(config, site, on_gpus)]
+    roles = [learner_role(config, site, on_gpus=on_gpus), _rollout_server(config, site, on_gpus)]
     return Roles(run=config.run.name, folder=str(config.run_dir), roles=roles)
 
 
-def further_learner(config: Config, site: Site, *, on_gpus: bool) -> Role:
-    """Returns the role of the learner's instances after the first one, which have fewer secrets."""
-    return _learner(config, site, on_gpus, is_first=False)
-
-
-def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True) -> Role:
+def learner_role(config: Config, site: Site, *, on_gpus: bool, is_first: bool = True) -> Role:
+    """Returns the role of the learner's instances; those after the first have fewer secrets."""
     nodes, per_node = learner_nodes(config)
     secrets = list(_secrets(config, site, "controller"))
     secrets = [secret for secret in secrets if is_first or not secret.first_only]
@@ -271,7 +261,7 @@ def _learner(config: Config, site: Site, on_gpus: bool, *, is_first: bool = True
             _model(config),
             Shared(path=str(config.run_dir), setting="run.dir", among="instances of this role"),
         ],
-        programs=[CONTROLLER, TRAINER.times(per_node)],
+        programs=[CONTROLLER, TRAINER.model_copy(update={"count": per_node})],
     )
 
 
@@ -303,7 +293,7 @@ def _rollout_server(config: Config, site: Site, on_gpus: bool) -> Role:
         restarts=20,
         needs=[LEARNER, *_needs(config)],
         shares=[_model(config)],
-        programs=[SERVER, WORKER.times(workers)],
+        programs=[SERVER, WORKER.model_copy(update={"count": workers})],
     )
 
 

@@ -26,7 +26,6 @@ from slipstream.client.launch.roles import (
     Site,
     learner_node,
     roles_of,
-    whole_run,
 )
 from slipstream.client.launch.shipped_code import ShippedCode, read_code
 from slipstream.client.launch.template import shell_word
@@ -94,22 +93,21 @@ def test_the_settings_size_the_roles() -> None:
     found = roles(*asked, "rollout_server.tensor_parallel_size=2", on_gpus=True)
     learner, server = found[LEARNER], found[ROLLOUT_SERVER]
     assert (learner.kind, learner.count.usual, learner.gpus) == ("gang", 2, 2)
-    assert learner.program("trainer-rank").count == 2
+    assert [program.count for program in learner.programs] == [1, 2]
     assert (server.kind, server.count.usual, server.gpus) == ("elastic", 3, 2)
     assert (server.count.least, server.count.most) == (1, None)
     assert roles()[LEARNER].gpus == 0
 
 
 def test_one_machine_starts_all_that_the_instances_start_together() -> None:
-    config = config_of("learner.world_size=4", "learner.ranks_per_node=2")
+    config = config_of(*GANG, 'learner.master="n0:29500"')
     nodes = [learner_node(config, rank) for rank in (0, 1)]
     assert [list(node.ranks) for node in nodes] == [[0, 1], [2, 3]]
     assert [node.has_controller for node in nodes] == [True, False]
-    whole = whole_run(config)
-    assert list(whole.ranks) == [0, 1, 2, 3]
-    assert whole.servers == config.rollout_server.count
     with pytest.raises(ConfigError, match="--node-rank must be 0 to 1, got 2"):
         learner_node(config, 2)
+    with pytest.raises(ConfigError, match="learner.master needs a port that all nodes know, got 0"):
+        learner_node(config_of(*GANG), 0)
 
 
 def test_files_that_the_settings_name_go_before_the_usual_ones() -> None:
@@ -472,8 +470,8 @@ def test_the_command_names_what_it_leaves_behind(tmp_path, monkeypatch, capsys):
 
 
 def skypilot(*overrides: str, on_gpus: bool = False) -> list[dict[str, Any]]:
-    group = skypilot_group(CONFIG, overrides, Path("mine"), "skypilot", on_gpus=on_gpus)
-    return list(yaml.safe_load_all(group.files["run.yaml"]))
+    files, _ = skypilot_group(CONFIG, overrides, Path("mine"), Path("skypilot"), on_gpus=on_gpus)
+    return list(yaml.safe_load_all(files["run.yaml"]))
 
 
 def test_skypilot_gets_a_task_for_the_learner_and_one_for_each_server() -> None:
