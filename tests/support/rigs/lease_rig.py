@@ -49,13 +49,22 @@ def books_of(run: Run, **given: object) -> Books:
     return Books(**made | given)
 
 
-def ledger_of(epochs: ServerEpochs, *held: int) -> TokenLedger:
-    """A ledger whose groups hold trajectories of `held` tokens, and whose journal has all ends."""
+def ledger_of(
+    epochs: ServerEpochs, *held: int, records: list[dict[str, Any]] | None = None
+) -> TokenLedger:
+    """A ledger whose groups hold trajectories of `held` tokens, and whose journal has all ends.
+
+    What the ledger journals is appended to `records`.
+    """
 
     class WholeJournal:
         @property
         def settled(self) -> Amount:
             return ledger._settled
+
+        def append(self, kind: str, **fields: object) -> None:
+            assert records is not None
+            records.append({"kind": kind, **fields})
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -30,7 +29,7 @@ from slipstream.learner.controller.records.ledger import (
     open_receiver,
 )
 from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.restoration import Restored, begin, journal_servers, restore
+from slipstream.learner.controller.restoration import Restored, begin, restore
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
@@ -286,8 +285,8 @@ class Controller:
         return self._evaluator.is_done() and self._results.has_all_evaluations
 
     def _assemble(self, books: Books, server: grpc.aio.Server, tasks: asyncio.TaskGroup) -> None:
-        run, journal = self._run, books.journal
-        self._endings = Endings(journal, books.ledger, books.queue)
+        run = self._run
+        self._endings = Endings(books.journal, books.ledger, books.queue)
         self._intake = Intake(run, books, self._endings)
         self._publisher = self._make_publisher(books.fleet, run, tasks)
         self._turns = EngineTurns(books.fleet, run)
@@ -336,16 +335,16 @@ class Controller:
         self._environment_servicer = EnvironmentServicer(run, books, self._intake)
         others = (former, self._recorder, self._evaluator, self._environment_servicer)
         self._restored: tuple[Restored, ...] = (self._intake, *others)
-        self._connect(journal)
+        self._connect()
         self._add_services(books, server)
 
-    def _connect(self, journal: Journal) -> None:
+    def _connect(self) -> None:
         """Adds the configured environments, and connects the handlers of servers' messages."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environments.add(spec)
         self._fleet.handlers = FleetHandlers(
             joined=self._server_joined,
-            lost=partial(self._server_lost, journal),
+            lost=self._server_lost,
             reported=self._server_reported,
             environment=self._environment_servicer.reported,
             publish=self._publisher.report,
@@ -373,8 +372,8 @@ class Controller:
         self._environment_servicer.server_joined(session)
         self._turns.joined(session)
 
-    def _server_lost(self, journal: Journal, session: ServerSession) -> None:
-        journal_servers(journal, self._ledger, lost=session.key)
+    def _server_lost(self, session: ServerSession) -> None:
+        self._ledger.journal_servers(lost=session.key)
         # Otherwise the records of many departures would wait in memory until the next step.
         self._endings.flush_soon()
         self._evaluator.server_lost(session)

@@ -1,4 +1,4 @@
-"""Restores a run from its journal, and journals the state that a later start needs."""
+"""Restores a run from its journal."""
 
 import itertools
 import secrets
@@ -12,13 +12,10 @@ from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.algorithms.functions import used_functions
-from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
 
 
@@ -107,37 +104,3 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
     newest = history.batches.get(history.version.step)
     if newest is not None:
         run.events.add(f"batch {newest.batch_id} was formed and is not trained yet")
-
-
-def journal_servers(journal: Journal, ledger: TokenLedger, lost: ServerKey | None = None) -> None:
-    """Journals the token counts of the server `lost`, and the gaps in them.
-
-    A gap is a difference from the controller's own counts. Without `lost`, journals the counts of
-    all connected servers that changed since the last record. After a crash a controller cannot ask
-    the engines for these counts.
-    """
-    counted = ledger.to_journal(lost)
-    if not counted:
-        return
-    others: dict[str, JsonValue] = {} if lost is None else {"departed": True}
-    judged: list[JsonValue] = [[*key, tokens] for key, _, tokens in counted if tokens]
-    if judged:
-        others["judged"] = judged
-    open_gaps = {key: ledger.gaps_to_journal(key) for key, *_ in counted}
-    gaps: list[JsonValue] = [[*key, [*gap]] for key, gap in open_gaps.items() if any(gap)]
-    if gaps:
-        others["gaps"] = gaps
-    journal.append("servers", generated=[[*key, tokens] for key, tokens, _ in counted], **others)
-
-
-def journal_evaluation(journal: Journal, result: EvaluationResult) -> None:
-    """Journals the result of an evaluation round."""
-    journal.append(
-        "evaluation",
-        version=result.step,
-        episodes=result.num_episodes,
-        failed=result.num_failed,
-        reward_mean=result.reward_mean if result.num_episodes else None,
-        evaluations={name: dict(values) for name, values in result.evaluations.items()},
-        wall_s=result.wall_s,
-    )

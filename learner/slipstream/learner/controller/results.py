@@ -20,7 +20,6 @@ from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
-from slipstream.learner.controller.restoration import journal_evaluation, journal_servers
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.trainer_service import OrderTimes
@@ -79,7 +78,7 @@ class Results:
         the orders that the trainer got since the previous step.
         """
         books = self._books
-        journal_servers(books.journal, books.ledger)
+        books.ledger.journal_servers()
         batch, now = trained.batch, time.time()
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
@@ -170,9 +169,18 @@ class Results:
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Writes the result of an evaluation round."""
-        journal_evaluation(self._books.journal, result)
+        journal = self._books.journal
+        journal.append(
+            "evaluation",
+            version=result.step,
+            episodes=result.num_episodes,
+            failed=result.num_failed,
+            reward_mean=result.reward_mean if result.num_episodes else None,
+            evaluations={name: dict(values) for name, values in result.evaluations.items()},
+            wall_s=result.wall_s,
+        )
         # While the trainer writes its last model, no other record would take this one to the disk.
-        self._evaluated = self._books.journal.durable()
+        self._evaluated = journal.durable()
         self._recorder.evaluation(result)
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 
 import grpc.aio
+from pydantic import JsonValue
 from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
 from slipstream.learner.controller.records.journal import Journal
@@ -81,24 +82,31 @@ class TokenLedger:
         self._num_received, self._settled = history.settled.trajectories, history.settled
         self._unread = history.unread
 
-    def to_journal(self, key: ServerKey | None = None) -> list[tuple[ServerKey, int, int]]:
-        """Returns (server, generated tokens, judges' tokens) for `key`, or for each changed server.
+    def journal_servers(self, lost: ServerKey | None = None) -> None:
+        """Journals the token counts of the server `lost`, and the gaps in them.
 
-        A changed server is connected, and its counts changed since the last call. The returned
-        counts are noted as journaled.
+        Without `lost`, journals those of all connected servers whose counts changed since their
+        last record. After a crash a controller cannot ask the engines for these counts.
         """
-        counts = self._epochs.connected if key is None else {key: self._epochs.count(key)}
-        found = []
-        for each, count in counts.items():
+        counts = self._epochs.connected if lost is None else {lost: self._epochs.count(lost)}
+        generated: list[JsonValue] = []
+        judged: list[JsonValue] = []
+        gaps: list[JsonValue] = []
+        for key, count in counts.items():
             newest = count.reported, count.judged
-            if key is not None or newest != count.journaled:
-                count.journaled = newest
-                found.append((each, *newest))
-        return found
-
-    def gaps_to_journal(self, key: ServerKey) -> tuple[int, ...]:
-        """Returns the result of `EpochCount.journaled_gaps` for a server."""
-        return self._epochs.count(key).journaled_gaps()
+            if lost is None and newest == count.journaled:
+                continue
+            count.journaled = newest
+            generated.append([*key, count.reported])
+            if count.judged:
+                judged.append([*key, count.judged])
+            if any(gap := count.journaled_gaps()):
+                gaps.append([*key, [*gap]])
+        if generated:
+            optional: dict[str, JsonValue] = {"departed": lost is not None}
+            optional |= {"judged": judged, "gaps": gaps}
+            told = {name: value for name, value in optional.items() if value}
+            self._journal.append("servers", generated=generated, **told)
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Stores the counters of a server's report."""

@@ -4,7 +4,6 @@ import pytest
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd, read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.restoration import journal_servers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.queue.base import Amount
@@ -69,29 +68,33 @@ def test_only_connected_servers_whose_counts_changed_are_journaled_at_a_step():
     epochs = departed(10, drained=True)
     epochs.join(key_of(11)).reported = 5
     epochs.join(key_of(12)).reported = 7
-    ledger = ledger_of(epochs)
-    assert ledger.to_journal() == [(key_of(11), 5, 0), (key_of(12), 7, 0)]
+    records: list[dict] = []
+    ledger = ledger_of(epochs, records=records)
+    ledger.journal_servers()
+    assert records == [{"kind": "servers", "generated": [["a", 11, 5], ["a", 12, 7]]}]
     epochs.join(key_of(12)).judged = 2
-    assert ledger.to_journal() == [(key_of(12), 7, 2)]
-    assert ledger.to_journal() == []
+    ledger.journal_servers()
+    assert records.pop() == {
+        "kind": "servers",
+        "generated": [["a", 12, 7]],
+        "judged": [["a", 12, 2]],
+    }
+    ledger.journal_servers()
+    assert len(records) == 1
     # Its last record says all of a server that is lost.
-    assert ledger.to_journal(key_of(11)) == [(key_of(11), 5, 0)]
+    ledger.journal_servers(key_of(11))
+    assert records[1] == {"kind": "servers", "generated": [["a", 11, 5]], "departed": True}
 
 
-class ListJournal:
-    """Appends records to a list."""
+def records_of(
+    ledger: TokenLedger, epochs: ServerEpochs, records: list[dict], *, marked: bool
+) -> list[dict]:
+    """The journal of a random run with 3,000 servers; `marked` as departures are marked now.
 
-    def __init__(self, records: list[dict]) -> None:
-        self._records = records
-
-    def append(self, kind: str, **fields: object) -> None:
-        self._records.append({"kind": kind, **fields})
-
-
-def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> list[dict]:
-    """The journal of a random run with 3,000 servers; `marked` as departures are marked now."""
+    `records` is the list to which `ledger` journals.
+    """
     draw = random.Random(3)
-    records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
+    records.append({"kind": "start", "format": 1, "run_id": "r"})
     for epoch in range(1, 3001):
         key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
         # Known by its lease before anything else.
@@ -110,7 +113,7 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
         ledger.end(TrajectoryEnd.FAILED, ended)
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
         records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
-        journal_servers(ListJournal(records), ledger, key)
+        ledger.journal_servers(key)
         if not marked:
             del records[-1]["departed"]
         ledger.die(key)
@@ -121,19 +124,19 @@ def records_of(ledger: TokenLedger, epochs: ServerEpochs, *, marked: bool) -> li
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
     epochs, key = ServerEpochs(), key_of(1)
-    ledger = ledger_of(epochs)
+    records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
+    ledger = ledger_of(epochs, records=records)
     # The engine made 12 tokens; a record has 10, of which the queue was given 4.
     report = fleet_pb2.ServerReport(generated_tokens=12, ended_tokens=10, ended_episodes=2)
     report.sent.MergeFrom(Amount(1, 4).to_pb())
     ledger.report(key, report)
     assert ledger.receive(key, TrajectoryId("g000001.0.0.1"), 4, Amount(2, 7))
     ledger.end(TrajectoryEnd.FAILED, 4)
-    records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
     server = {"server": key.server_id, "epoch": key.epoch}
     records.append({"kind": "evaluation_lease", **server})
     end = {"id": "g000001.0.0.1", "end": "failed", "cause": "x", "tokens": 4}
     records.append({"kind": "end", **end, **server})
-    journal_servers(ListJournal(records), ledger, key if is_lost else None)
+    ledger.journal_servers(key if is_lost else None)
     ledger.die(key)
     epochs.depart(key)
     resumed = ledger_of(ServerEpochs())
@@ -147,8 +150,9 @@ def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_resume_counts_what_the_controller_counted(marked: bool):
     epochs = ServerEpochs()
-    ledger = ledger_of(epochs)
-    history = read_history(records_of(ledger, epochs, marked=marked))
+    records: list[dict] = []
+    ledger = ledger_of(epochs, records=records)
+    history = read_history(records_of(ledger, epochs, records, marked=marked))
     # A journal without marks is folded when it has been read.
     assert len(list(history.servers.counts())) == (1001 if marked else 3001)
     resumed = ledger_of(ServerEpochs())
