@@ -173,7 +173,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     # Rare: seed 746 is the first.
     "a group withdrawn at a restart loses what a batch put back": (
         Change(
-            f"{CONTROLLER}.trajectories.intake:Intake.withdraw_restored",
+            f"{CONTROLLER}.trajectories.intake:Intake.withdraw",
             "self._cancel_members(group, cause)",
             "pass",
         ),

@@ -323,14 +323,7 @@ class Controller:
             evaluations_done=self._has_evaluated,
         )
         self._trainer = TrainerServicer(
-            run,
-            orders,
-            former,
-            self._publisher,
-            stored=self._stored,
-            turns=self._turns,
-            on_step=self._stepped,
-            on_checkpoint=self._checkpoints.saved,
+            run, orders, on_step=self._stepped, on_checkpoint=self._checkpoints.saved
         )
         self._environment_servicer = EnvironmentServicer(run, books, self._intake)
         others = (former, self._recorder, self._evaluator, self._environment_servicer)

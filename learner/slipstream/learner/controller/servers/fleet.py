@@ -54,7 +54,8 @@ class Fleet:
         self.epochs = ServerEpochs()
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
-        self.handlers: FleetHandlers | None = None
+        # Set before the first server joins.
+        self.handlers: FleetHandlers
         # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
         self.empty_since_s = run.clock.now_s()
@@ -120,7 +121,6 @@ class Fleet:
         self.epochs.join(session.key)
         session.changed = partial(self._note_serving, session)
         self._run.events.add(f"rollout server {session.name} joined")
-        assert self.handlers is not None
         self.handlers.joined(session)
         self._run.signal.notify()
 
@@ -147,7 +147,6 @@ class Fleet:
             self._tell(f"rollout server {session.name} has left")
         else:
             self._run.events.warn(f"rollout server {session.name} is gone: {cause}")
-        assert self.handlers is not None
         self.handlers.lost(session)
         self.epochs.depart(session.key)
         self._run.signal.notify()
@@ -162,7 +161,6 @@ class Fleet:
         warning = self.warn_without(session)
         if warning:
             self._run.events.warn(warning)
-        assert self.handlers is not None
         self.handlers.draining(session)
         self._run.signal.notify()
 
@@ -216,7 +214,6 @@ class Fleet:
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
         """Passes a message of a server to the part that handles it."""
         session.last_seen_s = session.clock.now_s()
-        assert self.handlers is not None
         match message.WhichOneof("message"):
             case "heartbeat":
                 session.report = message.heartbeat

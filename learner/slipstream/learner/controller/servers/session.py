@@ -5,8 +5,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
+import grpc.aio
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
 from slipstream.learner.controller.servers.server_states import (
@@ -22,6 +23,8 @@ from slipstream.learner.controller.servers.server_states import (
 from slipstream.v1 import fleet_pb2, status_pb2
 
 Message = TypeVar("Message")
+# The context of one gRPC call to the controller.
+CallContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 MAX_MESSAGES = 10_000
 PUBLISH_ORDERS = ("prepare", "receive", "commit", "abort", "probe_verdict", "rest", "wake")

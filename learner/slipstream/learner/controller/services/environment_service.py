@@ -10,26 +10,25 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf import json_format
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.measurement_sections import EvaluationSection
+from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
+from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.tasks.environments import MAX_SHUFFLED_TASKS, EnvironmentEntry
+from slipstream.learner.controller.servers.session import CallContext, ServerSession
+from slipstream.learner.controller.tasks.environments import MAX_SHUFFLED_TASKS
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import environment_pb2, environment_pb2_grpc, fleet_pb2, trajectory_pb2
 from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
 LOAD_LIMIT_S = 90.0
 NAME = re.compile(r"\w[\w.:-]{0,99}")
@@ -46,8 +45,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     def __init__(self, run: Run, books: Books, intake: Intake) -> None:
         self._run, self._progress = run, run.progress
         self._environments, self._fleet = books.environments, books.fleet
-        self._journal = books.journal
-        self._intake = intake
+        self._book, self._journal, self._intake = books.leases, books.journal, intake
         self.relay = Relay(self._client_came, self._client_left, run.clock)
 
     def restore(self, history: RunHistory) -> None:
@@ -56,10 +54,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             if name not in self._environments.entries:
                 self._environments.add(json_format.Parse(text, pb.EnvironmentSpec()))
         known = self._environments.entries
-        gone = [g for g in history.open_groups.values() if g.environment not in known]
-        for group in gone:
+        for group in [g for g in self._book.groups.values() if g.environment not in known]:
             del history.open_groups[group.group_id]
-            self._intake.withdraw_restored(group.group_id)
+            self._intake.withdraw([group], f"environment {group.environment} is not in the run")
 
     def server_joined(self, session: ServerSession) -> None:
         """Tells a new server to load all environments that servers host."""
@@ -95,7 +92,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._run.signal.notify()
 
     async def SubmitEnvironment(  # noqa: N802
-        self, request: pb.SubmitEnvironmentRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.SubmitEnvironmentRequest, context: CallContext
     ) -> pb.SubmitEnvironmentResponse:
         """Adds an environment to the running mixture; waits until a server has loaded it.
 
@@ -129,7 +126,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return pb.SubmitEnvironmentResponse(status=entry.describe())
 
     async def ListEnvironments(  # noqa: N802
-        self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.ListEnvironmentsRequest, context: CallContext
     ) -> pb.ListEnvironmentsResponse:
         """Lists all environments of the run."""
         entries = self._environments.entries.values()
@@ -138,7 +135,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     async def ServeEpisodes(  # noqa: N802
         self,
         request_iterator: AsyncIterator[pb.WorkerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: CallContext,
     ) -> AsyncIterator[pb.WorkerCommand]:
         """Lets a client serve episodes of its own environment until its stream ends."""
         async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
@@ -207,7 +204,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return ""
 
     def _client_left(self, client: ClientSession) -> None:
-        entry: EnvironmentEntry | None = self._environments.entries.get(client.spec.name)
+        entry = self._environments.entries.get(client.spec.name)
         if entry is None or self._progress.is_over:
             return
         entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
@@ -222,29 +219,20 @@ def _load_order(
     return fleet_pb2.ControllerMessage(environment=order)
 
 
-def environment_specs(config: Config, *, search_path: str) -> list[environment_pb2.EnvironmentSpec]:
+def environment_specs(config: Config, *, search_path: str) -> list[pb.EnvironmentSpec]:
     """Returns the specifications of all configured environments, then of all evaluations.
 
     Servers import the environments from the folder `search_path`.
     """
-    training = [
-        _spec(section, search_path, section.weight, trajectory_pb2.EPISODE_PURPOSE_TRAINING)
-        for section in config.environments
-    ]
-    measured = [
-        _spec(section, search_path, 1.0, trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
-        for section in config.evaluations
-    ]
-    return training + measured
+    sections = (*config.environments, *config.evaluations)
+    return [_spec(section, search_path) for section in sections]
 
 
-def _spec(
-    section: EnvironmentSection | EvaluationSection,
-    search_path: str,
-    weight: float,
-    purpose: trajectory_pb2.EpisodePurpose,
-) -> environment_pb2.EnvironmentSpec:
-    return environment_pb2.EnvironmentSpec(
+def _spec(section: PlayedSection, search_path: str) -> pb.EnvironmentSpec:
+    weight, purpose = 1.0, Purpose.EVALUATION
+    if isinstance(section, EnvironmentSection):
+        weight, purpose = section.weight, Purpose.TRAINING
+    return pb.EnvironmentSpec(
         name=section.name,
         reference=section.reference,
         args_json=json.dumps(section.args),
@@ -252,7 +240,7 @@ def _spec(
         timeout_s=section.timeout_s,
         num_workers=section.num_workers,
         search_path=search_path,
-        purpose=purpose,
+        purpose=trajectory_pb2.EpisodePurpose.Name(purpose.value),
         chat_template_kwargs_json=values_json(section.chat_template_kwargs),
         python=str(Path(search_path) / section.python) if section.python else "",
         adapter=section.adapter or "",

@@ -6,9 +6,8 @@ the hello, or the limit of that wait.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,8 +18,8 @@ from slipstream.learner.controller.publishing.transport_choice import misfit
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
-from slipstream.learner.controller.tasks.relay import Relay, raise_failure
+from slipstream.learner.controller.servers.session import CallContext, JoinedOrder, ServerSession
+from slipstream.learner.controller.tasks.relay import Relay, first_message, raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.seal import server_key
 from slipstream.protocol.rich_errors import Reason, abort
@@ -52,37 +51,17 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def Join(  # noqa: N802
         self,
         request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: CallContext,
     ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
-        """Serves one server until its stream ends."""
-        async with aclosing(self._orders(request_iterator, context)) as messages:
-            async for message in messages:
-                yield message
-
-    async def CallEnvironments(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
-        """Relays a server's calls to environments that clients serve."""
-        async with aclosing(self._relay.call_environments(request_iterator)) as answers:
-            async for answer in answers:
-                yield answer
-
-    async def _orders(
-        self,
-        requests: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncGenerator[fleet_pb2.ControllerMessage | bytes, None]:
         """Serves one server, from its hello to the end of its stream; yields orders to the server.
 
         A `JoinedOrder` is yielded as encoded bytes.
         """
-        session = await self._greet(requests, context)
+        session = await self._greet(request_iterator, context)
         settings = self._run.config.controller
         # Before the welcome is sent: another server cannot be given this epoch meanwhile.
         self._fleet.add(session)
-        reader = asyncio.create_task(self._read(session, requests))
+        reader = asyncio.create_task(self._read(session, request_iterator))
         try:
             yield fleet_pb2.ControllerMessage(
                 welcome=fleet_pb2.Welcome(
@@ -99,22 +78,22 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             reader.cancel()
             self._fleet.remove(session, "its stream ended")
 
+    async def CallEnvironments(  # noqa: N802
+        self, request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall], context: CallContext
+    ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+        """Relays a server's calls to environments that clients serve."""
+        async with aclosing(self._relay.call_environments(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
+
     async def _greet(
         self,
         requests: AsyncIterator[fleet_pb2.ServerMessage],
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: CallContext,
     ) -> ServerSession:
-        try:
-            limit_s = self._run.config.controller.heartbeat_timeout_s
-            hello = (await self._fleet.clock.within(limit_s, anext(requests))).hello
-        except (TimeoutError, StopAsyncIteration):
-            await abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "the first message is a hello",
-                Reason.PROTOCOL,
-            )
-        config = self._run.config
+        config, clock = self._run.config, self._fleet.clock
+        limit_s = config.controller.heartbeat_timeout_s
+        hello = (await first_message(requests, context, clock, limit_s=limit_s)).hello
         problem, reason = "", Reason.TOO_SMALL
         if hello.protocol_version != PROTOCOL_VERSION:
             problem = (
@@ -158,9 +137,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
         return ServerSession(key, hello, clock=self._fleet.clock)
 
-    async def _check_name_is_free(
-        self, hello: fleet_pb2.ServerHello, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def _check_name_is_free(self, hello: fleet_pb2.ServerHello, context: CallContext) -> None:
         """Rejects a server, which will retry, while another process with its name is connected.
 
         The same process is accepted: it may reconnect before the controller knows that its old

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,10 +13,11 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import describe
+from slipstream.learner.controller.servers.session import CallContext, describe
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.setup import describe_setup
-from slipstream.v1 import status_pb2, status_pb2_grpc
+from slipstream.v1 import status_pb2 as pb
+from slipstream.v1 import status_pb2_grpc
 
 
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
@@ -38,13 +38,11 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         mark = f"{run.config.run.name}/{JOURNAL}/{JOURNAL_LOG}"
         self._setup = describe_setup(run.config, run_id=self._progress.run_id, mark=mark)
 
-    async def GetStatus(  # noqa: N802
-        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.RunStatus:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: CallContext) -> pb.RunStatus:  # noqa: N802
         """Returns the present status of the whole run."""
         return self.status()
 
-    def status(self) -> status_pb2.RunStatus:
+    def status(self) -> pb.RunStatus:
         """Returns the present status of the whole run."""
         progress = self._progress
         training = self._book.training_groups()
@@ -53,9 +51,9 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         for session in self._fleet.sessions.values():
             servers.append(describe(session))
             servers[-1].leased_groups = leased.get(session.key, 0)
-        return status_pb2.RunStatus(
+        return pb.RunStatus(
             run_id=progress.run_id,
-            state=status_pb2.RunState.Name(progress.state),
+            state=pb.RunState.Name(progress.state),
             cause=progress.cause,
             step=progress.version.step,
             num_steps=self._run.config.run.steps,
@@ -74,34 +72,30 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             checkpoint_step=progress.checkpoint_step,
         )
 
-    async def GetSetup(  # noqa: N802
-        self, request: status_pb2.GetSetupRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.Setup:
+    async def GetSetup(self, request: pb.GetSetupRequest, context: CallContext) -> pb.Setup:  # noqa: N802
         """Returns the setup, which a trainer or server compares with its own before loading."""
-        setup = status_pb2.Setup(unix_time_s=time.time())
+        setup = pb.Setup(unix_time_s=time.time())
         setup.MergeFrom(self._setup)
         return setup
 
     async def Watch(  # noqa: N802
-        self, request: status_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[status_pb2.Event]:
+        self, request: pb.WatchRequest, context: CallContext
+    ) -> AsyncIterator[pb.Event]:
         """Yields events as they are added, up to the run's last event."""
         async for event in self._run.events.follow(request.after):
             yield event
 
-    async def StopRun(  # noqa: N802
-        self, request: status_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.StopRunResponse:
+    async def StopRun(self, request: pb.StopRunRequest, context: CallContext) -> pb.StopRunResponse:  # noqa: N802
         """Stops the run cleanly; with `request.failed` the run ends as failed instead."""
         if request.failed:
             self._progress.fail(request.reason)
         else:
             self._progress.stop(request.reason or "a client asked for it")
-        return status_pb2.StopRunResponse()
+        return pb.StopRunResponse()
 
     async def DrainServer(  # noqa: N802
-        self, request: status_pb2.DrainServerRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.DrainServerResponse:
+        self, request: pb.DrainServerRequest, context: CallContext
+    ) -> pb.DrainServerResponse:
         """Tells one rollout server to leave, after its episodes have ended or are handed back."""
         session = self._fleet.sessions.get(ServerId(request.server_id))
         if session is None:
@@ -115,7 +109,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             )
         reason = request.reason or "a client asked for it"
         self._fleet.order_drain(session, reason, finish=True)
-        return status_pb2.DrainServerResponse(warning=self._fleet.warn_without(session))
+        return pb.DrainServerResponse(warning=self._fleet.warn_without(session))
 
 
 class ServiceHealth:

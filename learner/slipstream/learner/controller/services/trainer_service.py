@@ -14,10 +14,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
-import grpc.aio
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.lease_pass import batch_wait
@@ -28,11 +26,13 @@ from slipstream.learner.controller.publishing.transport_choice import place_from
 from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.session import CallContext
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import status_pb2, trainer_pb2, trainer_pb2_grpc
+from slipstream.v1 import status_pb2, trainer_pb2_grpc
+from slipstream.v1 import trainer_pb2 as pb
 
 # Seconds within which a registered trainer must open the stream that keeps its place.
 RESERVED_S = 10.0
@@ -70,9 +70,7 @@ class TrainerPlace:
         """Whether the trainer that registered last is connected or may still open its stream."""
         return self._streams > 0 or self._run.clock.now_s() < self._reserved_until_s
 
-    async def check_free(
-        self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def check_free(self, hello: pb.TrainerHello, context: CallContext) -> None:
         """Rejects a second trainer while the place is taken; adds one event per such trainer."""
         if not self.is_taken:
             return
@@ -86,9 +84,7 @@ class TrainerPlace:
             self._run.events.warn(f"a second trainer, of {newcomer}, waits: {text}")
         await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.PLACE_TAKEN)
 
-    def take(
-        self, hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> int:
+    def take(self, hello: pb.TrainerHello, context: CallContext) -> int:
         """Gives the place to a trainer; returns the epoch that its later calls must send."""
         self.epoch = secrets.randbits(31) + 1
         self._holder = _describe(hello, context)
@@ -96,20 +92,18 @@ class TrainerPlace:
         self._progress.trainer_heard()
         return self.epoch
 
-    async def keep(
-        self, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncGenerator[trainer_pb2.PlaceKept, None]:
+    async def keep(self, context: CallContext) -> AsyncGenerator[pb.PlaceKept, None]:
         """Keeps the place taken as long as the stream is open; rejects any other trainer."""
         await self.check(context)
         self._streams += 1
         self._reserved_until_s = 0.0
         try:
-            yield trainer_pb2.PlaceKept()
+            yield pb.PlaceKept()
             await self._closed.wait()
         finally:
             self._streams -= 1
 
-    async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def check(self, context: CallContext) -> None:
         """Rejects a call unless it comes from the trainer that registered last."""
         cause, reason = "", Reason.WRONG_STATE
         if not self.epoch:
@@ -121,7 +115,7 @@ class TrainerPlace:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, cause, reason)
         self._progress.trainer_heard()
 
-    async def check_loading(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def check_loading(self, context: CallContext) -> None:
         """Works like `check`, but accepts a call without an epoch if no trainer is registered.
 
         A trainer that loads its model has not registered and has no epoch yet.
@@ -134,13 +128,13 @@ class TrainerPlace:
         self._closed.set()
 
 
-def epoch_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def epoch_of(context: CallContext) -> str:
     """Returns the epoch in the metadata of a call, or "" if there is none."""
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     return str(metadata.get(TRAINER_EPOCH, ""))
 
 
-def _describe(hello: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def _describe(hello: pb.TrainerHello, context: CallContext) -> str:
     return hello.process or context.peer()
 
 
@@ -159,15 +153,15 @@ class TrainerOrders:
         evaluations_done: Callable[[], bool],
     ) -> None:
         self._run, self._progress = run, run.progress
-        self._book, self._former = book, former
-        self._publisher, self._stored, self._turns = publisher, stored, turns
+        self._book, self.former = book, former
+        self.publisher, self.stored, self.turns = publisher, stored, turns
         self._evaluations_done = evaluations_done
         # Version of the trainer's weights; after a restart it may be older than the run's version.
         self.trainer_version = run.progress.version
 
     async def next(
-        self, request: trainer_pb2.NextRequest, *, must_save: bool
-    ) -> trainer_pb2.Directive | FormedBatch | None:
+        self, request: pb.NextRequest, *, must_save: bool
+    ) -> pb.Directive | FormedBatch | None:
         """Returns the next order, or None if there is none yet.
 
         `must_save` says that the run is stopping and the trainer must still save its newest
@@ -177,27 +171,27 @@ class TrainerOrders:
         is_behind = self.trainer_version.step < self._book.step
         if is_behind and (not progress.is_over or must_save):
             # The trainer restarted from a checkpoint, or an answer was lost.
-            return await self._former.recorded(self.trainer_version.step)
+            return await self.former.recorded(self.trainer_version.step)
         if progress.is_over:
-            await self._turns.stop()
+            await self.turns.stop()
             reason = progress.cause or "the run is over"
             # The controller of a failed run does not wait for an export, which could be cut off.
-            stop = trainer_pb2.StopOrder(reason=reason, without_model=progress.has_failed)
-            return trainer_pb2.Directive(stop=stop)
-        publish = await self._publisher.prepare(request)
-        self._turns.end(() if publish is None else [r.server_id for r in publish.receivers])
+            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
+            return pb.Directive(stop=stop)
+        publish = await self.publisher.prepare(request)
+        self.turns.end(() if publish is None else [r.server_id for r in publish.receivers])
         if publish is not None:
-            return trainer_pb2.Directive(publish=publish)
-        if (store := self._stored.order(request)) is not None:
-            return trainer_pb2.Directive(store=store)
+            return pb.Directive(publish=publish)
+        if (store := self.stored.order(request)) is not None:
+            return pb.Directive(store=store)
         if not progress.all_steps_done:
-            batch = await self._former.form()
+            batch = await self.former.form()
             if batch is not None:
                 progress.waits_for(f"the trainer to make version {batch.version}")
                 progress.moved()
                 # The servers can answer while the trainer makes the version.
                 version = progress.version
-                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
+                self.publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
             progress.waits_for(batch_wait(self._book))
             return None
@@ -224,21 +218,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self,
         run: Run,
         orders: TrainerOrders,
-        former: BatchFormer,
-        publisher: Publisher,
         *,
-        stored: StoredPublisher,
-        turns: EngineTurns,
-        on_step: Callable[[Trained, trainer_pb2.StepReport], None],
+        on_step: Callable[[Trained, pb.StepReport], None],
         on_checkpoint: Callable[[int], None],
     ) -> None:
+        """Takes the functions that handle a new version and the step of a new checkpoint."""
         self._run, self._progress = run, run.progress
-        self._orders, self._former = orders, former
-        self._publisher, self._stored, self._turns = publisher, stored, turns
+        self._orders, self._former = orders, orders.former
+        self._publisher, self._stored, self._turns = orders.publisher, orders.stored, orders.turns
         self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
-        self.goodbye: trainer_pb2.TrainerGoodbye | None = None
-        self.hello: trainer_pb2.TrainerHello | None = None
+        self.goodbye: pb.TrainerGoodbye | None = None
+        self.hello: pb.TrainerHello | None = None
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
         # The orders since the newest step, and when the trainer first asked for the next one.
@@ -250,9 +241,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         taken, self._orders_given = self._orders_given, []
         return taken
 
-    async def Register(  # noqa: N802
-        self, request: trainer_pb2.TrainerHello, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerWelcome:
+    async def Register(self, request: pb.TrainerHello, context: CallContext) -> pb.TrainerWelcome:  # noqa: N802
         """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
         if claim := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
@@ -292,15 +281,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for line in groups[:MAX_LAYOUT_LINES]:
             self._run.events.add(f"  {line}")
         self._progress.moved()
-        return trainer_pb2.TrainerWelcome(
+        return pb.TrainerWelcome(
             run_id=self._progress.run_id,
             version=version_to_pb(self._orders.trainer_version),
             trainer_epoch=epoch,
         )
 
     async def KeepPlace(  # noqa: N802
-        self, request: trainer_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[trainer_pb2.PlaceKept]:
+        self, request: pb.PlaceRequest, context: CallContext
+    ) -> AsyncIterator[pb.PlaceKept]:
         """Keeps the trainer's place until this stream ends."""
         try:
             async with aclosing(self.place.keep(context)) as kept:
@@ -310,8 +299,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._turns.trainer_lost()
 
     async def Next(  # noqa: N802
-        self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[trainer_pb2.Directive]:
+        self, request: pb.NextRequest, context: CallContext
+    ) -> AsyncIterator[pb.Directive]:
         """Yields the first ready order (stop, publish, store, wait) or a batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
@@ -327,26 +316,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield order
             return
         await self._turns.begin()
-        yield trainer_pb2.Directive(batch=header(order))
+        yield pb.Directive(batch=header(order))
         parts = chunks(order)
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
-            yield trainer_pb2.Directive(chunk=chunk)
+            yield pb.Directive(chunk=chunk)
 
-    async def ReportStep(  # noqa: N802
-        self, request: trainer_pb2.StepReport, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.StepReceipt:
+    async def ReportStep(self, request: pb.StepReport, context: CallContext) -> pb.StepReceipt:  # noqa: N802
         """Handles the report of a new version; a repeated report gets the same answer again."""
         await self.place.check(context)
         await self._take_up(request)
         try:
             answered = self._former.answered(request)
         except ProtocolError as error:
-            await abort(
-                context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
-            )
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            await abort(context, code, str(error), Reason.WRONG_STATE)
         if answered is not None:
             await self._former.durable()
-            return trainer_pb2.StepReceipt(version=version_to_pb(answered))
+            return pb.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
         self._orders.trainer_version = trained.version
         if not self._progress.is_over:
@@ -362,25 +348,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._on_step(trained, request)
         await self._former.durable()
         self._progress.moved()
-        return trainer_pb2.StepReceipt(version=version_to_pb(trained.version))
+        return pb.StepReceipt(version=version_to_pb(trained.version))
 
     async def StartPublish(  # noqa: N802
-        self, request: trainer_pb2.PublishStart, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.PublishStarted:
+        self, request: pb.PublishStart, context: CallContext
+    ) -> pb.PublishStarted:
         """Orders servers to receive a publish that the trainer can send; returns the receivers."""
         await self.place.check(context)
-        return trainer_pb2.PublishStarted(receivers=self._publisher.start(request))
+        return pb.PublishStarted(receivers=self._publisher.start(request))
 
     async def FinishPublish(  # noqa: N802
-        self, request: trainer_pb2.PublishResult, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.PublishReceipt:
+        self, request: pb.PublishResult, context: CallContext
+    ) -> pb.PublishReceipt:
         """Ends a publish that the trainer has sent or failed to send."""
         await self.place.check(context)
         return await self._publisher.finish(request)
 
     async def ReportCheckpoint(  # noqa: N802
-        self, request: trainer_pb2.CheckpointReport, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.CheckpointReceipt:
+        self, request: pb.CheckpointReport, context: CallContext
+    ) -> pb.CheckpointReceipt:
         """Handles the report that a checkpoint is complete."""
         await self.place.check(context)
         await self._former.saved(request)
@@ -390,39 +376,37 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
             f"{request.wall_s:.1f} s"
         )
-        return trainer_pb2.CheckpointReceipt()
+        return pb.CheckpointReceipt()
 
     async def ReportStored(  # noqa: N802
-        self, request: trainer_pb2.StoredReport, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.StoredReceipt:
+        self, request: pb.StoredReport, context: CallContext
+    ) -> pb.StoredReceipt:
         """Handles the result of a store order."""
         await self.place.check(context)
         return self._stored.stored(request)
 
-    async def ReportWork(  # noqa: N802
-        self, request: trainer_pb2.WorkReport, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.WorkReceipt:
+    async def ReportWork(self, request: pb.WorkReport, context: CallContext) -> pb.WorkReceipt:  # noqa: N802
         """Notes that the trainer makes progress, even if it has not registered yet."""
         await self.place.check_loading(context)
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
             loaded = f"{request.loaded_bytes / 1e9:,.1f} GB so far"
             self._progress.waits_for(f"the trainer to load its model, {loaded}")
-        return trainer_pb2.WorkReceipt()
+        return pb.WorkReceipt()
 
     async def ReportFailure(  # noqa: N802
-        self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerFailureReceipt:
+        self, request: pb.TrainerFailure, context: CallContext
+    ) -> pb.TrainerFailureReceipt:
         """Handles a report that a rank failed, or that the batch cannot be trained."""
         if request.HasField("data"):
             await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
-            return trainer_pb2.TrainerFailureReceipt(set_aside=is_set_aside)
+            return pb.TrainerFailureReceipt(set_aside=is_set_aside)
         # A rank that fails before it has registered has no epoch yet.
         expected = "" if self.place.epoch == 0 else str(self.place.epoch)
         told = epoch_of(context)
         if told not in ("", expected):
-            return trainer_pb2.TrainerFailureReceipt()
+            return pb.TrainerFailureReceipt()
         self._suspect()
         cause = f"trainer rank {request.rank}: {request.message}"
         if request.final and told == expected:
@@ -430,11 +414,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         else:
             # The launcher of the ranks starts them again, or fails the run.
             self._run.events.warn(cause)
-        return trainer_pb2.TrainerFailureReceipt()
+        return pb.TrainerFailureReceipt()
 
-    async def _set_aside(
-        self, request: trainer_pb2.TrainerFailure, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> bool:
+    async def _set_aside(self, request: pb.TrainerFailure, context: CallContext) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
         await self._take_up(request.data)
         most = self._run.config.controller.max_set_aside_batches
@@ -456,7 +438,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.moved()
         return True
 
-    async def _take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
+    async def _take_up(self, message: pb.StepReport | pb.DataFault) -> None:
         """Reads the batch of `message` from the journal if an earlier controller sent the batch."""
         if message.step == self._orders.trainer_version.step:
             await self._former.take_up(message)
@@ -467,8 +449,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.trainer_failed("" if batch is None else way_past(batch, self._run.config))
 
     async def Finish(  # noqa: N802
-        self, request: trainer_pb2.TrainerGoodbye, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.TrainerGoodbyeReceipt:
+        self, request: pb.TrainerGoodbye, context: CallContext
+    ) -> pb.TrainerGoodbyeReceipt:
         """Notes that the trainer leaves on purpose, and the path of its exported model.
 
         The run fails if the trainer leaves before it is ordered to stop: the trainer then got
@@ -490,7 +472,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._run.events.add(f"the untrained model lies in {request.export_path}")
         self.finished.set()
         self._run.signal.notify()
-        return trainer_pb2.TrainerGoodbyeReceipt()
+        return pb.TrainerGoodbyeReceipt()
 
     @property
     def _is_stopping(self) -> bool:
@@ -499,8 +481,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return stopping and self._progress.has_trainer and not self.finished.is_set()
 
     async def _next_order(
-        self, request: trainer_pb2.NextRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> trainer_pb2.Directive | FormedBatch:
+        self, request: pb.NextRequest, context: CallContext
+    ) -> pb.Directive | FormedBatch:
         # Half of the call's own deadline, because a late answer would end the run.
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         until = time.monotonic() + limit_s
@@ -516,12 +498,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return order
             remaining = until - time.monotonic()
             if remaining <= 0:
-                return trainer_pb2.Directive(wait=trainer_pb2.WaitOrder())
+                return pb.Directive(wait=pb.WaitOrder())
             # A server that is to be retried becomes due without a signal.
             await self._run.signal.changes(min(remaining, 0.25))
 
 
-def _impossible(hello: trainer_pb2.TrainerHello) -> str:
+def _impossible(hello: pb.TrainerHello) -> str:
     """Returns the reason why the hello of a trainer is invalid, or "" if it is valid."""
     if hello.world_size < 1:
         return f"world_size of a trainer must be at least 1, got {hello.world_size}"

@@ -10,12 +10,15 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
-import grpc.aio
 from slipstream.learner.controller.loop_clock import LoopClock
-from slipstream.learner.controller.servers.session import MAX_MESSAGES, Outbox
+from slipstream.learner.controller.servers.session import (
+    MAX_MESSAGES,
+    CallContext,
+    Message,
+    Outbox,
+)
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
@@ -69,18 +72,11 @@ class Relay:
         self._numbers = itertools.count(1)
 
     async def serve_episodes(
-        self, requests: AsyncIterator[pb.WorkerMessage], context: grpc.aio.ServicerContext[Any, Any]
+        self, requests: AsyncIterator[pb.WorkerMessage], context: CallContext
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
         """Serves one client from its hello to the end of its stream; yields commands for it."""
-        try:
-            hello = (await self._clock.within(HELLO_TIMEOUT_S, anext(requests))).hello
-        except (TimeoutError, StopAsyncIteration):
-            await abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "the first message is a hello",
-                Reason.PROTOCOL,
-            )
+        limit_s = HELLO_TIMEOUT_S
+        hello = (await first_message(requests, context, self._clock, limit_s=limit_s)).hello
         client = ClientSession(
             hello.spec, hello.num_tasks, hello.max_episodes, Outbox(max_messages=self._max_messages)
         )
@@ -180,6 +176,17 @@ class Relay:
                 cause = f"the client that served {client.spec.name} left"
                 _answer(call.answers, _lost(call.call_id, cause))
         self._on_departure(client)
+
+
+async def first_message(
+    requests: AsyncIterator[Message], context: CallContext, clock: LoopClock, *, limit_s: float
+) -> Message:
+    """Returns the first message of a stream; rejects the call if none comes within `limit_s`."""
+    try:
+        return await clock.within(limit_s, anext(requests))
+    except (TimeoutError, StopAsyncIteration):
+        code, text = grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello"
+        await abort(context, code, text, Reason.PROTOCOL)
 
 
 def raise_failure(reader: asyncio.Task[None]) -> None:

@@ -18,7 +18,6 @@ from slipstream.core.types import (
     REWARDED_TURNS,
     Failure,
     FailureKind,
-    GroupId,
     Purpose,
     Status,
     Trajectory,
@@ -132,14 +131,17 @@ class Intake:
             self._give_up(group, [name.member], failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
-        """Takes groups out of the run: servers stop them; their finished members are cancelled."""
+        """Takes groups out of the run: servers stop them; their finished members are cancelled.
+
+        A restored group may have members that a set-aside batch put back.
+        """
         for group in groups:
             if self._book.remove(group.group_id) is None:
                 continue
             self._environments.group_withdrawn(group.environment)
-            if not self._progress.is_over:
+            if group.purpose is Purpose.TRAINING and not self._progress.is_over:
                 # At the end of a run groups stay open: the run may be resumed.
-                self._close(group, "withdrawn", cause)
+                self._journal.append("closed", group=group.group_id, how="withdrawn", cause=cause)
             self._cancel_members(group, cause)
         self._run.signal.notify()
 
@@ -180,15 +182,6 @@ class Intake:
         order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
         session.send(fleet_pb2.ControllerMessage(cancel=order))
 
-    def withdraw_restored(self, group_id: GroupId) -> None:
-        """Closes a group of an earlier controller whose environment is no longer in the run."""
-        group = self._book.remove(group_id)
-        if group is not None:
-            cause = f"environment {group.environment} is not in the run"
-            self._close(group, "withdrawn", cause)
-            # A batch that was set aside may have put its trajectories back.
-            self._cancel_members(group, cause)
-
     def suspend(self, environment: str, cause: str) -> None:
         """Withdraws all groups of an environment.
 
@@ -214,28 +207,24 @@ class Intake:
     def _file(self, trajectory: Trajectory) -> None:
         group = self._book.groups.get(trajectory.group_id)
         fate = self._book.add(trajectory)
-        if fate in (Fate.HELD, Fate.COMPLETED_GROUP):
-            assert group is not None
-            group.back_s[trajectory.member] = time.time()
+        failure = trajectory.failure
         match fate:
-            case Fate.HELD:
-                pass
-            case Fate.COMPLETED_GROUP:
+            case Fate.HELD | Fate.COMPLETED_GROUP:
                 assert group is not None
-                self._complete(group)
+                group.back_s[trajectory.member] = time.time()
+                if fate is Fate.COMPLETED_GROUP:
+                    self._complete(group)
             case Fate.RETRIED:
                 self._fail(trajectory)
             case Fate.FAILED:
                 self._fail(trajectory)
                 assert group is not None
-                assert trajectory.failure is not None
-                self._give_up(group, [trajectory.member], trajectory.failure)
+                assert failure is not None
+                self._give_up(group, [trajectory.member], failure)
             case Fate.CANCELLED:
                 self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
-                end = (
-                    TrajectoryEnd.CANCELLED if trajectory.failure is None else TrajectoryEnd.FAILED
-                )
+                end = TrajectoryEnd.CANCELLED if failure is None else TrajectoryEnd.FAILED
                 self._endings.end(trajectory, end, "its group is over or its place is filled")
 
     def _complete(self, group: Group) -> None:
@@ -248,20 +237,13 @@ class Intake:
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
-        self._note_result(group, statistics.fmean(rewards))
-        self.group_filter.filter(group)
-
-    def _note_result(self, group: Group, reward: float) -> None:
-        """Journals a group's mean reward if the environment has a curriculum.
-
-        The record is durable before any lease that depends on it, since leases wait for the
-        journal.
-        """
-        name, task_index = group.environment, group.task_index
-        if self._environments.has_result(group.group_id, name, task_index, reward):
+        name, task, reward = group.environment, group.task_index, statistics.fmean(rewards)
+        if self._environments.has_result(group.group_id, name, task, reward):
+            # Durable before any lease that depends on it, since leases wait for the journal.
             self._journal.append(
-                "result", group=group.group_id, environment=name, task=task_index, reward=reward
+                "result", group=group.group_id, environment=name, task=task, reward=reward
             )
+        self.group_filter.filter(group)
 
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
@@ -365,10 +347,6 @@ class Intake:
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
 
-    def _close(self, group: Group, how: str, cause: str) -> None:
-        if group.purpose is Purpose.TRAINING:
-            self._journal.append("closed", group=group.group_id, how=how, cause=cause)
-
 
 def _is_progress(trajectory: Trajectory) -> bool:
     """Whether an episode counts as progress: not if it was cancelled or failed in an outage."""
@@ -428,10 +406,9 @@ class GroupFilter:
         self.by_step[step] += 1
         self._book.remove(group.group_id)
         self._environments.group_accepted(group.environment, is_filtered=True)
-        is_equal = algorithm.filter == "unequal_rewards"
-        cause = (
-            "all rewards of its group are equal" if is_equal else f"left out by {algorithm.filter}"
-        )
+        cause = f"left out by {algorithm.filter}"
+        if algorithm.filter == "unequal_rewards":
+            cause = "all rewards of its group are equal"
         self._journal.append(
             "closed", group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean
         )

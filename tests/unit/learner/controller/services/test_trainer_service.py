@@ -73,16 +73,7 @@ def orders_of(run: Run) -> TrainerOrders:
 
 def servicer_of(run: Run) -> TrainerServicer:
     """The service of a controller with which the trainer of epoch 1 has registered."""
-    servicer = TrainerServicer(
-        run,
-        orders_of(run),
-        OneBatch(),
-        None,
-        stored=None,
-        turns=None,
-        on_step=nothing,
-        on_checkpoint=nothing,
-    )
+    servicer = TrainerServicer(run, orders_of(run), on_step=nothing, on_checkpoint=nothing)
     servicer.place.epoch = 1
     return servicer
 

@@ -298,7 +298,7 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
         )
         books.leases.add(held)
         intake = Intake(run, books, Endings(journal, books.ledger, books.queue))
-        intake.withdraw_restored(group.group_id)
+        intake.withdraw([group], "environment served is not in the run")
         assert books.leases.groups == {}
         assert books.ledger.snapshot().cancelled == held.num_sampled_tokens
     ends = [record for record in read_records(tmp_path) if record["kind"] == "end"]
