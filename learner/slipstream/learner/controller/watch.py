@@ -76,13 +76,14 @@ class RunWatch:
     def _look_at_leases(self) -> None:
         patience_s = self._config.controller.heartbeat_timeout_s + REJOIN_S
         self._book.awaited.look(self._run.clock.now_s(), patience_s)
-        overdue = self._leases.overdue(list(self._book.groups.values()), self._fleet.served_s())
+        groups, served_s = self._book.groups.values(), self._fleet.served_s()
+        overdue, stuck = self._leases.overdue(groups, served_s)
         limit_s = self._config.controller.lease_timeout_s
-        for group in overdue.groups:
+        for group in overdue:
             self._take_back(
                 group, f"no episode ended in {limit_s:g} s of serving (controller.lease_timeout_s)"
             )
-        for key in overdue.servers:
+        for key in stuck:
             session = self._fleet.find(key)
             if session is not None:
                 session.disconnect()
@@ -93,12 +94,10 @@ class RunWatch:
         settings, now = self._config.controller, self._run.clock.now_s()
         training = self._environments.training()
         suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+        causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
         if training and all(entry.state == suspended for entry in training):
-            causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
             return f"no environment is left: {causes}"
-        unloadable = [entry for entry in training if self._nowhere(entry)]
-        if training and len(unloadable) == len(training):
-            causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
+        if training and all(self._nowhere(entry) for entry in training):
             return f"no environment could be loaded: {causes}"
         pending = self._progress.pending_publish
         if pending is not None and now > pending.until_s:
@@ -220,16 +219,6 @@ class _Mark:
     is_cancelled: bool = False
 
 
-@dataclass(frozen=True)
-class Overdue:
-    """The overdue leases, and the servers that still run them."""
-
-    # Groups whose leases must be taken back.
-    groups: tuple[Group, ...]
-    # Servers that did not end a cancelled lease in time.
-    servers: tuple[ServerKey, ...]
-
-
 class LeaseWatch:
     """Remembers when each lease last made progress, by the clock of its server.
 
@@ -242,7 +231,9 @@ class LeaseWatch:
         self._limit_s = limit_s
         self._marks: dict[GroupId, _Mark] = {}
 
-    def overdue(self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]) -> Overdue:
+    def overdue(
+        self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]
+    ) -> tuple[list[Group], list[ServerKey]]:
         """Returns each overdue lease once, and each server that is late to end such a lease.
 
         A server is late `CANCEL_LIMIT_S` seconds of serving after its lease was returned as
@@ -266,4 +257,4 @@ class LeaseWatch:
                 mark = _Mark(number, ended, now_s, is_cancelled=True)
             marks[group.group_id] = mark
         self._marks = marks
-        return Overdue(tuple(late), tuple(dict.fromkeys(stuck)))
+        return late, list(dict.fromkeys(stuck))

@@ -100,7 +100,7 @@ def group(name: str, holder: ServerKey | None = A) -> Group:
 
 def late(watch: LeaseWatch, groups: list[Group], **served_s: float) -> list[str]:
     clocks = {ServerKey(ServerId(name), 1): time_s for name, time_s in served_s.items()}
-    return [group.group_id for group in watch.overdue(groups, clocks).groups]
+    return [group.group_id for group in watch.overdue(groups, clocks)[0]]
 
 
 def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_end() -> None:
@@ -152,8 +152,8 @@ def test_a_server_that_does_not_end_what_was_taken_back_is_told() -> None:
     watch, slow = LeaseWatch(10.0), group("slow")
     late(watch, [slow], a=0.0)
     assert late(watch, [slow], a=11.0) == ["slow"]
-    assert watch.overdue([slow], {A: 11.0 + CANCEL_LIMIT_S}).servers == ()
-    assert watch.overdue([slow], {A: 11.1 + CANCEL_LIMIT_S}).servers == (A,)
+    assert watch.overdue([slow], {A: 11.0 + CANCEL_LIMIT_S})[1] == []
+    assert watch.overdue([slow], {A: 11.1 + CANCEL_LIMIT_S})[1] == [A]
 
 
 def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one() -> None:

@@ -130,25 +130,6 @@ class Group:
         return [self.finished[member] for member in sorted(self.finished)]
 
 
-class GroupIds:
-    """Makes the ids of new groups; ids of evaluations contain the number of controller starts.
-
-    A restart does not restore evaluations and numbers them from 0 again.
-    """
-
-    def __init__(self, next_number: int = 0, starts: int = 1) -> None:
-        self._next_number, self._starts = next_number, starts
-        self._next_evaluation = 0
-
-    def next(self, purpose: Purpose) -> GroupId:
-        """Returns an id that no group of the run has had."""
-        if purpose is Purpose.TRAINING:
-            self._next_number += 1
-            return GroupId(f"g{self._next_number - 1:06d}")
-        self._next_evaluation += 1
-        return GroupId(f"e{self._starts}-{self._next_evaluation - 1:06d}")
-
-
 def fewest_members(size: int, share: float) -> int:
     """Returns how many members must finish: `share` of `size`, at least 2 (1 in a group of 1).
 

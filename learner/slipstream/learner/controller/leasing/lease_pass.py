@@ -222,9 +222,7 @@ class NewLeases:
                 return LeaseWait.QUEUE
             if old is not None:
                 self._again.remove(old)
-                group = self._book.lease(
-                    old.environment, old.task_index, old.seed, room.session.key, room.served_step
-                )
+                group = self._book.lease(old.environment, old.task_index, old.seed, key, step)
                 grant = Grant(room.session, group, replaces=old.group_id)
             else:
                 assert entry is not None

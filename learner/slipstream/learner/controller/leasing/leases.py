@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 
 from slipstream.core import staleness
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
-from slipstream.learner.controller.leasing.groups import (
-    Fate,
-    Group,
-    GroupIds,
-    fewest_members,
-    reopened,
-)
+from slipstream.learner.controller.leasing.groups import Fate, Group, fewest_members, reopened
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -169,12 +163,15 @@ class LeaseBook:
         self._deadlines: Counter[int] = Counter()
         self.closing = ClosingLeases()
         self.awaited = Awaited()
-        self._ids = GroupIds()
+        # Numbers of the next group and of the next evaluation, and of this controller's start. A
+        # restart numbers evaluations from 0 again, so their ids contain the number of the start.
+        self._next_group = self._next_evaluation = 0
+        self._starts = 1
 
     def restore(self, history: RunHistory) -> None:
         """Restores the book from the journal's `history`; its open groups wait for a server."""
         self.step = history.next_step
-        self._ids = GroupIds(history.next_group, history.starts)
+        self._next_group, self._starts = history.next_group, history.starts
         for open_group in history.open_groups.values():
             self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
         # Servers that left before the earlier controller ended deliver nothing any more.
@@ -455,8 +452,14 @@ class LeaseBook:
         holder: ServerKey,
         deadline_step: int,
     ) -> Group:
+        if purpose is Purpose.TRAINING:
+            group_id = GroupId(f"g{self._next_group:06d}")
+            self._next_group += 1
+        else:
+            group_id = GroupId(f"e{self._starts}-{self._next_evaluation:06d}")
+            self._next_evaluation += 1
         group = Group(
-            group_id=self._ids.next(purpose),
+            group_id=group_id,
             environment=environment,
             task_index=task_index,
             seed=seed,

@@ -222,10 +222,6 @@ class Scheduler:
         """The reason why the next lease waits, as text; "" if no lease is wanted."""
         return WORDS[self._wait]
 
-    def gauges(self) -> dict[str, float]:
-        """Returns the metrics of the leases; docs/metrics.md says what each name means."""
-        return {"reserved_bytes": float(self.reserved_bytes)}
-
     def waited_s(self) -> dict[str, float]:
         """Returns the seconds in which the next lease has waited since the start, by reason."""
         now_s = time.monotonic()

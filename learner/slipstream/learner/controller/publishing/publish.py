@@ -71,7 +71,7 @@ class Readiness:
             earlier = self._questions.get(session.key)
             if earlier is not None and earlier.is_open:
                 continue
-            self._forget(session)
+            self.forget(session)
             answer = self._reports.expect(publish_id, session.key, READY)
             now_s = self._run.clock.now_s()
             self._questions[session.key] = _Question(publish_id, session, now_s, answer)
@@ -98,15 +98,11 @@ class Readiness:
                 self._leave_out(question, version)
                 continue
             if self._questions.get(question.session.key) is question:
-                self._forget(question.session)
+                self.forget(question.session)
             report = question.answer.result()
             ready = report.phase == READY
             problems[question.session.key] = "" if ready else report.message or "it failed"
         return problems
-
-    def server_lost(self, session: ServerSession) -> None:
-        """Forgets the question to a lost server."""
-        self._forget(session)
 
     def _leave_out(self, question: _Question, version: PolicyVersion) -> None:
         session, question.is_late = question.session, True
@@ -128,7 +124,7 @@ class Readiness:
         if not question.is_open:
             self._run.signal.notify()
             return
-        self._forget(question.session)
+        self.forget(question.session)
         if not question.session.is_leaving:
             self._deliveries.send_away(
                 question.session,
@@ -136,7 +132,8 @@ class Readiness:
                 "that it is ready for new weights",
             )
 
-    def _forget(self, session: ServerSession) -> None:
+    def forget(self, session: ServerSession) -> None:
+        """Forgets the question to a server."""
         question = self._questions.pop(session.key, None)
         if question is not None:
             self._reports.forget(question.publish_id, session.key, READY)
@@ -423,7 +420,7 @@ class Publisher:
         self._membership.server_lost(session.key)
         self._holders.discard(session.key)
         self._reports.fail_all(session.key, "the server is gone")
-        self._readiness.server_lost(session)
+        self._readiness.forget(session)
 
     def _wants_probe(self, targets: Sequence[ServerSession]) -> bool:
         fresh = any(not session.is_serving for session in targets)

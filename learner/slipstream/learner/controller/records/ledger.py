@@ -8,6 +8,7 @@ or counted twice. `Endings` acknowledges a trajectory once the journal has its e
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -33,6 +34,11 @@ from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
 
 FLUSH_S = 0.05
+# Fates of tokens in the ledger; with the difference they add up to the generated tokens.
+FATES = (
+    *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
+    *("judged", "queued", "in_flight", "lost"),
+)
 
 
 def made_for_one(ledger: status_pb2.Ledger) -> float:
@@ -77,7 +83,7 @@ class TokenLedger:
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's counts; all servers of earlier starts count as dead."""
         self._epochs.take_over(history.servers)
-        self._seen = history.ended.copy()
+        self._seen = copy.deepcopy(history.ended)
         self._ends += history.ends
         self._num_received, self._settled = history.settled.trajectories, history.settled
         self._unread = history.unread
@@ -315,17 +321,31 @@ class Endings:
 
     def end(self, trajectory: Trajectory, end: TrajectoryEnd, cause: str) -> None:
         """Records the end of a trajectory in ledger and journal, and acknowledges it."""
-        self._ledger.end(end, trajectory.num_sampled_tokens)
+        server = ServerKey(trajectory.server_id, trajectory.server_epoch)
+        tokens = trajectory.num_sampled_tokens
+        self.record(trajectory.trajectory_id, end, cause, tokens=tokens, server=server)
+
+    def record(
+        self,
+        trajectory_id: TrajectoryId,
+        end: TrajectoryEnd,
+        cause: str,
+        *,
+        tokens: int,
+        server: ServerKey,
+    ) -> None:
+        """Works like `end`, for a trajectory that may not be readable."""
+        self._ledger.end(end, tokens)
         self._journal.append(
             "end",
-            id=trajectory.trajectory_id,
+            id=trajectory_id,
             end=end.value,
             cause=cause,
-            tokens=trajectory.num_sampled_tokens,
-            server=trajectory.server_id,
-            epoch=trajectory.server_epoch,
+            tokens=tokens,
+            server=server.server_id,
+            epoch=server.epoch,
         )
-        self.acknowledge(trajectory.trajectory_id)
+        self.acknowledge(trajectory_id)
 
     def acknowledge(self, trajectory_id: TrajectoryId) -> None:
         """Acknowledges a trajectory to the queue once the journal is flushed."""

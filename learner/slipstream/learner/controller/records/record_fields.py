@@ -91,20 +91,14 @@ def check_fields(record: Mapping[str, Any]) -> None:
 def _check(name: str, value: object, expected: _Expected) -> None:
     if type(value) is expected:
         return
-    if isinstance(expected, list):
+    if isinstance(expected, list | tuple):
         _check(name, value, list)
         assert isinstance(value, list)
-        inner = f"an element of {name}"
-        for element in value:
-            _check(inner, element, expected[0])
-    elif isinstance(expected, tuple):
-        _check(name, value, list)
-        assert isinstance(value, list)
-        if len(value) != len(expected):
-            raise ValueError(f"{name} must have {len(expected)} elements, got {len(value)}")
-        inner = f"an element of {name}"
-        for element, one in zip(value, expected, strict=True):
-            _check(inner, element, one)
+        types = tuple(expected) * len(value) if isinstance(expected, list) else expected
+        if len(value) != len(types):
+            raise ValueError(f"{name} must have {len(types)} elements, got {len(value)}")
+        for element, one in zip(value, types, strict=True):
+            _check(f"an element of {name}", element, one)
     elif not isinstance(value, expected) or isinstance(value, bool) != (expected is bool):
         rule = getattr(expected, "__name__", str(expected))
         raise ValueError(f"{name} must be of type {rule}, got {shown(repr(value))}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from array import array
-from collections.abc import Iterable
 
 from slipstream.core.types import MAX_KEPT, GroupId, TrajectoryId, TrajectoryName
 
@@ -24,12 +22,10 @@ class SeenIds:
     one bit, stored next to the epoch of that server. All others are kept as text.
     """
 
-    def __init__(self, ids: Iterable[TrajectoryId] = ()) -> None:
+    def __init__(self) -> None:
         # Epochs and bits, by the kind of group, page of its number and word of its member.
         self._pages: dict[tuple[str, int, int], tuple[array[int], array[int]]] = {}
         self._others: set[TrajectoryId] = set()
-        for trajectory_id in ids:
-            self.add(trajectory_id)
 
     def add(self, trajectory_id: TrajectoryId) -> bool:
         """Adds an id; returns False if the set already has it."""
@@ -62,10 +58,6 @@ class SeenIds:
                 return True
         return trajectory_id in self._others
 
-    def copy(self) -> SeenIds:
-        """Returns another set with the same ids."""
-        return copy.deepcopy(self)
-
 
 def group_number(group_id: str) -> int | None:
     """Returns the number in the id of a training group, or None for any other text."""
@@ -88,9 +80,7 @@ class GroupSteps:
 
     def discard(self, group_id: GroupId) -> None:
         """Forgets the step of a group whose batch was set aside."""
-        number = group_number(group_id)
-        assert number is not None, group_id
-        self._steps[number] = -1
+        self.add(group_id, -1)
 
     def get(self, group_id: GroupId) -> int | None:
         """Returns the step of the group, or None if it is in no batch or is no training group."""
