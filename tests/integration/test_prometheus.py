@@ -20,9 +20,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.run_folder import TARGETS
+from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.controller.reporting.run_collector import (
     ADVICE_METRICS,
-    FATES,
     SERVER_COUNTERS,
     STEP_METRICS,
 )

@@ -9,7 +9,6 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import COLUMNS
-from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
 from slipstream.v1 import status_pb2
 
@@ -60,7 +59,7 @@ def _recorded(path: Path) -> object:
         weight_digest="",
         trainer_ranks=1,
         advice={},
-        ending=Ending("finished", "x", solved=False, suspended_environments={}),
+        ending={"state": "finished", "cause": "x", "solved": False, "suspended_environments": {}},
     )
     # What others read of it has neither NaN nor infinity.
     json.dumps(summary, allow_nan=False)

@@ -135,10 +135,6 @@ class EvaluationResult:
     num_failed: int
     wall_s: float
 
-    def lines(self) -> list[str]:
-        """Returns one line of text for each evaluation."""
-        return [_line(self.step, name, values) for name, values in self.evaluations.items()]
-
 
 class Evaluator:
     """Runs evaluation rounds: before the first step, after every n-th step and after the last step.
@@ -380,8 +376,8 @@ class Evaluator:
         )
         self._keep(result)
         self._on_result(result)
-        for line in result.lines():
-            self._run.events.add(line)
+        for name, values in result.evaluations.items():
+            self._run.events.add(_line(result.step, name, values))
         self._run.signal.notify()
 
     def _keep(self, result: EvaluationResult) -> None:

@@ -34,17 +34,13 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.controller.trajectories.batch import FormedBatch, from_record
 from slipstream.protocol.bounds import one_line
 
 Record = Mapping[str, Any]
 # Largest number of characters of a line that is shown.
 MAX_LINE = 1000
-# Fates of tokens; their counts add up to the number of generated tokens.
-FATES = (
-    *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
-    *("judged", "queued", "in_flight", "lost", "difference"),
-)
 
 
 @dataclass
@@ -170,7 +166,8 @@ def _ledger(story: Story) -> Iterator[str]:
     Raises ProtocolError if they differ.
     """
     ledger = story.summary.get("ledger")
-    if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in FATES):
+    names = (*FATES, "difference")
+    if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in names):
         raise ProtocolError(f"{SUMMARY} has no whole ledger")
     ends = {end.value: story.history.ends[end] for end in TrajectoryEnd}
     for name, journaled in {**ends, "trained": story.tokens, "difference": 0}.items():
@@ -178,9 +175,9 @@ def _ledger(story: Story) -> Iterator[str]:
             raise ProtocolError(f"the ledger has {ledger[name]} tokens {name}, not {journaled}")
     if story.history.ends[TrajectoryEnd.TRAINED] != story.tokens:
         raise ProtocolError("the journal has another number of trained tokens than the batches")
-    if ledger.get("generated") != sum(ledger[name] for name in FATES):
+    if ledger.get("generated") != sum(ledger[name] for name in names):
         raise ProtocolError(f"the ledger has {ledger.get('generated')} generated tokens: no sum")
-    parts = [f"{ledger[name]:,} {name.replace('_', ' ')}" for name in FATES if ledger[name]]
+    parts = [f"{ledger[name]:,} {name.replace('_', ' ')}" for name in names if ledger[name]]
     yield f"{ledger['generated']:,} generated = {' + '.join(parts)}; difference 0"
 
 

@@ -18,7 +18,6 @@ from slipstream.learner.controller.records.ledger import made_for_one
 from slipstream.learner.controller.reporting.advisor import Advisor
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
-from slipstream.learner.controller.reporting.run_facts import Ending
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -80,13 +79,14 @@ class Results:
         books = self._books
         books.ledger.journal_servers()
         batch, now = trained.batch, time.time()
+        training = (now - report.wall_s, now)
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return False
         self._run.traces.stepped(
             batch.version,
             [(g.group_id, g.environment, g.task_index) for g in batch.groups],
-            begin_s=now - report.wall_s,
+            begin_s=training[0],
             end_s=now,
         )
         snapshot = books.ledger.snapshot()
@@ -94,7 +94,7 @@ class Results:
             batch,
             report.metrics,
             advantages=report.advantages,
-            training=(now - report.wall_s, now),
+            training=training,
             generated_tokens=snapshot.generated - snapshot.judged,
             gauges={
                 "leased_groups": float(len(books.leases.training_groups())),
@@ -109,7 +109,7 @@ class Results:
                 **books.environments.gauges(),
                 **self._publisher.totals.gauges(),
                 **books.fleet.gauges(),
-                **self._scheduler.gauges(),
+                "reserved_bytes": float(self._scheduler.reserved_bytes),
                 **self._times.step(
                     batch.groups,
                     orders,
@@ -121,7 +121,6 @@ class Results:
         )
         self._tell_advisor(row, batch, waste=made_for_one(snapshot))
         if batch.step % self._run.config.controller.sample_every_steps == 0:
-            training = (now - report.wall_s, now)
             self._write(TRACE, json.dumps(trace(row, batch.groups, orders, training=training)))
         overflows, scale = int(row.get("gradient_overflows", 0)), row.get("loss_scale")
         if overflows:
@@ -202,6 +201,7 @@ class Results:
         progress, books = self._run.progress, self._books
         self._tell_gaps()
         progress.end()
+        state = status_pb2.RunState.Name(progress.state)
         self._recorder.summary(
             ledger=books.ledger.snapshot(),
             filtered_groups=self._intake.group_filter.by_step.total(),
@@ -211,12 +211,13 @@ class Results:
             advice=self.advisor.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
-            ending=Ending(
-                state=status_pb2.RunState.Name(progress.state).removeprefix("RUN_STATE_").lower(),
-                cause=progress.cause,
-                solved=bool(progress.solved) and not progress.has_failed,
-                suspended_environments=books.environments.suspended(),
-            ),
+            ending={
+                "state": state.removeprefix("RUN_STATE_").lower(),
+                "cause": progress.cause,
+                # Whether training ended before the last step because nothing is left to learn.
+                "solved": bool(progress.solved) and not progress.has_failed,
+                "suspended_environments": {**books.environments.suspended()},
+            },
         )
         await asyncio.to_thread(self._recorder.close)
         self._run.events.close(progress.state, progress.cause)

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -28,12 +27,7 @@ from slipstream.learner.controller.reporting.result_files import (
     read_rows,
     write_result,
 )
-from slipstream.learner.controller.reporting.run_facts import (
-    Ending,
-    GenerationRate,
-    Interval,
-    RunFacts,
-)
+from slipstream.learner.controller.reporting.run_facts import GenerationRate, Interval, RunFacts
 from slipstream.learner.controller.reporting.trackers import Trackers, open_trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
@@ -233,15 +227,18 @@ class RunRecorder:
         advice: Mapping[str, JsonValue],
         weight_digest: str,
         trainer_ranks: int,
-        ending: Ending,
+        ending: Mapping[str, JsonValue],
     ) -> dict[str, JsonValue]:
-        """Writes summary.json, the main facts of an ended run, and returns its content."""
+        """Writes summary.json, the main facts of an ended run, and returns its content.
+
+        `ending` has the final state of the run and its cause.
+        """
         facts = self.facts
         heldout = [result.reward_mean for result in evaluations]
         first_rewards, last_rewards = facts.edge_rewards()
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
-            **asdict(ending),
+            **ending,
             "steps": facts.steps,
             "reward_first": _mean(first_rewards),
             "reward_last": _mean(last_rewards),

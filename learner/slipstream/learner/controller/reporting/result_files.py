@@ -71,11 +71,8 @@ class ResultFile:
             self._num_lost = 0
 
 
-def write_result(path: Path, data: bytes, tell: Tell) -> bool:
-    """Replaces a whole file and returns True.
-
-    On an error the old file stays, `tell` gets a warning, and the function returns False.
-    """
+def write_result(path: Path, data: bytes, tell: Tell) -> None:
+    """Replaces a whole file; on an error the old file stays, and `tell` gets a warning."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_bytes(data)
@@ -84,8 +81,6 @@ def write_result(path: Path, data: bytes, tell: Tell) -> bool:
         with contextlib.suppress(OSError):
             partial.unlink()
         tell(f"{path} cannot be written: {error.strerror}")
-        return False
-    return True
 
 
 def parse_object(line: bytes) -> dict[str, JsonValue] | None:

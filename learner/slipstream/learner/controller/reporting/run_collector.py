@@ -18,6 +18,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
+from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
@@ -72,11 +73,6 @@ ADVICE_METRICS = {
     "prediction_error": ("prediction_error_ratio", "Predicted / measured - 1 of the last one."),
     "wanted_servers": ("wanted_servers", "Rollout servers that are enough."),
 }
-# Fates of tokens in the ledger; their sum is the number of generated tokens.
-FATES = (
-    *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
-    *("judged", "queued", "in_flight", "lost"),
-)
 # Values of a server's status, and of its newest report: the metric's name after
 # `slipstream_server_`, and its meaning.
 SERVER_STATES = {

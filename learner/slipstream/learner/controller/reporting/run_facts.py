@@ -139,16 +139,3 @@ class RunFacts:
             self.gap_sum += mean * tokens
             self.gap_tokens += tokens
             self.gap_max = max(self.gap_max, most)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The final state of a run and its cause, for the run's summary."""
-
-    # "finished", "stopped" or "failed".
-    state: str
-    cause: str
-    # Whether the run finished before its last configured step because nothing is left to learn.
-    solved: bool
-    # The cause of each suspended training environment, by name.
-    suspended_environments: dict[str, str]

@@ -175,11 +175,6 @@ class EnvironmentBook:
         """Forgets an environment."""
         self.entries.pop(name, None)
 
-    @property
-    def tasks_skipped(self) -> int:
-        """Number of skipped tasks of all environments; a task counts each time it is skipped."""
-        return sum(entry.tasks_skipped for entry in self.entries.values())
-
     def training(self) -> list[EnvironmentEntry]:
         """Returns the environments whose episodes are trained."""
         return [entry for entry in self.entries.values() if entry.is_training]
@@ -258,7 +253,8 @@ class EnvironmentBook:
 
     def gauges(self) -> dict[str, float]:
         """Returns the metrics of the environments and of their choice of tasks."""
-        found = {"skipped_tasks": float(self.tasks_skipped)}
+        # A task counts each time it is skipped.
+        found = {"skipped_tasks": float(sum(e.tasks_skipped for e in self.entries.values()))}
         for name, entry in self.entries.items():
             if entry.curriculum is not None:
                 values = entry.curriculum.metrics()

@@ -427,17 +427,8 @@ class Inspector:
             place = f" ({path})" if path is not None else ""
         except OSError as error:
             place = f" (not kept, {error.filename}: {error.strerror})"
-        self._ledger.end(TrajectoryEnd.QUARANTINED, claim.tokens)
-        self._journal.append(
-            "end",
-            id=trajectory_id,
-            end=TrajectoryEnd.QUARANTINED.value,
-            cause=cause,
-            tokens=claim.tokens,
-            server=server.server_id,
-            epoch=server.epoch,
-        )
-        self._endings.acknowledge(trajectory_id)
+        end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
+        self._endings.record(trajectory_id, end, cause, tokens=tokens, server=server)
         self._run.events.add(
             f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}",
             Severity.ERROR,
