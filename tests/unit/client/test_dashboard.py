@@ -113,8 +113,7 @@ def test_suspended_environments_are_told_while_a_run_goes_on_and_when_it_has_end
 
 
 def test_the_folder_may_be_that_of_one_run(runs: Path) -> None:
-    assert RunFolders(runs).names() == ["one"]
-    assert RunFolders(runs / "one").names() == ["one"]
+    assert RunFolders(runs).runs() == RunFolders(runs / "one").runs() == [runs / "one"]
     assert RunFolders(runs / "one").metrics("one", 0).rows
 
 

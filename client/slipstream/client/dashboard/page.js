@@ -148,11 +148,7 @@ function flat([name, value]) {
 }
 
 function rows(table, entries) {
-  table.replaceChildren(...entries.flatMap(flat).map(([name, value]) => {
-    const line = element("tr");
-    line.append(element("th", {}, name), element("td", {}, number(value)));
-    return line;
-  }));
+  cells(table, entries.flatMap(flat).map(([name, value]) => [name, number(value)]));
 }
 
 // Shows an episode: what the model sampled, and what it read in between; its branches as a tree.

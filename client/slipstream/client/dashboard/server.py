@@ -93,7 +93,7 @@ def serve_dashboard(folder: Path, port: int, out: Path | None) -> int:
     if out is not None:
         return save_run(folder, out)
     with open_dashboard(folder, port) as server:
-        number = len(RunFolders(folder.resolve()).names())
+        number = len(RunFolders(folder.resolve()).runs())
         what = f"{number} run{'s' * (number != 1)} in {folder}"
         print(f"{what}: http://{_HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         try:
@@ -203,11 +203,11 @@ class RunFolders:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def names(self) -> list[str]:
-        """Returns the names of runs that have written metrics, the most recently written first."""
-        found = [self._folder] if _is_run(self._folder) else self._children()
-        found.sort(key=_written_s, reverse=True)
-        return [folder.name for folder in found]
+    def runs(self) -> list[Path]:
+        """Returns the folders of runs that have metrics, the most recently written first."""
+        is_one = _is_run(self._folder)
+        found = [self._folder] if is_one else filter(_is_run, self._folder.glob("*"))
+        return sorted(found, key=_written_s, reverse=True)
 
     def overview(self) -> list[dict[str, Any]]:
         """Returns a dict for each run: its name, the Unix time when it last wrote, and its summary.
@@ -216,10 +216,9 @@ class RunFolders:
         `has_trace`, whether the run has a trace of a step, are there for every run.
         """
         lines = []
-        for name in self.names():
-            folder = self._of(name)
+        for folder in self.runs():
             has_trace = (folder / TRACE).is_file()
-            line = {"name": name, "written_s": _written_s(folder), "has_trace": has_trace}
+            line = {"name": folder.name, "written_s": _written_s(folder), "has_trace": has_trace}
             suspended = {"suspended_environments": _table(folder / SUSPENDED)}
             lines.append(line | suspended | _table(folder / SUMMARY))
         return lines
@@ -237,8 +236,7 @@ class RunFolders:
 
         Raises UnknownRun if there is no run `name`.
         """
-        parts = self._parts(self._of(name) / METRICS)
-        return (row for part in parts for row in part.rows)
+        return _rows(self._of(name) / METRICS)
 
     def trajectories(self, name: str, step: int | None) -> dict[str, Any]:
         """Returns the steps with kept trajectories, and the trajectories of one of these steps.
@@ -246,42 +244,28 @@ class RunFolders:
         `step` chooses that step; if it is None, the newest step is taken. At most `MOST_SAMPLES`
         trajectories are returned. Raises UnknownRun if there is no run `name`.
         """
-        steps: list[int] = []
+        steps: set[int] = set()
         kept: dict[int, deque[dict[str, Any]]] = {}
-        for part in self._parts(self._of(name) / SAMPLES):
-            for row in part.rows:
-                number = row.get("step")
-                if not isinstance(number, int | float) or not abs(number) <= _MOST_STEPS:
-                    continue
-                number = int(number)
-                if number not in kept:
-                    steps.append(number)
-                    if step is None:
-                        kept.clear()
-                    kept[number] = deque(maxlen=MOST_SAMPLES)
-                if step is None or number == step:
-                    kept[number].append(row)
+        for row in _rows(self._of(name) / SAMPLES):
+            number = row.get("step")
+            if not isinstance(number, int | float) or not abs(number) <= _MOST_STEPS:
+                continue
+            number = int(number)
+            steps.add(number)
+            if step is None and number not in kept:
+                kept.clear()
+            if step is None or number == step:
+                kept.setdefault(number, deque(maxlen=MOST_SAMPLES)).append(row)
         shown = step if step is not None else max(kept, default=None)
         rows = list(kept.get(shown, ())) if shown is not None else []
-        return {"steps": sorted(set(steps)), "step": shown, "trajectories": rows}
+        return {"steps": sorted(steps), "step": shown, "trajectories": rows}
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns the newest `MOST_GROUPS` valid rows of groups.jsonl.
 
         Raises UnknownRun if there is no run `name`.
         """
-        kept: deque[dict[str, Any]] = deque(maxlen=MOST_GROUPS)
-        for part in self._parts(self._of(name) / GROUPS):
-            kept.extend(row for row in part.rows if _is_group(row))
-        return list(kept)
-
-    def _parts(self, path: Path) -> Iterator[FileRows]:
-        """Yields the rows of the file at `path` in parts of limited size, up to its end."""
-        begin, is_all = 0, False
-        while not is_all:
-            part = _lines(path, begin)
-            is_all, begin = part.is_all or part.end == begin, part.end
-            yield part
+        return [*deque(filter(_is_group, _rows(self._of(name) / GROUPS)), maxlen=MOST_GROUPS)]
 
     def about(self, name: str) -> dict[str, Any]:
         """Returns `summary`, {} before the run's end, and `log`, the controller's last log lines.
@@ -303,15 +287,10 @@ class RunFolders:
         return _table(self._of(name) / TRACE)
 
     def _of(self, name: str) -> Path:
-        for folder in (self._folder, *self._children()):
-            if folder.name == name and _is_run(folder):
+        for folder in self.runs():
+            if folder.name == name:
                 return folder
         raise UnknownRun(name)
-
-    def _children(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        return [folder for folder in self._folder.iterdir() if _is_run(folder)]
 
 
 def _is_group(row: Mapping[str, Any]) -> bool:
@@ -334,6 +313,15 @@ def _written_s(folder: Path) -> float:
         return 0.0
 
 
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields all rows of a JSON-lines file; reads it in parts of limited size."""
+    begin, is_all = 0, False
+    while not is_all:
+        part = _lines(path, begin)
+        is_all, begin = part.is_all or part.end == begin, part.end
+        yield from part.rows
+
+
 def _lines(path: Path, begin: int) -> FileRows:
     """Reads at most `MOST_BYTES` of a JSON-lines file from byte `begin` on, up to a line's end.
 
@@ -347,11 +335,7 @@ def _lines(path: Path, begin: int) -> FileRows:
     except OSError:
         return FileRows([], begin, is_all=True)
     complete = data[: data.rfind(b"\n") + 1]
-    rows = []
-    for line in complete.splitlines():
-        row = _parsed(line)
-        if isinstance(row, dict):
-            rows.append(row)
+    rows = [row for row in map(_parsed, complete.splitlines()) if isinstance(row, dict)]
     return FileRows(rows, begin + len(complete), is_all)
 
 
