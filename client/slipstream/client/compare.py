@@ -19,7 +19,7 @@ from slipstream.client.dashboard.server import (
     write_page,
 )
 from slipstream.client.run_folder import settings_of
-from slipstream.client.terminal import plain, say
+from slipstream.client.terminal import aligned, plain, say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
@@ -142,12 +142,7 @@ def means(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
 def as_text(names: Sequence[str], tables: dict[str, list[Row]]) -> str:
     """Returns the tables for a terminal."""
     rows = [("", *names), *(row for table in tables.values() for row in table)]
-    shown = [[plain(_cut(text)) for text in row] for row in rows]
-    sizes = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = [
-        "  ".join(f"{text:{size}}" for text, size in zip(row, sizes, strict=True)).rstrip()
-        for row in shown
-    ]
+    lines = aligned([[plain(_cut(text)) for text in row] for row in rows])
     split = 1 + len(tables["settings"])
     return "\n".join([*lines[:split], "", *lines[split:]])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.client.terminal import counted, plain, say
+from slipstream.client.terminal import aligned, counted, plain, say
 from slipstream.core.errors import ConfigError, RunFailed
 
 # States of a server that a scheduler should not restart.
@@ -158,7 +158,7 @@ def status_lines(run: RunStatus) -> list[str]:
     return [
         *lines,
         *(["", *times] if times else []),
-        *("", *_table(rows), "", *environment_lines(run.environments)),
+        *("", *aligned(rows), "", *environment_lines(run.environments)),
     ]
 
 
@@ -187,7 +187,7 @@ def _training_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
         )
         for entry in entries
     ]
-    return _table(rows)
+    return aligned(rows)
 
 
 def _evaluation_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
@@ -204,18 +204,10 @@ def _evaluation_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
         version = str(entry.newest_round.step) if entry.newest_round else "-"
         start = (entry.name, entry.state, _tasks(entry), version)
         rows.append((*start, *measured, *counts, entry.cause))
-    return _table(rows)
+    return aligned(rows)
 
 
 def _tasks(entry: EnvironmentStatus) -> str:
     if entry.state == "pending":
         return "-"
     return f"{entry.num_tasks:,}" if entry.num_tasks else "no end"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

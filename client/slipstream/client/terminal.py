@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -60,6 +61,15 @@ def this_command() -> str:
 def counted(number: int, what: str) -> str:
     """Returns the number and the noun, in the plural if needed: 1 task, 2 tasks."""
     return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a line for each row of a table, with all cells of a column of the same width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _visible(line: str) -> str:
