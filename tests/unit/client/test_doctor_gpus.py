@@ -115,7 +115,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
 )
 def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(sections, wanted, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(machine, "version_of", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "installed", lambda names: dict.fromkeys(names, "2.13.0+cpu"))
     monkeypatch.setattr(machine, "uses_gpus", lambda: False)
     config = config_of(**sections)
     seen = "none is used: torch 2.13.0+cpu is a build for CPUs"

@@ -24,10 +24,10 @@ import psutil
 from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
 from slipstream.client.launch.fit import (
     check_cache,
-    check_processor,
     check_variables,
     describe_engine,
     disk_for,
+    processor_problems,
 )
 from slipstream.client.launch.machine import check_companions, check_limits
 from slipstream.client.launch.placement import uses_gpus
@@ -240,8 +240,8 @@ def _engine(scene: Scene) -> str:
     if scene.has_model:
         check_cache(config)
         # A dry run lists such problems after its plan.
-        if not scene.dry_run:
-            check_processor(config)
+        for lack in () if scene.dry_run else processor_problems(config):
+            raise ConfigError(lack)
     return describe_engine(config.rollout_server, on_cpu=not uses_gpus())
 
 

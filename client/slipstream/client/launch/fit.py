@@ -51,12 +51,6 @@ def check_cache(config: Config) -> None:
         )
 
 
-def check_processor(config: Config) -> None:
-    """Raises ConfigError when engines would run on a CPU and a setting needs them on GPUs."""
-    for lack in processor_problems(config):
-        raise ConfigError(lack)
-
-
 def processor_problems(config: Config) -> tuple[str, ...]:
     """Returns a line for each setting that needs engines on GPUs, or () if engines run on GPUs."""
     return () if uses_gpus() else tuple(cpu_engine_problems(config))

