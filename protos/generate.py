@@ -14,15 +14,8 @@ def generate(root: Path, out: Path) -> list[Path]:
     """Writes the code of every .proto file below `root`; returns the paths written, under `out`."""
     files = sorted(path.relative_to(root) for path in root.glob("slipstream/v1/*.proto"))
     include = importlib.resources.files("grpc_tools") / "_proto"
-    arguments = [
-        "protoc",
-        f"-I{root}",
-        f"-I{include}",
-        f"--python_out={out}",
-        f"--pyi_out={out}",
-        f"--grpc_python_out={out}",
-    ]
-    if protoc.main([*arguments, *map(str, files)]) != 0:
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    if protoc.main(["protoc", f"-I{root}", f"-I{include}", *outputs, *map(str, files)]) != 0:
         raise SystemExit("protoc failed")
     return sorted(out.glob("slipstream/v1/*_pb2*"))
 

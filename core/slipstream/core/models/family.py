@@ -2,7 +2,7 @@
 
 A family is a class that config.json names. `families` has one module for each lineage. Rules use
 the records and name no class. The defaults of a record describe a plain dense decoder: attention
-with RoPE, a gated MLP, and a norm before each.
+with RoPE and a gated MLP.
 """
 
 import json
@@ -131,7 +131,6 @@ class Family:
     conversion: str = "take the folder in bfloat16"
 
     # Parts of a layer.
-    norms: tuple[str, ...] = ("input", "post_attention")
     query_norm: Literal["", "head", "whole"] = ""
     has_sinks: bool = False
     has_windows: bool = False

@@ -40,18 +40,9 @@ NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 # them, and members that differ wait for each other for ever. Settings for the devices of one host
 # may differ.
 AGREED = (
-    *NCCL_ENVIRONMENT,
-    "NCCL_CUMEM_HOST_ENABLE",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NTHREADS",
-    "NCCL_BUFFSIZE",
-    "NCCL_LL_BUFFSIZE",
-    "NCCL_LL128_BUFFSIZE",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_CTAS",
-    "NCCL_MAX_CTAS",
+    *(*NCCL_ENVIRONMENT, "NCCL_CUMEM_HOST_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS"),
+    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"),
+    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
 )
 
 

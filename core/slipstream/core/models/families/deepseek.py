@@ -11,21 +11,13 @@ _SIGMOID: Mapping[str, Values] = {
     "topk_method": (None, "noaux_tc"),
 }
 _READ_OF_EXPERTS = (
-    "n_routed_experts",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
+    *("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor"),
     # The layers that predict further tokens are neither loaded nor sampled from.
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
+    *("num_nextn_predict_layers", "num_mtp_layers"),
 )
 _READ = (
     *_READ_OF_EXPERTS,
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
     "v_head_dim",
 )
 

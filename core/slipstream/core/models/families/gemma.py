@@ -12,7 +12,6 @@ _VALUES = {
 }
 _ROPE = Rope(kinds=("default", "linear"), is_by_layer=True)
 _NOT_IN_FLOAT16 = {"model.dtype": "vLLM (0.32.0) does not compute it in float16"}
-_NORMS = ("input", "pre_feedforward", "post_attention", "post_feedforward")
 
 FAMILIES = (
     Family(
@@ -23,7 +22,6 @@ FAMILIES = (
         layer_kinds=(FULL, SLIDING),
         is_tied=True,
         rope=_ROPE,
-        norms=_NORMS,
         has_windows=True,
         cannot=_NOT_IN_FLOAT16,
     ),
@@ -34,7 +32,6 @@ FAMILIES = (
         layer_kinds=(FULL, SLIDING),
         is_tied=True,
         rope=_ROPE,
-        norms=_NORMS,
         query_norm="head",
         has_windows=True,
         nested=Nested(

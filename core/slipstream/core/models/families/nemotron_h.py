@@ -121,19 +121,9 @@ FAMILIES = (
             "tie_word_embeddings": OFF,
         },
         read=(
-            "hybrid_override_pattern",
-            "layers_block_type",
-            "layer_norm_epsilon",
-            "mamba_num_heads",
-            "mamba_head_dim",
-            "n_groups",
-            "ssm_state_size",
-            "conv_kernel",
+            *("hybrid_override_pattern", "layers_block_type", "layer_norm_epsilon", *_NEEDED),
             # transformers writes these fields for a model without experts, too.
-            "n_routed_experts",
-            "n_group",
-            "topk_group",
-            "routed_scaling_factor",
+            *("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor"),
             "moe_shared_expert_intermediate_size",
             # The layers that predict further tokens are neither loaded nor sampled from.
             "num_nextn_predict_layers",

@@ -7,7 +7,6 @@ FAMILIES = (
         architecture="Olmo2ForCausalLM",
         model_type="olmo2",
         values=DENSE,
-        norms=("post_attention", "post_feedforward"),
         query_norm="whole",
     ),
     Family(

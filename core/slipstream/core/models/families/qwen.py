@@ -44,13 +44,9 @@ def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
 _DEEP_LAYERS = (8, 16, 24)
 _IMAGE_TOKEN = 151655
 _READ_OF_DELTA_NETS = (
-    "full_attention_interval",
-    "partial_rotary_factor",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
+    *("full_attention_interval", "partial_rotary_factor", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _IN_TURN = "its delta nets read the tokens of a sequence in turn"
 _NO_DRAFTS = (
