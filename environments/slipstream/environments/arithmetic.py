@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.environments.arguments import check_at_least, check_choice, check_holds
 
 OPERATIONS = ("+", "-", "*")
 MAX_DIGITS = 9
@@ -88,15 +89,13 @@ class Arithmetic(Environment[Addition]):
             )
         if not operations or not set(operations) <= set(OPERATIONS):
             raise ValueError(f"operations must be some of {OPERATIONS}, got {operations}")
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
-        if format not in INSTRUCTIONS:
-            raise ValueError(f"format must be one of {tuple(INSTRUCTIONS)}, got {format!r}")
+        check_choice("split", split, ("train", "heldout"))
+        check_choice("format", format, INSTRUCTIONS)
         if not 0 <= format_credit < 1:
             raise ValueError(f"format_credit must be from 0 to below 1, got {format_credit}")
         self._instruction = INSTRUCTIONS[format] if instruction is None else instruction
-        if "{task}" not in self._instruction:
-            raise ValueError(f"instruction must contain {{task}}, got {instruction!r}")
+        check_holds("instruction", self._instruction, "{task}")
+        check_at_least("num_tasks", num_tasks, 1)
         self._digits = digits
         self._operations = tuple(operations)
         self._is_heldout = split == "heldout"
@@ -132,8 +131,6 @@ class Arithmetic(Environment[Addition]):
                 yield task
 
     def _draw_different(self, num_tasks: int) -> list[Addition]:
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks must be at least 1, got {num_tasks}")
         found: dict[Addition, None] = {}
         for task in itertools.islice(self._draw(), 20 * num_tasks + 2000):
             found[task] = None

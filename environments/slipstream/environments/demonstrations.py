@@ -8,7 +8,7 @@ from typing import NamedTuple
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.arguments import check_at_least
-from slipstream.environments.question_files import Cell, Row, message_of, read_rows, text_of
+from slipstream.environments.question_files import Cell, Row, message_of, named_rows, text_of
 
 REPLY_ROLE = "assistant"
 
@@ -55,16 +55,11 @@ class Demonstrations(Environment[Conversation]):
         first = [Message("system", system)] if system else []
         self._conversations = [
             _turns([*first, *_messages(row, prompt or messages, reply, where)], where)
-            for where, row in (
-                (f"{path}, row {number}", row)
-                for number, row in enumerate(read_rows(Path(path)), start=1)
-            )
+            for where, row in named_rows(Path(path))
         ]
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._conversations)
         self._conversations = self._conversations[:limit]
-        if not self._conversations:
-            raise ConfigError(f"{path} has no rows")
 
     def tasks(self) -> list[Conversation]:
         """Returns the conversations, in the order of the file unless they were shuffled."""

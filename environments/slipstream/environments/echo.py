@@ -8,6 +8,7 @@ import string
 from typing import Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.environments.arguments import check_at_least, check_choice
 
 Pair: TypeAlias = tuple[str, str]
 
@@ -37,10 +38,8 @@ class Echo(Environment[Pair]):
         """
         if not 3 <= num_symbols <= len(string.ascii_lowercase):
             raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
-        if reply_length < 2:
-            raise ValueError(f"reply_length must be at least 2, got {reply_length}")
-        if split not in ("train", "heldout"):
-            raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
+        check_at_least("reply_length", reply_length, 2)
+        check_choice("split", split, ("train", "heldout"))
         self._reply_length = reply_length
         train, heldout = split_pairs(num_symbols, seed)
         self._pairs = train if split == "train" else heldout

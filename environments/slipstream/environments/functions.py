@@ -23,7 +23,7 @@ from slipstream.environments.arguments import (
     check_choice,
     check_holds,
 )
-from slipstream.environments.question_files import Row, read_rows
+from slipstream.environments.question_files import Row, named_rows, text_in
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
@@ -51,48 +51,28 @@ class Exam:
     functions: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ExamColumns:
-    """The names of a file's columns.
-
-    Without `function` the tested functions are the names that the tests use but do not define.
-    """
-
-    question: str
-    tests: str
-    setup: str | None = None
-    function: str | None = None
-
-
-def _read_exam(row: Row, columns: ExamColumns, where: str) -> Exam:
-    question = _text(row, columns.question, where)
-    setup = "" if columns.setup is None else _text(row, columns.setup, where, may_be_empty=True)
-    function = None if columns.function is None else _text(row, columns.function, where)
-    tests = row.get(columns.tests)
-    tests = [tests] if isinstance(tests, str) else tests
-    if not (isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests)):
+def _read_exam(
+    row: Row, where: str, *, question: str, tests: str, setup: str | None, function: str | None
+) -> Exam:
+    """Returns the task in a row; the other arguments are names of columns, as in `Functions`."""
+    asked = text_in(row, question, where)
+    before = "" if setup is None else text_in(row, setup, where, may_be_empty=True)
+    name = None if function is None else text_in(row, function, where)
+    given = row.get(tests)
+    texts = [given] if isinstance(given, str) else given
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
         raise ConfigError(
-            f"{where}: column {columns.tests!r} must hold a test or a list of tests, each a text "
-            f"of Python; the columns are {', '.join(map(repr, row))}"
+            f"{where}: column {tests!r} must hold a test or a list of tests, each a text of "
+            f"Python; the columns are {', '.join(map(repr, row))}"
         )
-    if function is None and any(map(_CHECK.search, tests)):
+    if name is None and any(map(_CHECK.search, texts)):
         raise ConfigError(
             f"{where}: a test defines check(): name the column with the function's name, as "
             f"function = 'entry_point'"
         )
-    tests = [f"{test}\n\ncheck({function})\n" if _CHECK.search(test) else test for test in tests]
-    names = (function,) if function else _names_under_test(setup, tests, where)
-    return Exam(question, setup, tuple(tests), names)
-
-
-def _text(row: Row, column: str, where: str, *, may_be_empty: bool = False) -> str:
-    text = row.get(column)
-    if not isinstance(text, str) or not (text.strip() or may_be_empty):
-        raise ConfigError(
-            f"{where}: column {column!r} must hold a text, got {text!r}; the columns are "
-            f"{', '.join(map(repr, row))}"
-        )
-    return text
+    texts = [f"{text}\n\ncheck({name})\n" if _CHECK.search(text) else text for text in texts]
+    names = (name,) if name else _names_under_test(before, texts, where)
+    return Exam(asked, before, tuple(texts), names)
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str, ...]:
@@ -161,13 +141,10 @@ class Functions(Environment[Exam]):
         check_above_0("limit_s", limit_s)
         check_at_least("max_running", max_running, 0)
         self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
-        columns = ExamColumns(question, tests, setup, function)
         self._exams = [
-            _read_exam(row, columns, f"{path}, row {number}")
-            for number, row in enumerate(read_rows(Path(path)), start=1)
+            _read_exam(row, where, question=question, tests=tests, setup=setup, function=function)
+            for where, row in named_rows(Path(path))
         ]
-        if not self._exams:
-            raise ConfigError(f"{path} has no rows")
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
         self._sandbox = Sandbox(
             Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)

@@ -33,7 +33,7 @@ from slipstream.environments.arguments import (
     check_choice,
     check_holds,
 )
-from slipstream.environments.question_files import Row, read_rows
+from slipstream.environments.question_files import Row, named_rows, text_in
 
 Answer = TypeVar("Answer", bound="Form")
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -256,15 +256,10 @@ class _Questions(Environment[Row]):
         """Takes the questions in the column `question`, each inserted into `instruction`."""
         check_holds("instruction", instruction, "{question}")
         self._instruction, self._question = instruction, question
-        self._rows = list(read_rows(Path(path)))
-        for number, row in enumerate(self._rows, start=1):
-            if not isinstance(row.get(question), str):
-                raise ConfigError(
-                    f"{path}, row {number}: column {question!r} must hold a text; the columns are "
-                    f"{', '.join(map(repr, row))}"
-                )
-        if not self._rows:
-            raise ConfigError(f"{path} has no rows")
+        self._rows = []
+        for where, row in named_rows(Path(path)):
+            text_in(row, question, where, may_be_empty=True)
+            self._rows.append(row)
 
     def tasks(self) -> list[Row]:
         """Returns the rows of the file."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
 
 SUFFIXES = (".parquet", ".jsonl")
+# Most files or columns that a message names.
 MAX_SHOWN = 20
 
 # A cell: text, or any value of JSON.
@@ -43,23 +44,13 @@ class HubData:
         return f"{DATA_PREFIX}{self.name}"
 
 
-def read_hub_rows(data: HubData, read_file: Callable[[Path], Iterable[Row]]) -> Iterable[Row]:
-    """Returns the rows of a split; downloads its files unless they are in the hub's cache.
+def _find_files(data: HubData) -> list[Path]:
+    """Downloads the files of the split unless they are in the hub's cache; returns their paths.
 
-    `read_file` returns the rows of one file. Raises ConfigError with one line if a download fails
-    or the split has no file of a known format.
+    Raises ConfigError with one line if a download fails, if there is no file, or if a file has an
+    unknown format.
     """
-    readme = data.files.bring(["README.md"]) / "README.md"
-    files = _find_files(data, _configs(readme))
-    return itertools.chain.from_iterable(map(read_file, files))
-
-
-def _find_files(data: HubData, configs: list[dict[str, Any]]) -> list[Path]:
-    """Downloads the files of the split, and returns their paths in order.
-
-    Raises ConfigError if there is no file, or a file has an unknown format.
-    """
-    patterns = _patterns(data, configs)
+    patterns = _patterns(data, _configs(data.files.bring(["README.md"]) / "README.md"))
     folder = data.files.bring(patterns)
     found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     usable = [path for path in found if path.suffix in SUFFIXES]
@@ -118,9 +109,6 @@ def _named_files(data: HubData, data_files: object) -> list[str]:
     return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
 
 
-MAX_SHOWN_COLUMNS = 20
-
-
 @dataclass(frozen=True)
 class Question:
     """One row: what the model reads, and the right answer as text."""
@@ -134,6 +122,11 @@ class Question:
     def text(self) -> str:
         """The text of the last message, which asks the question."""
         return self.messages[-1].text
+
+    @property
+    def identity(self) -> str:
+        """The roles and texts of all messages, by which a split knows the question."""
+        return "\0".join(f"{message.role}\0{message.content}" for message in self.messages)
 
 
 def read_questions(
@@ -151,8 +144,7 @@ def read_questions(
     cannot be used, raises ConfigError, which names the row, or the columns that exist.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
-    for number, row in enumerate(read_rows(path), start=1):
-        where = f"{path}, row {number}"
+    for number, (where, row) in enumerate(named_rows(path), start=1):
         messages = _messages(_cell(row, question, path), f"{where}: column {question!r}")
         right = ""
         if answer is not None:
@@ -164,9 +156,19 @@ def read_questions(
                 f"{path}: rows {found[messages][0]} and {number} ask the same question; "
                 f"duplicates='drop' keeps the first"
             )
-    if not found:
-        raise ConfigError(f"{path} has no rows")
     return [one for _, one in found.values()]
+
+
+def named_rows(path: Path | HubData) -> Iterator[tuple[str, Row]]:
+    """Yields the rows of `read_rows`, each with its name in errors.
+
+    Raises ConfigError, also if there are no rows.
+    """
+    number = 0
+    for number, row in enumerate(read_rows(path), start=1):
+        yield f"{path}, row {number}", row
+    if not number:
+        raise ConfigError(f"{path} has no rows")
 
 
 def read_rows(path: Path | HubData) -> Iterable[Row]:
@@ -176,7 +178,7 @@ def read_rows(path: Path | HubData) -> Iterable[Row]:
     fault in it is raised then.
     """
     if isinstance(path, HubData):
-        return read_hub_rows(path, read_rows)
+        return itertools.chain.from_iterable(map(read_rows, _find_files(path)))
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {what}; the working directory is {Path.cwd()}")
@@ -224,7 +226,7 @@ def _cell(row: Row, column: str, path: Path | HubData) -> Cell:
     place: Cell = row
     for part in column.split("."):
         if not isinstance(place, Mapping) or part not in place:
-            names = [repr(name) for name in list(row)[:MAX_SHOWN_COLUMNS]]
+            names = [repr(name) for name in list(row)[:MAX_SHOWN]]
             raise ConfigError(
                 f"{path} has no column {column!r}; its columns are {', '.join(names)}"
             )
@@ -253,6 +255,17 @@ def message_of(cell: Cell, where: str) -> Message:
                 f"{where}: the {name} of a message must be a text, got {str(cell[name])[:60]}"
             )
     return Message(cell["role"], cell["content"])
+
+
+def text_in(row: Row, column: str, where: str, *, may_be_empty: bool = False) -> str:
+    """Returns the text in a column. Raises ConfigError, which names the columns, without a text."""
+    text = row.get(column)
+    if not isinstance(text, str) or not (text.strip() or may_be_empty):
+        raise ConfigError(
+            f"{where}: column {column!r} must hold a text, got {text!r}; the columns are "
+            f"{', '.join(map(repr, row))}"
+        )
+    return text
 
 
 def text_of(cell: Cell, where: str) -> str:

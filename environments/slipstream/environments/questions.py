@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib.util
 import inspect
 import json
@@ -18,7 +17,7 @@ from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
-from slipstream.environments.arguments import check_at_least, check_choice, check_holds
+from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.question_files import HubData, Question, read_questions
 
@@ -101,8 +100,8 @@ class Questions(Environment[Question]):
         column = answer if takes_answer else None
         questions = read_questions(source, question, column, duplicates=duplicates)
         if split != "all":
-            wanted = split == "heldout"
-            questions = [q for q in questions if is_heldout(q, heldout_one_in) == wanted]
+            taken = Split(split, heldout_one_in)
+            questions = [each for each in questions if taken.has(each.identity)]
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(questions)
         self._questions = questions[:limit]
@@ -203,13 +202,6 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
     if "reply" not in taken:
         raise ConfigError(f"judge {reference} must take the argument reply")
     return tuple(taken)
-
-
-def is_heldout(question: Question, one_in: int) -> bool:
-    """Whether a question is held out: a hash of its text holds out one question in `one_in`."""
-    text = "\0".join(f"{message.role}\0{message.content}" for message in question.messages)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % one_in == 0
 
 
 def _source(path: str, config: str | None, split: str, revision: str | None) -> Path | HubData:

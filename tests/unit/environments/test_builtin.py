@@ -52,7 +52,7 @@ def test_echo_rewards_letters_of_the_prompt_and_that_both_are_named(reply, right
     [
         ({"num_symbols": 27}, "num_symbols must be from 3 to 26, got 27"),
         ({"reply_length": 0}, "reply_length must be at least 2, got 0"),
-        ({"split": "test"}, "split must be 'train' or 'heldout', got 'test'"),
+        ({"split": "test"}, "split must be one of train, heldout, got 'test'"),
     ],
 )
 def test_echo_refuses_arguments_that_cannot_work(arguments, message):

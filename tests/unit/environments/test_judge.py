@@ -322,7 +322,10 @@ async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path,
     [
         ({"rubric": "x"}, "rubric must contain {reply}, got 'x'"),
         ({"instruction": "x"}, "instruction must contain {question}, got 'x'"),
-        ({"question": "q"}, "row 1: column 'q' must hold a text; the columns are 'question'"),
+        (
+            {"question": "q"},
+            "row 1: column 'q' must hold a text, got None; the columns are 'question'",
+        ),
         ({"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
         ({"api_key_file": "/dev/null"}, "api_key_file /dev/null is empty"),
     ],
@@ -426,7 +429,10 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
     ("options", "cause"),
     [
         ({"label": -1}, "label must be at least 0, got -1"),
-        ({"question": "q"}, "row 1: column 'q' must hold a text; the columns are 'question'"),
+        (
+            {"question": "q"},
+            "row 1: column 'q' must hold a text, got None; the columns are 'question'",
+        ),
     ],
 )
 def test_a_rewarded_environment_says_what_cannot_work(options, cause, tmp_path):

@@ -7,7 +7,8 @@ from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
-from slipstream.environments.questions import MathJudge, MathVerdict, Questions, is_heldout
+from slipstream.environments.arguments import Split
+from slipstream.environments.questions import MathJudge, MathVerdict, Questions
 from support.fakes.fake_workers import worker_process
 from support.rigs.waiting import until
 
@@ -172,8 +173,8 @@ def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, messa
 
 def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
     path = json_lines(tmp_path, SUMS[:1])
-    is_first = is_heldout(Questions(path, judge="exact").tasks()[0], 10)
-    split = "train" if is_first else "heldout"
+    (only,) = Questions(path, judge="exact").tasks()
+    split = "heldout" if Split("train", 10).has(only.identity) else "train"
     assert refusal(path, split=split) == f"{path} has no questions in split {split!r}"
 
 

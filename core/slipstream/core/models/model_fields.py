@@ -89,7 +89,7 @@ _LEFT_OUT = (
     # Older names, which transformers puts above the newer ones.
     *("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
 )
-# Fields that must be false.
+# Fields that must be false, 1 or 0 if config.json has them.
 _FALSE = (
     *("attention_bias", "bias", "qkv_bias", "mlp_bias", "use_bias", "mamba_proj_bias"),
     *("attn_output_gate", "qk_norm", "use_qk_norm", "use_bidirectional_attention"),

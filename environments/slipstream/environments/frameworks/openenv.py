@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from slipstream.client.environment import Environment, Message, StepResult, TaskSequence
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.process import die_with_parent
-from slipstream.environments.frameworks.packages import Foreign, import_function, needs
+from slipstream.environments.frameworks.packages import Foreign, import_function, import_package
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -106,7 +106,7 @@ class OpenEnv(Environment[Start]):
         metadata that become metrics. If a server has no free session, the episode retries for
         `full_timeout_s` seconds. Raises ConfigError for wrong arguments.
         """
-        needs("websockets", "websockets", "pip install websockets")
+        import_package("websockets", install="websockets")
         if [base_url, command, image].count(None) != 2:
             raise ConfigError("give base_url, command or image, one of them")
         if image_options and image is None:

@@ -15,27 +15,19 @@ Foreign: TypeAlias = Any
 
 
 def import_package(module: str, *, install: str) -> ModuleType:
-    """Imports and returns the package of a framework.
+    """Imports and returns the package of a framework, or a module of the package.
 
     Raises ConfigError, which names the missing package and the command that installs it.
     """
+    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name == module:
-            missing = f"the package {module!r} is missing"
+        if error.name == package:
+            missing = f"the package {package!r} is missing"
         else:
-            missing = f"the package {module!r} needs {error.name!r}, which is missing"
+            missing = f"the package {package!r} needs {error.name!r}, which is missing"
         raise ConfigError(f"{missing}: pip install {install}") from error
-
-
-def needs(module: str, package: str, advice: str) -> None:
-    """Imports `module` of `package`; raises ConfigError with `advice` if a module is missing."""
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        what = f"{package} is not installed" if error.name == package else str(error)
-        raise ConfigError(f"{what}: {advice}") from error
 
 
 def import_function(argument: str, reference: str) -> Callable[..., Any]:

@@ -16,16 +16,17 @@ import itertools
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.packages import Foreign, needs
+from slipstream.environments.frameworks.packages import Foreign, import_package
 
 # verifiers needs other versions of packages than vLLM does.
 INSTALL = (
-    "pip install 'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its "
-    "interpreter as `python` of the environment"
+    "'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its interpreter as "
+    "`python` of the environment"
 )
 # Harnesses that our in-process one replaces: verifiers would run each as a program per episode, by
 # `uv run`.
@@ -58,7 +59,7 @@ class Verifiers(AgentEnvironment[Any]):
         taskset has a harness of its own. `metrics` names the metrics to keep, by default all.
         Raises ConfigError for arguments that cannot work.
         """
-        needs("verifiers.v1", "verifiers", INSTALL)
+        import_package("verifiers.v1", install=INSTALL)
         from pydantic import ValidationError
         from slipstream.environments.frameworks import verifiers_chat
         from verifiers.v1.configs.select import SelectConfig
@@ -216,10 +217,10 @@ def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> Ag
     rewards: dict[str, list[float]] = {}
     for trace in trained:
         rewards.setdefault(trace.agent.name, []).append(trace.reward)
-    own = {name: _mean(values) for name, values in rewards.items()} if len(rewards) > 1 else {}
+    own = {name: fmean(values) for name, values in rewards.items()} if len(rewards) > 1 else {}
     return AgentOutcome(
-        reward=_mean([trace.reward for trace in trained]),
-        metrics={name: _mean(values) for name, values in found.items()},
+        reward=fmean(trace.reward for trace in trained),
+        metrics={name: fmean(values) for name, values in found.items()},
         shares={trace.agent.name: 0.0 for trace in traces if not trace.agent.trainable},
         rewards=own,
     )
@@ -240,10 +241,6 @@ def _failure(episode: Foreign) -> str:
         stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
         return f"verifiers calls the episode not ok; its traces stopped at {stops or 'nothing'}"
     return f"{errors[0].type}: {errors[0].message}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _first_line(error: Foreign) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
 Backend: TypeAlias = Literal["sandlock", "bubblewrap"]
@@ -30,14 +29,6 @@ class Limits:
     folder_bytes: int = 64 << 20
     folder_files: int = 10_000
     output_bytes: int = 1 << 20
-
-    def wrong(self) -> str:
-        """Returns a line on the first limit that is not above 0, or "" if all limits are."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
-                return f"{field.name} must be above 0, got {value}"
-        return ""
 
 
 @dataclass(frozen=True)

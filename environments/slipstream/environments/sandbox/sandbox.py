@@ -18,11 +18,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.environments.arguments import check_above_0
 from slipstream.environments.sandbox.kept_program import own_program
 from slipstream.environments.sandbox.plan import Backend, Limits, Plan
 from slipstream.environments.sandbox.system_calls import machine_is_known
@@ -81,8 +82,8 @@ class Sandbox:
         read. Raises ConfigError if a limit is not above 0, or the backend does not work.
         """
         self.limits = limits or Limits()
-        if wrong := self.limits.wrong():
-            raise ConfigError(wrong)
+        for name, limit in asdict(self.limits).items():
+            check_above_0(name, limit)
         self._readable = [os.path.abspath(path) for path in readable]
         self.backend: Backend = backend or first_backend()
         if backend is not None and (reason := why_not(backend)):

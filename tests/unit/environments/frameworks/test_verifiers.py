@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.packages import needs
+from slipstream.environments.frameworks.packages import import_package
 from slipstream.environments.frameworks.verifiers import Serving, Verifiers, outcome_of
 
 
@@ -15,14 +15,15 @@ def test_without_verifiers_one_line_says_where_to_install_it() -> None:
     with pytest.raises(ConfigError) as caught:
         Verifiers("gsm8k-v1")
     assert str(caught.value) == (
-        "verifiers is not installed: pip install 'verifiers>=0.4,<0.5' in a virtual environment "
-        "of its own, and give its interpreter as `python` of the environment"
+        "the package 'verifiers' is missing: pip install 'verifiers>=0.4,<0.5' in a virtual "
+        "environment of its own, and give its interpreter as `python` of the environment"
     )
 
 
 def test_a_package_of_the_package_that_is_missing_is_named() -> None:
-    with pytest.raises(ConfigError, match="^No module named 'json.no_such': install it$"):
-        needs("json.no_such", "json", "install it")
+    missing = "^the package 'json' needs 'json.no_such', which is missing: pip install it$"
+    with pytest.raises(ConfigError, match=missing):
+        import_package("json.no_such", install="it")
 
 
 class Env:
