@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -31,10 +31,10 @@ from slipstream.protocol.rich_errors import Reason, abort
 if TYPE_CHECKING:
     Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-    _Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
+    Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
 else:
     Handler = Context = Any
-    _Interceptor = grpc.aio.ServerInterceptor
+    Interceptor = grpc.aio.ServerInterceptor
 
 _PACKAGE = "/slipstream."
 # Largest message that is checked on the event loop, which it blocks for 20 ms at most.
@@ -66,6 +66,8 @@ class _Large:
 _NOT_YET = (_Refused, _Large)
 # What a deserializer returns.
 _Request: TypeAlias = Message | _Refused | _Large
+# Prepares a call, given its request or its iterator of requests, and yields what its handler gets.
+_Prepare: TypeAlias = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 
 
 class _Accepted:
@@ -93,7 +95,7 @@ class _NotOfCallersWhoLeft(logging.Filter):
 logging.getLogger("grpc._cython.cygrpc").addFilter(_NotOfCallersWhoLeft())
 
 
-class CheckingInterceptor(_Interceptor):
+class CheckingInterceptor(Interceptor):
     """Checks the requests of all methods of the package `slipstream`; ignores other packages."""
 
     async def intercept_service(
@@ -123,8 +125,8 @@ def _checked(handler: Handler, method: str) -> Handler:
         except ProtocolError as error:
             return _Refused(error)
 
-    check = _with_checked_stream if handler.request_streaming else _with_checked_request
-    behavior = _guarded(check(getattr(handler, shape_of(handler))), method)
+    prepare = _checked_requests if handler.request_streaming else _checked_request
+    behavior = _guarded(_prepared(getattr(handler, shape_of(handler)), prepare), method)
     encode: Any = handler.response_serializer
 
     def serialize(response: Message | bytes) -> bytes:
@@ -152,48 +154,36 @@ def handler_like(
     return made
 
 
-def _with_checked_request(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _prepared(inner: Callable[..., Any], prepare: _Prepare) -> Callable[..., Any]:
+    """Returns a behavior that runs `inner` within `prepare`."""
     if inspect.isasyncgenfunction(inner):
 
-        async def stream(request: _Request, context: Context) -> AsyncIterator[Message]:
-            async with aclosing(inner(await _accepted(request), context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return stream
-
-    async def call(request: _Request, context: Context) -> Message | None:
-        response: Message | None = await inner(await _accepted(request), context)
-        return response
-
-    return call
-
-
-def _with_checked_stream(inner: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(inner):
-
-        async def stream(
-            requests: AsyncIterator[_Request], context: Context
-        ) -> AsyncIterator[Message]:
+        async def stream(request: object, context: Context) -> AsyncIterator[object]:
             async with (
-                _closing(requests) as accepted,
-                aclosing(inner(accepted, context)) as responses,
+                prepare(request, context) as given,
+                aclosing(inner(given, context)) as responses,
             ):
                 async for response in responses:
                     yield response
 
         return stream
 
-    async def call(requests: AsyncIterator[_Request], context: Context) -> Message | None:
-        async with _closing(requests) as accepted:
-            response: Message | None = await inner(accepted, context)
-            return response
+    async def call(request: object, context: Context) -> object:
+        async with prepare(request, context) as given:
+            return await inner(given, context)
 
     return call
 
 
 @asynccontextmanager
-async def _closing(requests: AsyncIterator[_Request]) -> AsyncIterator[_Accepted]:
+async def _checked_request(request: _Request, _: Context) -> AsyncIterator[Message]:
+    yield await _accepted(request)
+
+
+@asynccontextmanager
+async def _checked_requests(
+    requests: AsyncIterator[_Request], _: Context
+) -> AsyncIterator[_Accepted]:
     """Yields the checked requests; at the end closes gRPC's generator of requests.
 
     An unclosed generator would keep itself and an unread call in memory.
@@ -313,19 +303,13 @@ class CallRates:
 
     def limited(self, handler: Handler, role: str | None) -> Handler:
         """Returns a handler that first waits for its turn among the calls of its caller's host."""
-        inner: Callable[..., Any] = getattr(handler, shape_of(handler))
 
-        async def call(request: object, context: Context) -> object:
+        @asynccontextmanager
+        async def turn(request: object, context: Context) -> AsyncIterator[object]:
             await self._turn(context, role)
-            return await inner(request, context)
+            yield request
 
-        async def stream(request: object, context: Context) -> AsyncIterator[object]:
-            await self._turn(context, role)
-            async with aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    yield response
-
-        behavior = stream if inspect.isasyncgenfunction(inner) else call
+        behavior = _prepared(getattr(handler, shape_of(handler)), turn)
         converters = handler.request_deserializer, handler.response_serializer
         return handler_like(handler, behavior, *converters)
 

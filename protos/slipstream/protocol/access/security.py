@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import grpc
@@ -20,7 +20,14 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
-from slipstream.protocol.access.checked_calls import CallRates, CheckingInterceptor, handler_like
+from slipstream.protocol.access.checked_calls import (
+    CallRates,
+    CheckingInterceptor,
+    Context,
+    Handler,
+    Interceptor,
+    handler_like,
+)
 from slipstream.protocol.access.tokens import (
     RIGHTS,
     TOKEN_KEY,
@@ -32,13 +39,6 @@ from slipstream.protocol.access.tokens import (
     role_token,
 )
 from slipstream.protocol.rich_errors import Reason, abort
-
-# grpc's classes are generic in their type stubs only.
-if TYPE_CHECKING:
-    Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
-    _Interceptor: TypeAlias = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor
 
 MAX_MESSAGE_BYTES = 64 << 20
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def create_server(
     be derived from it.
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
-    interceptors: list[_Interceptor] = [CheckingInterceptor()]
+    interceptors: list[Interceptor] = [CheckingInterceptor()]
     if tokens is not None:
         interceptors.insert(0, TokenInterceptor(tokens, rates))
     return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
@@ -260,7 +260,7 @@ def call_metadata(credentials: Credentials) -> CallMetadata:
     return CallMetadata(credentials.tokens)
 
 
-class TokenInterceptor(_Interceptor):
+class TokenInterceptor(Interceptor):
     """Refuses calls without a valid token, and calls that the token's role may not make."""
 
     def __init__(self, tokens: Tokens, rates: CallRates | None = None) -> None:
@@ -316,17 +316,16 @@ class TokenInterceptor(_Interceptor):
 
 
 def _refusal(handler: Handler, code: grpc.StatusCode, text: str, reason: Reason) -> Handler:
-    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def refuse(_: object, context: Context) -> None:
         await abort(context, code, text, reason)
 
-    async def refuse_stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
+    async def refuse_stream(request: object, context: Context) -> object:
         await refuse(request, context)
         yield
 
     behavior = refuse_stream if handler.response_streaming else refuse
-    return handler_like(
-        handler, behavior, handler.request_deserializer, handler.response_serializer
-    )
+    converters = handler.request_deserializer, handler.response_serializer
+    return handler_like(handler, behavior, *converters)
 
 
 def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:
