@@ -94,10 +94,7 @@ def read_tools(text: str) -> list[dict[str, JsonValue]]:
 
 
 def _checked_name(tool: object, where: str) -> str:
-    """Checks a tool's schema and returns its name.
-
-    Raises ValueError that names the place `where`.
-    """
+    """Checks a tool's schema and returns its name; a ValueError names the place `where`."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise ValueError(f'{where} must be an object with type "function", got {_show(tool)}')
     function = tool.get("function")

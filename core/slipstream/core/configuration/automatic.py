@@ -24,7 +24,6 @@ from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
-from slipstream.core.types import routing_bytes_per_token
 
 MODELS = ("model", "reference", "critic")
 QUESTIONS = "slipstream.environments.questions:Questions"
@@ -155,7 +154,7 @@ def chosen_settings(
 
     # Routing, and the queue, which must hold the bytes that routing adds.
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
-    routing = _routing_bytes(sizes) if replays else 0
+    routing = sizes.routing_bytes_per_token if replays else 0
     trajectory = choice.applied().trajectory_bytes(routing_bytes_per_token=routing)
     ahead = (algorithm.max_staleness + 1) * groups * size * trajectory
     choice("queue.max_bytes", max(256 * MIB, ahead))
@@ -286,12 +285,8 @@ def _replay(tables: Tables, sizes: ModelSizes) -> str:
         # The queue's size follows from the answer.
         queue = tables.queue.model_copy(update={"max_bytes": 1 << 62})
         replaying = replaying.model_copy(update={"queue": queue})
-    num_bytes = tables.trajectory_bytes(routing_bytes_per_token=_routing_bytes(sizes))
+    num_bytes = tables.trajectory_bytes(routing_bytes_per_token=sizes.routing_bytes_per_token)
     return "off" if any(trajectory_problems(replaying, num_bytes)) else "rollout"
-
-
-def _routing_bytes(sizes: ModelSizes) -> int:
-    return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
 
 
 def bring_files(

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
@@ -39,7 +39,6 @@ from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
-from slipstream.core.types import routing_bytes_per_token
 
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
@@ -168,9 +167,14 @@ def check_sizes(config: Config) -> list[str]:
     Raises ConfigError for the first broken rule. Returns one message for each missing or damaged
     file that the run loads: models, tokenizer and checkpoint.
     """
-    sizes = read_model_sizes(config.model.path)
-    _check_layout(config, sizes)
-    for problem in dtype_problems(sizes, config.model.dtype):
+    sizes, learner = read_model_sizes(config.model.path), config.learner
+    problems = itertools.chain(
+        model_problems(sizes),
+        field_problems(read_model_table(config.model.path)),
+        layout_problems(sizes, learner.parallel, learner.transformer),
+        dtype_problems(sizes, config.model.dtype),
+    )
+    for problem in problems:
         raise ConfigError(problem)
     longest = sizes.max_positions
     if longest and config.sampling.max_episode_tokens > longest:
@@ -193,11 +197,11 @@ def check_sizes(config: Config) -> list[str]:
         )
     lora_problems = config.lora.problems(
         num_experts=sizes.experts,
-        latent_tp=config.learner.parallel.tp if sizes.latent_size else 0,
+        latent_tp=learner.parallel.tp if sizes.latent_size else 0,
         has_delta_nets=sizes.family.is_delta,
         has_fused_experts=bool(sizes.family.experts and sizes.family.experts.is_fused),
     )
-    problems = (
+    problems = itertools.chain(
         role_problems(config, sizes),
         refusals(sizes.family, sizes.architecture, {"lora.rank": config.lora.rank}),
         lora_problems,
@@ -205,7 +209,7 @@ def check_sizes(config: Config) -> list[str]:
         engine_problems(sizes, config.rollout_server),
         agreement_problems(sizes, config.algorithm.agreement),
     )
-    for problem in itertools.chain(*problems):
+    for problem in problems:
         raise ConfigError(problem)
     _check_routing(config, sizes)
     return [
@@ -235,7 +239,7 @@ def largest_trajectory_bytes(config: Config) -> int:
     """
     if config.algorithm.router_replay == "off":
         return config.max_trajectory_bytes
-    per_token = _routing_bytes(read_model_sizes(config.model.path))
+    per_token = read_model_sizes(config.model.path).routing_bytes_per_token
     return config.trajectory_bytes(routing_bytes_per_token=per_token)
 
 
@@ -244,10 +248,6 @@ def vocabulary_size(config: Config) -> int:
     if not (config.model.path / "config.json").is_file():
         return 0
     return read_model_sizes(config.model.path).vocab
-
-
-def _routing_bytes(sizes: ModelSizes) -> int:
-    return routing_bytes_per_token(sizes.layers, sizes.experts_per_token, sizes.experts)
 
 
 def _missing_checkpoint(config: Config) -> list[str]:
@@ -260,17 +260,6 @@ def _missing_checkpoint(config: Config) -> list[str]:
     ]
 
 
-def _check_layout(config: Config, sizes: ModelSizes) -> None:
-    learner = config.learner
-    problems = itertools.chain(
-        model_problems(sizes),
-        field_problems(read_model_table(config.model.path)),
-        layout_problems(sizes, learner.parallel, learner.transformer),
-    )
-    for problem in problems:
-        raise ConfigError(problem)
-
-
 def _check_routing(config: Config, sizes: ModelSizes) -> None:
     if config.algorithm.router_replay == "off":
         return
@@ -279,7 +268,7 @@ def _check_routing(config: Config, sizes: ModelSizes) -> None:
             f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
             f"experts, {config.model.path} holds a dense model"
         )
-    per_token = _routing_bytes(sizes)
+    per_token = sizes.routing_bytes_per_token
     num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
     for problem in trajectory_problems(config, num_bytes):
         raise ConfigError(
@@ -388,15 +377,11 @@ def _shown(value: object) -> str:
 def _paths(table: type[BaseModel], place: str = "") -> Iterator[str]:
     """Yields the dotted names of all settings below `table`, except those in lists of tables."""
     for name, field in table.model_fields.items():
-        inner = next(filter(_is_table, _alternatives(field.annotation)), None)
+        inner = _table_in(field.annotation)
         if inner is None:
             yield f"{place}{name}"
         elif typing.get_origin(field.annotation) is not tuple:
             yield from _paths(inner, f"{place}{name}.")
-
-
-def _is_table(annotation: object) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
@@ -405,16 +390,17 @@ def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     for part in location:
         if isinstance(part, int):
             continue
-        annotation = model.model_fields[part].annotation
-        found = next(filter(_is_table, _alternatives(annotation)), None)
+        found = _table_in(model.model_fields[part].annotation)
         if found is None:
             return None
         model = found
     return model
 
 
-def _alternatives(annotation: object) -> list[object]:
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType, tuple, typing.Annotated):
-        return [a for argument in typing.get_args(annotation) for a in _alternatives(argument)]
-    return [annotation]
+def _table_in(annotation: object) -> type[BaseModel] | None:
+    """Returns the first class of a settings table in a field's type, or None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        return next(filter(None, map(_table_in, typing.get_args(annotation))), None)
+    return None

@@ -164,19 +164,14 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
     """Returns, by name, the settings with which the folder's model turns images into tokens."""
     table = read_model_table(folder)
     tower = table.get("vision_config") or {}
-    rows = _row_tokens(folder) if sizes.is_nested else {}
-    return (
-        _processor(folder)
-        | rows
-        | {
-            "image token": sizes.image_token,
-            "spatial_merge_size": tower.get(
-                "spatial_merge_size", table.get("spatial_merge_size", 2)
-            ),
-            "vision_config.patch_size": tower.get("patch_size"),
-            "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
-        }
-    )
+    return {
+        **_processor(folder),
+        **(_row_tokens(folder) if sizes.is_nested else {}),
+        "image token": sizes.image_token,
+        "spatial_merge_size": tower.get("spatial_merge_size", table.get("spatial_merge_size", 2)),
+        "vision_config.patch_size": tower.get("patch_size"),
+        "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
+    }
 
 
 def _row_tokens(folder: Path) -> dict[str, object]:

@@ -172,14 +172,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.set_inheritable(options.cause_fd, False)
     if sys.platform != "linux":
         os.execvp(options.command[0], options.command)
-    keeper = Keeper(
-        ProgramLimits(
-            options.memory_bytes,
-            options.memory_setting,
-            options.processes,
-            options.processes_setting,
-        )
-    )
+    memory = options.memory_bytes, options.memory_setting
+    keeper = Keeper(ProgramLimits(*memory, options.processes, options.processes_setting))
     status = keeper.run(options.command)
     if keeper.cause:
         os.write(options.cause_fd, f"{keeper.cause}\n".encode())

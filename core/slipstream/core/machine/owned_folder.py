@@ -6,13 +6,13 @@ the locks. So a folder that another process can lock has lost its owner.
 
 import contextlib
 import fcntl
+import glob
 import os
 import re
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -31,10 +31,7 @@ class OwnedFolder:
     """
 
     def __init__(self, kind: Kind) -> None:
-        """Makes the folder.
-
-        If the file system has no locks, the folder stays after this process is killed.
-        """
+        """Makes the folder. On a file system without locks it stays if this process is killed."""
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-"))
             # Another process may find the folder before it is locked, and remove it.
@@ -54,7 +51,10 @@ class OwnedFolder:
 
 def remove_abandoned() -> None:
     """Removes this user's folders whose owner process has ended, and no other folders."""
-    for path in _found():
+    # `glob` finds nothing in a temporary folder that nobody can list.
+    for path in map(Path, glob.glob(f"{glob.escape(tempfile.gettempdir())}/slipstream-*")):
+        if _NAME.fullmatch(path.name) is None:
+            continue
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
@@ -68,17 +68,6 @@ def remove_abandoned() -> None:
                 _remove(path)
         finally:
             os.close(folder)
-
-
-def _found() -> Iterator[Path]:
-    try:
-        names = os.listdir(tempfile.gettempdir())
-    except OSError:
-        # A temporary folder may be one that nobody can list.
-        return
-    for name in names:
-        if _NAME.fullmatch(name):
-            yield Path(tempfile.gettempdir(), name)
 
 
 def _lock(folder: int) -> bool:

@@ -19,6 +19,10 @@ from slipstream.core.models.registry import (
     is_nested,
     nested_table,
 )
+from slipstream.core.types import routing_bytes_per_token
+
+# Fields with the heads of delta nets, and with the groups and heads of Mamba layers.
+_LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "n_groups", "mamba_num_heads")
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class ModelSizes:
             # Every worker holds all of it.
             return self.layers * self.latent_size * item_bytes
         return 2 * self.cached_layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+
+    @property
+    def routing_bytes_per_token(self) -> int:
+        """The size of one token's expert ids on the wire, in bytes."""
+        return routing_bytes_per_token(self.layers, self.experts_per_token, self.experts)
 
     @property
     def parameters(self) -> int:
@@ -149,16 +158,7 @@ class ModelSizes:
             chosen_groups=number("topk_group"),
             latent_size=latent and latent + number("qk_rope_head_dim"),
             query_latent_size=number("q_lora_rank"),
-            linear_heads=tuple(
-                number(name)
-                for name in (
-                    "linear_num_key_heads",
-                    "linear_num_value_heads",
-                    "n_groups",
-                    "mamba_num_heads",
-                )
-                if number(name)
-            ),
+            linear_heads=tuple(filter(None, map(number, _LINEAR_HEADS))),
             cached_layers=(family.cached_layers(values) if family.cached_layers else 0) or layers,
             norm_eps=values.get("rms_norm_eps", 0.0),
             has_tied_output=has_tied_output(values),

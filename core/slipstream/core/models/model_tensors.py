@@ -166,10 +166,7 @@ def _place(folder: Path) -> Path:
 
 
 def _are_equal(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
-    """Whether two matrices, each by its file and name, have the same bytes.
-
-    Both have the same shape. Matrices of different element types count as different.
-    """
+    """Whether two matrices of one shape, each by file and name, have the same type and bytes."""
     types = [read_header(path)[name]["dtype"] for path, name in (first, second)]
     if types[0] != types[1]:
         return False

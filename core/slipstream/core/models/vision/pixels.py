@@ -77,10 +77,7 @@ class ImageProcessor:
 
 
 def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-    """Returns the Pillow image of an encoded image, in RGB.
-
-    Raises ValueError if its pixels cannot be read.
-    """
+    """Returns an encoded image as Pillow's, in RGB. Raises ValueError for unreadable pixels."""
     with opened(data) as image:
         return image.convert("RGB")
 

@@ -133,13 +133,9 @@ def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[s
     return {name: ids[token] for name, token in wanted.items() if token in ids}
 
 
+@functools.lru_cache(maxsize=4)
 def load_processor(folder: str | Path) -> ImageProcessor:
     """Returns the image processor of a folder. Raises ConfigError if its files cannot be read."""
-    return _load(str(folder))
-
-
-@functools.lru_cache(maxsize=4)
-def _load(folder: str) -> ImageProcessor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     table = read_model_table(Path(folder))
