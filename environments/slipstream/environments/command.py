@@ -120,7 +120,7 @@ class Command(AgentEnvironment[Row]):
             own = {name: _fill(text, fields) for name, text in self._variables.items()}
             port = urlsplit(endpoint.anthropic_url).port or 0
             ended = await run_program(
-                self._inside(_filled(self._command, fields), folder, port),
+                self._inside([_fill(part, fields) for part in self._command], folder, port),
                 folder=folder,
                 variables=variables | endpoint.variables() | own,
                 limits=self._limits,
@@ -170,7 +170,7 @@ class Command(AgentEnvironment[Row]):
         """Returns the metrics, with the reward as "reward". Raises ValueError without a reward."""
         if self._score_command:
             judged = await run_program(
-                self._inside(_filled(self._score_command, task), folder),
+                self._inside([_fill(part, task) for part in self._score_command], folder),
                 folder=folder,
                 variables=variables,
                 limits=self._score_limits,
@@ -258,10 +258,6 @@ def _read_tasks(tasks: str | Sequence[str | Row]) -> list[Row]:
     if not found:
         raise ConfigError("there must be at least one task")
     return found
-
-
-def _filled(command: Sequence[str], task: Row) -> list[str]:
-    return [_fill(part, task) for part in command]
 
 
 def _fill(text: str, task: Row) -> str:

@@ -40,6 +40,8 @@ NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FIELD = re.compile(r"\{(\w+)\}")
 # Address of clients whose calls each name another address.
 NOWHERE = "http://127.0.0.1:0/v1"
+# The forms of a judge's reply, in words.
+ANSWERS = {"number": "one number on its last line", "json": "an object with the number `score`"}
 # No score needs a longer answer.
 MAX_ANSWER_BYTES = 4 << 20
 
@@ -119,7 +121,7 @@ class Judge:
         the object from the reply's first { to its last }. Raises ConfigError for arguments that
         cannot work.
         """
-        check_choice("answer", answer, ("number", "json"))
+        check_choice("answer", answer, ANSWERS)
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
         if FIELD.search(prompt) is None:
@@ -166,10 +168,7 @@ class Judge:
     def _read(self, text: str) -> float:
         score = _only_number(text) if self._answer == "number" else _field_score(text)
         if score is None:
-            is_json = self._answer == "json"
-            wanted = (
-                "an object with the number `score`" if is_json else "one number on its last line"
-            )
+            wanted = ANSWERS[self._answer]
             raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
         if not self._lowest <= score <= self._highest:
             raise JudgeError(
@@ -429,10 +428,7 @@ class RewardModel:
         self._model, self._label, self._as_probability = model, label, as_probability
 
     async def score(self, messages: Sequence[Mapping[str, str]]) -> float:
-        """Returns the model's score of a conversation.
-
-        Raises JudgeError with the reason if there is none.
-        """
+        """Returns the model's score of a conversation. Raises JudgeError if there is none."""
         body = {
             "model": self._model,
             "messages": list(messages),

@@ -160,10 +160,7 @@ def read_questions(
 
 
 def named_rows(path: Path | HubData) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of `read_rows`, each with its name in errors.
-
-    Raises ConfigError, also if there are no rows.
-    """
+    """Yields rows of `read_rows`, each with its name in errors. Raises ConfigError without any."""
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
         yield f"{path}, row {number}", row

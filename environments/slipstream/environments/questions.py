@@ -162,10 +162,7 @@ class JudgeFunction:
         return "answer" in self._taken
 
     async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
-        """Returns the function's reward and metrics.
-
-        Raises EnvironmentFailed if the function returns no reward.
-        """
+        """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
         known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):

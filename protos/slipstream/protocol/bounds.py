@@ -166,7 +166,10 @@ def _whole_list_check(
     if field.type == FieldDescriptor.TYPE_BYTES:
         return lambda values: max(map(len, values)) <= longest
     if field.message_type is not None and (counts := _counts(field.message_type)):
-        return _counts_check(counts)
+        highest = tuple(counts.values())
+        # `attrgetter` returns a tuple only for several paths.
+        of = operator.attrgetter(*counts, next(iter(counts)))
+        return lambda values: all(all(map(operator.le, of(each), highest)) for each in values)
     is_number = field.message_type is None and field.enum_type is None
     if not is_number or bound.any or field.type in (*_TEXTS, *_REALS, FieldDescriptor.TYPE_BOOL):
         return lambda values: False
@@ -193,13 +196,6 @@ def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
             found[path] = int(bound.max)
         found |= inner
     return found
-
-
-def _counts_check(counts: Mapping[str, int]) -> Callable[[Sequence[Any]], bool]:
-    most = tuple(counts.values())
-    # `attrgetter` returns a tuple only for several paths.
-    values_of = operator.attrgetter(*counts, next(iter(counts)))
-    return lambda values: all(all(map(operator.le, values_of(each), most)) for each in values)
 
 
 def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:

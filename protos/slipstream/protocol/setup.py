@@ -6,13 +6,13 @@ The controller sends its setup; rollout servers and the learner's further nodes 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.core.machine.description import installed
 from slipstream.core.settings.config import Config
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import status_pb2
@@ -140,13 +140,8 @@ def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the compared packages, without missing packages."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in (OURS, *RANKS_PACKAGES):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"python": python, **installed((OURS, *RANKS_PACKAGES))}
 
 
 def model_digest(folder: Path) -> bytes:

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.cupy_nccl import Room
 
 
 @dataclass
@@ -45,8 +44,8 @@ class FakeNccl:
         self.made.append(made)
         return made
 
-    def warm_up_room(self) -> Room:
-        return Room(ctypes.addressof(self._room), len(self._room), stream=0)
+    def warm_up_room(self) -> tuple[int, int, int]:
+        return ctypes.addressof(self._room), len(self._room), 0
 
     def mark(self, stream: int) -> FakeMark:
         return FakeMark(self.made[-1], len(self.made[-1].targets))

@@ -63,12 +63,9 @@ class Gymnasium(Environment[int]):
         ValueError, whose text tells the model what to write. Raises ConfigError for arguments that
         cannot work.
         """
-        for name, value, least in (
-            ("max_illegal", max_illegal, 1),
-            ("seed", seed, 0),
-            ("num_tasks", num_tasks, 1),
-        ):
-            check_at_least(name, value, least)
+        check_at_least("max_illegal", max_illegal, 1)
+        check_at_least("seed", seed, 0)
+        check_at_least("num_tasks", num_tasks, 1)
         self._library = import_package("gymnasium", install="gymnasium")
         self._id, self._kwargs = id, dict(kwargs or {})
         self._observe = import_function("observe", observe) if observe else None
@@ -175,10 +172,7 @@ class ActionReader:
         self.rule = "" if function is not None else self._rule(kind)
 
     def read(self, reply: str) -> Value:
-        """Returns the action of a reply.
-
-        Raises ValueError when the reply has no action that the space contains.
-        """
+        """Returns the action of a reply. Raises ValueError if the space contains no such action."""
         if self._function is not None:
             return self._function(reply, self._space)
         action = self._parse(reply)

@@ -500,10 +500,7 @@ def container_command(image: str, options: Sequence[str]) -> list[str]:
 
 
 def _program_of(image: str) -> list[str]:
-    """Returns the program that the image runs, with its arguments.
-
-    Raises ConfigError without one.
-    """
+    """Returns the image's program with its arguments. Raises ConfigError if it has none."""
     asked = ["docker", "image", "inspect", "--format", "{{json .Config}}", image]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_LIMIT_S)

@@ -216,10 +216,7 @@ class StartedProgram:
         return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
 
     async def end(self) -> None:
-        """Ends the program, if it still runs, and all processes that it has started.
-
-        A second call does nothing.
-        """
+        """Ends the program and all processes that it has started; a second call does nothing."""
         if self._cause_fd < 0:
             return
         self._errors.reading.cancel()
@@ -281,9 +278,8 @@ def why_not(backend: Backend) -> str:
     result.
     """
     if not machine_is_known():
-        return f"it needs Linux on x86_64 or aarch64, this is {platform.system()} on " + (
-            platform.machine()
-        )
+        machine = f"{platform.system()} on {platform.machine()}"
+        return f"it needs Linux on x86_64 or aarch64, this is {machine}"
     if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
         return "the package is not installed: pip install sandlock==0.9.0"
     if backend == "bubblewrap" and shutil.which("bwrap") is None:
@@ -329,10 +325,7 @@ def _variables(folder: str) -> dict[str, str]:
 
 
 def _limit_named_in(cause: str) -> str:
-    """Returns the limit that a message of launcher or keeper names, or "" for an empty message.
-
-    If the message names no limit, it is "memory_bytes".
-    """
+    """Returns the limit that a message names, "memory_bytes" if none, or "" without a message."""
     if not cause.strip():
         return ""
     names = [field.name for field in fields(Limits) if field.name in cause.split()]

@@ -340,24 +340,17 @@ class RedisConnection:
             text = str(error)
             found = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
             # The rest of a pipeline's message holds the command's data.
-            lacks = (
-                f"lacks the right to {found[1].lower()} on the keys of run {self._run_id}"
-                if found is not None
-                else f"lacks a right on the keys of run {self._run_id}"
-            )
+            what = "a right" if found is None else f"the right to {found[1].lower()}"
             return ConfigError(
-                f"redis at {self.name}: user {self.user} {lacks}; "
-                "docs/security.md has the lines that give all rights"
+                f"redis at {self.name}: user {self.user} lacks {what} on the keys of run "
+                f"{self._run_id}; docs/security.md has the lines that give all rights"
             )
         if isinstance(error, REFUSALS):
             return ConfigError(f"redis at {self.name}: user {self.user}: {error}")
         return QueueError(f"redis at {self.name}: {error}")
 
     async def find_mark(self) -> None:
-        """Reads the mark and its counters.
-
-        Raises QueueError if Redis has no mark or has lost data.
-        """
+        """Reads mark and counters. Raises QueueError if Redis has no mark or has lost data."""
         self.mark = await self.read_mark()
         if self.mark is None:
             raise QueueError(
@@ -386,8 +379,8 @@ def _refusal(error: BaseException) -> BaseException | None:
     return next((each for each in wrapped if isinstance(each, REFUSALS)), None)
 
 
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")
+def _text(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _without_password(url: str) -> str:
@@ -414,7 +407,7 @@ async def check_settings(connection: RedisConnection) -> None:
             needed,
         )
         return
-    settings = {_setting_text(key): _setting_text(value) for key, value in found.items()}
+    settings = {_text(key): _text(value) for key, value in found.items()}
     for setting, needed in REQUIRED_SETTINGS.items():
         value = settings.get(setting)
         if value != needed:
@@ -422,10 +415,6 @@ async def check_settings(connection: RedisConnection) -> None:
                 f"redis at {connection.name}: {setting} must be {needed} so that nothing is lost, "
                 f"got {value}"
             )
-
-
-def _setting_text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 # Commands that a client sends before and around its own commands.

@@ -123,10 +123,7 @@ def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
 
 
 def num_tensors(message: weights_pb2.WeightLayout) -> int:
-    """Returns the number of tensors of a layout, all adapters included.
-
-    The number of buckets is never larger.
-    """
+    """Returns the number of a layout's tensors, adapters included; it has no more buckets."""
     return len(message.tensors) + len(message.adapters) * max(1, len(message.adapter_names))
 
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import WeightSyncError
 
 # Bytes of a warm-up broadcast.
 _WARM_UP_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Room:
-    """Device memory and a separate stream, for a warm-up broadcast."""
-
-    pointer: int
-    num_bytes: int
-    stream: int
 
 
 def make_unique_id() -> bytes:
@@ -53,14 +43,14 @@ class CupyNccl:
         except nccl.NcclError as error:
             raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
 
-    def warm_up_room(self) -> Room:
-        """Returns a buffer and stream for the first broadcast, which opens the connections."""
+    def warm_up_room(self) -> tuple[int, int, int]:
+        """Returns pointer, bytes and stream for the first broadcast, which opens connections."""
         import cupy
 
         if self._kept is None:
             self._kept = (cupy.cuda.alloc(_WARM_UP_BYTES), cupy.cuda.Stream(non_blocking=True))
         memory, stream = self._kept
-        return Room(memory.ptr, _WARM_UP_BYTES, stream.ptr)
+        return memory.ptr, _WARM_UP_BYTES, stream.ptr
 
     def mark(self, stream: int) -> CudaMark:
         """Returns a mark at the end of the work enqueued on `stream` so far."""

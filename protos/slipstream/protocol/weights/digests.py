@@ -90,7 +90,7 @@ def bucket_tensor_digests(bucket: Bucket, data: bytes | memoryview) -> list[byte
 
 def bucket_digest(tensor_digests: Iterable[bytes]) -> bytes:
     """Returns BLAKE2b, 16 bytes, over the digests of a bucket's tensors in order."""
-    return _blake(tensor_digests)
+    return hashlib.blake2b(b"".join(tensor_digests), digest_size=16).digest()
 
 
 def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
@@ -103,7 +103,7 @@ def weight_digest(by_name: Mapping[str, bytes]) -> bytes:
     for name in sorted(by_name):
         encoded = name.encode()
         parts += (len(encoded).to_bytes(4, "little"), encoded, by_name[name])
-    return _blake(parts)
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 @functools.cache
@@ -137,7 +137,3 @@ def _sums(blocks: npt.NDArray[np.uint32], keys: Words) -> Words:
         of_block[0, part], of_block[1, part] = words @ first, words @ second
     total: Words = np.einsum("kb,kb->k", of_block, keys)
     return total
-
-
-def _blake(parts: Iterable[bytes]) -> bytes:
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()

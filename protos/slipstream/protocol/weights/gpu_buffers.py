@@ -27,10 +27,7 @@ class GpuBuffers:
 
     @classmethod
     def make(cls, count: int, num_bytes: int, gpu: int) -> GpuBuffers:
-        """Creates uninitialized buffers on CUDA device `gpu`.
-
-        Raises ConfigError if there is not enough memory.
-        """
+        """Creates uninitialized buffers on device `gpu`. Raises ConfigError for lack of memory."""
         # A new thread's current device is 0.
         runtime.setDevice(gpu)
         pointers = []

@@ -175,10 +175,7 @@ class _Peer:
             raise WeightSyncError(f"{self.what} is gone: {error}") from error
 
     def wait(self, number: int, deadline_s: float) -> None:
-        """Waits until `number` has arrived.
-
-        Raises WeightSyncError after `deadline_s`, or if the connection ends.
-        """
+        """Waits for `number`. Raises WeightSyncError after `deadline_s` or without a connection."""
         until_s = time.monotonic() + deadline_s
         self._take(b"")
         while self.done <= number:

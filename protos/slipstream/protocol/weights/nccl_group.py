@@ -214,9 +214,9 @@ class NcclGroup:
             logger.warning("a communicator is not aborted after %g s: left behind", limit_s)
 
     def _warm_up(self, deadline_s: float) -> None:
-        room = self._backend.warm_up_room()
+        pointer, num_bytes, stream = self._backend.warm_up_room()
         try:
-            self.broadcast(room.pointer, room.num_bytes, 0, room.stream, deadline_s=deadline_s)
+            self.broadcast(pointer, num_bytes, 0, stream, deadline_s=deadline_s)
             self.wait()
         except WeightSyncError as error:
             self.abort()

@@ -67,10 +67,7 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
-        """Opens the storage at `url` without sending it a request.
-
-        Raises ConfigError if fsspec cannot open it.
-        """
+        """Opens `url` without a request to it. Raises ConfigError if fsspec cannot open it."""
         import fsspec
 
         self.url = url.rstrip("/")
@@ -84,18 +81,13 @@ class Storage:
                 f"{self.url}: {one_line(str(error), _MAX_MESSAGE)}"
             ) from error
 
-    @property
-    def _has_folders(self) -> bool:
-        """Whether folders must be created before objects; an object store would create a bucket."""
-        names = self._files.protocol
-        return bool(_FOLDERS & {names} if isinstance(names, str) else _FOLDERS & set(names))
-
     def write(self, key: str, data: memoryview, until: Until) -> None:
         """Writes one object; readers must not read it before this method returns."""
 
         def write() -> None:
-            path = self._path(key)
-            if self._has_folders:
+            path, names = self._path(key), self._files.protocol
+            # An object store would make a bucket for a folder.
+            if _FOLDERS & ({names} if isinstance(names, str) else set(names)):
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, bytes(data))
 
@@ -103,11 +95,10 @@ class Storage:
 
     def read(self, key: str, until: Until, *, most: int) -> bytes:
         """Returns one object, or its first `most` bytes if it is larger, to bound the memory."""
-
-        def read() -> bytes:
-            return bytes(self._files.cat_file(self._path(key), start=0, end=most))
-
-        return self._within(until, f"read {key}", read)
+        path = self._path(key)
+        return self._within(
+            until, f"read {key}", lambda: bytes(self._files.cat_file(path, start=0, end=most))
+        )
 
     def keys(self, folder: str, until: Until) -> list[str]:
         """Returns the keys of all objects in `folder`, at any depth."""
