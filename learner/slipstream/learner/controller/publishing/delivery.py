@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.phases import (
@@ -61,33 +62,31 @@ class FailureCounts:
         return self.of_server >= MAX_JOINT_FAILURES
 
 
-@dataclass(frozen=True)
-class RetryAfter:
-    """The consequence that the server is sent the weights again after `wait_s` seconds."""
+class Consequence(Enum):
+    """The consequence of a failed publish."""
 
-    wait_s: float
-
-
-@dataclass(frozen=True)
-class SendAway:
-    """The consequence that the controller ends the server's stream; the server may join again."""
-
-
-@dataclass(frozen=True)
-class FailRun:
-    """The consequence that the run fails, because no server could be sent its weights."""
+    # The server is sent the weights again after `retry_wait_s`.
+    RETRY = "retry"
+    # The controller ends the server's stream; the server may join again.
+    SEND_AWAY = "send away"
+    # No server could be sent its weights.
+    FAIL_RUN = "fail run"
 
 
-def consequence(counts: FailureCounts, *, is_any_serving: bool) -> RetryAfter | SendAway | FailRun:
+def consequence(counts: FailureCounts, *, is_any_serving: bool) -> Consequence:
     """Returns the consequence of a failed publish, which `counts` already includes.
 
     The run fails only if `is_any_serving` is false.
     """
     if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
-        return FailRun()
-    if counts.in_session >= MAX_FAILED_PUBLISHES:
-        return SendAway()
-    return RetryAfter(min(FIRST_RETRY_S * 2 ** max(counts.in_session - 1, 0), MAX_RETRY_S))
+        return Consequence.FAIL_RUN
+    is_last = counts.in_session >= MAX_FAILED_PUBLISHES
+    return Consequence.SEND_AWAY if is_last else Consequence.RETRY
+
+
+def retry_wait_s(num_failed: int) -> float:
+    """Returns the seconds between a failure and the next attempt, after failures in a row."""
+    return min(FIRST_RETRY_S * 2.0 ** max(num_failed - 1, 0), MAX_RETRY_S)
 
 
 class Membership:
@@ -308,13 +307,10 @@ class Deliveries:
         if publish.verify:
             assert probe is not None
             problem = check_probe(probe, report, self.totals)
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    probe_verdict=fleet_pb2.ProbeVerdict(
-                        publish_id=publish.publish_id, passed=not problem, message=problem
-                    )
-                )
+            verdict = fleet_pb2.ProbeVerdict(
+                publish_id=publish.publish_id, passed=not problem, message=problem
             )
+            session.send(fleet_pb2.ControllerMessage(probe_verdict=verdict))
         if problem:
             self.membership.forget(publish.communicator_id)
             # The matrices may be wrong as well as the adapters.
@@ -367,11 +363,8 @@ class Deliveries:
         If `publish_id` is not "", also orders the server to abort this publish.
         """
         if publish_id:
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    abort=fleet_pb2.AbortPublish(publish_id=publish_id, reason=cause)
-                )
-            )
+            abort = fleet_pb2.AbortPublish(publish_id=publish_id, reason=cause)
+            session.send(fleet_pb2.ControllerMessage(abort=abort))
         if self._fleet.find(session.key) is not session:
             return
         session.failed_publishes += 1
@@ -395,11 +388,10 @@ class Deliveries:
         self._follow_failure(session, cause)
 
     def _follow_failure(self, session: ServerSession, cause: str) -> None:
-        match self._note_failure(session, cause):
-            case RetryAfter(wait_s):
-                session.retry_publish_s = time.monotonic() + wait_s
-            case SendAway() | FailRun():
-                self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
+        if self._note_failure(session, cause) is Consequence.RETRY:
+            session.retry_publish_s = time.monotonic() + retry_wait_s(session.failed_publishes)
+        else:
+            self._disconnect(session, f"{session.failed_publishes} publishes failed: {cause}")
 
     def send_away(self, session: ServerSession, cause: str) -> None:
         """Ends the stream of a server whose publishes all fail; other servers get its leases.
@@ -421,8 +413,8 @@ class Deliveries:
             while_none_served=self._failed_while_none_served[server_id],
         )
 
-    def _note_failure(self, session: ServerSession, cause: str) -> RetryAfter | SendAway | FailRun:
-        """Counts a failed publish and returns its `consequence`; a FailRun also fails the run."""
+    def _note_failure(self, session: ServerSession, cause: str) -> Consequence:
+        """Counts a failed publish and returns its `consequence`; FAIL_RUN also fails the run."""
         self._failed_while_none_served[session.key.server_id] += 1
         self._failed[session.key.server_id] += 1
         for failures in (self._failed, self._failed_while_none_served):
@@ -431,7 +423,7 @@ class Deliveries:
         counts = self._counts(session)
         is_any_serving = bool(self._fleet.serving()) or self._progress.is_over
         found = consequence(counts, is_any_serving=is_any_serving)
-        if isinstance(found, FailRun):
+        if found is Consequence.FAIL_RUN:
             self._progress.fail(
                 f"no rollout server serves, and {counts.while_none_served} publishes in a row to "
                 f"{session.name} failed, the last one: {cause}"

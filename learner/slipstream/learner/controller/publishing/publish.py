@@ -166,10 +166,7 @@ class Publisher:
         self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """Returns the servers that should be sent `version` now.
-
-        The default is the newest version.
-        """
+        """Returns the servers that should be sent `version`, by default the newest, now."""
         newest = version or self._progress.version
         if self._fleet.versions[newest] == len(self._fleet.sessions):
             return []
@@ -356,8 +353,7 @@ class Publisher:
     ) -> trainer_pb2.PublishReceipt:
         """Waits until all receivers have loaded, at most `bucket_deadline_s`; returns the receipt.
 
-        A receiver that reports other digests has failed. A task awaits the report of a late
-        receiver.
+        A task awaits the report of a late receiver.
         """
         loads = {
             session.key: self._reports.expect(publish.publish_id, session.key, LOADED)
@@ -373,7 +369,7 @@ class Publisher:
                 self._reports.forget(publish.publish_id, session.key, LOADED)
                 report = loads[session.key].result()
                 self.deliveries.loaded(publish, session, digests, report)
-        return self._receipt(publish, [session.key not in late for session in publish.receivers])
+        return self._receipt(publish, late)
 
     async def _follow_load(
         self, publish: Publish, session: ServerSession, digests: Sequence[bytes]
@@ -383,22 +379,20 @@ class Publisher:
         )
         self.deliveries.loaded(publish, session, digests, report)
 
-    def _receipt(self, publish: Publish, is_settled: Sequence[bool]) -> trainer_pb2.PublishReceipt:
-        """Returns the receipt; `is_settled` says whether each receiver has loaded or failed."""
-        settled: list[ServerSession] = []
-        late: list[ServerSession] = []
-        for session, is_done in zip(publish.receivers, is_settled, strict=True):
-            (settled if is_done else late).append(session)
+    def _receipt(self, publish: Publish, late: set[ServerKey]) -> trainer_pb2.PublishReceipt:
+        """Returns the receipt; the receivers in `late` have neither loaded nor failed."""
+        settled = [session for session in publish.receivers if session.key not in late]
         loaded = [
             session
             for session in settled
             if session.key not in publish.failed and self._fleet.find(session.key) is session
         ]
-        for session in late if loaded else ():
-            self._run.events.warn(
-                f"rollout server {session.name} still loads version {publish.version.step}: "
-                "the others and the trainer go on"
-            )
+        for session in publish.receivers:
+            if loaded and session.key in late:
+                self._run.events.warn(
+                    f"rollout server {session.name} still loads version {publish.version.step}: "
+                    "the others and the trainer go on"
+                )
         is_broken = len(loaded) < len(settled)
         if is_broken:
             self._membership.forget(publish.communicator_id)

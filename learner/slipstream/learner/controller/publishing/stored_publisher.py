@@ -12,13 +12,10 @@ from collections import Counter
 
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.delivery import (
-    MAX_RETRY_S,
+    MAX_FAILED_WHILE_NONE_SERVES,
     Deliveries,
-    FailRun,
-    FailureCounts,
     Publish,
-    RetryAfter,
-    consequence,
+    retry_wait_s,
 )
 from slipstream.learner.controller.publishing.phases import READY
 from slipstream.learner.controller.run import Run
@@ -200,16 +197,12 @@ class StoredPublisher:
 
     def _write_failed(self, report: trainer_pb2.StoredReport) -> None:
         self._failed += 1
-        counts = FailureCounts(self._failed, self._failed, self._failed)
         is_any_serving = any(s.is_serving for s in self._fleet.fed_by_trainer())
-        found = consequence(counts, is_any_serving=is_any_serving)
-        if isinstance(found, FailRun):
+        if self._failed >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
             self._run.progress.fail(
                 f"no rollout server takes weights from the trainer, and {self._failed} versions in "
                 f"a row could not be written to storage, the last one: {report.error}"
             )
             return
-        # A trainer is not sent away: it tries again after the longest wait.
-        wait_s = found.wait_s if isinstance(found, RetryAfter) else MAX_RETRY_S
-        self._retry_s = time.monotonic() + wait_s
+        self._retry_s = time.monotonic() + retry_wait_s(self._failed)
         self._run.events.warn(f"version {report.version.step} is not in storage: {report.error}")

@@ -5,34 +5,33 @@ from slipstream.learner.controller.publishing import delivery
 
 
 def test_a_server_is_tried_again_later_each_time() -> None:
-    waits = [
-        delivery.consequence(delivery.FailureCounts(n, n, n), is_any_serving=True)
-        for n in range(1, delivery.MAX_FAILED_PUBLISHES)
-    ]
-    assert waits == [
-        delivery.RetryAfter(s)
-        for s in (1.0, 2.0, 4.0, 8.0, 16.0, delivery.MAX_RETRY_S, delivery.MAX_RETRY_S)
-    ]
+    numbers = range(1, delivery.MAX_FAILED_PUBLISHES)
+    for n in numbers:
+        counts = delivery.FailureCounts(n, n, n)
+        assert delivery.consequence(counts, is_any_serving=True) is delivery.Consequence.RETRY
+    longest_s = delivery.MAX_RETRY_S
+    waits_s = [1.0, 2.0, 4.0, 8.0, 16.0, longest_s, longest_s]
+    assert [delivery.retry_wait_s(n) for n in numbers] == waits_s
 
 
 def test_the_last_failure_of_a_session_sends_the_server_away() -> None:
     counts = delivery.FailureCounts(
         delivery.MAX_FAILED_PUBLISHES, delivery.MAX_FAILED_PUBLISHES, delivery.MAX_FAILED_PUBLISHES
     )
-    assert delivery.consequence(counts, is_any_serving=False) == delivery.SendAway()
+    assert delivery.consequence(counts, is_any_serving=False) == delivery.Consequence.SEND_AWAY
 
 
 @pytest.mark.parametrize("in_session", [1, delivery.MAX_FAILED_PUBLISHES])
 def test_the_run_ends_only_while_no_server_serves(in_session: int) -> None:
     counts = delivery.FailureCounts(in_session, 1, delivery.MAX_FAILED_WHILE_NONE_SERVES)
-    assert delivery.consequence(counts, is_any_serving=False) == delivery.FailRun()
-    assert delivery.consequence(counts, is_any_serving=True) != delivery.FailRun()
+    assert delivery.consequence(counts, is_any_serving=False) == delivery.Consequence.FAIL_RUN
+    assert delivery.consequence(counts, is_any_serving=True) != delivery.Consequence.FAIL_RUN
 
 
 def test_the_run_goes_on_below_the_limit_whatever_else_is_counted() -> None:
     for in_session in range(20):
         counts = delivery.FailureCounts(in_session, 99, delivery.MAX_FAILED_WHILE_NONE_SERVES - 1)
-        assert delivery.consequence(counts, is_any_serving=False) != delivery.FailRun()
+        assert delivery.consequence(counts, is_any_serving=False) != delivery.Consequence.FAIL_RUN
 
 
 def test_a_server_that_failed_twice_has_a_publish_of_its_own() -> None:
