@@ -41,16 +41,15 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     run_id = run.progress.run_id if first is None else str(first.get("run_id", ""))
     # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
-    start: dict[str, JsonValue] = {"kind": "start", "format": FORMAT, "run_id": run_id, "key": key}
-    history = read_history(itertools.chain([] if first is None else [first], records, [start]))
+    start: dict[str, JsonValue] = {"format": FORMAT, "run_id": run_id, "key": key}
+    earlier = itertools.chain([] if first is None else [first], records)
+    history = read_history(itertools.chain(earlier, [{"kind": "start", **start}]))
     _check_end(journal, history, folder)
     journal.settled = history.settled
     own: dict[str, JsonValue] = {**used_functions(run.config)}
     journal.append(
         "start",
-        format=FORMAT,
-        run_id=run_id,
-        key=key,
+        **start,
         unix_s=time.time(),
         functions=own,
         machine=describe_machine(),

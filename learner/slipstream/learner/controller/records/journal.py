@@ -202,7 +202,7 @@ class Journal:
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
         crc32 = zlib.crc32(data)
-        path = batch_path(self._folder, step, attempt_of(batch.header.batch_id))
+        path = self.path(step, attempt_of(batch.header.batch_id))
         with self._syncing:
             try:
                 if path.exists():
@@ -233,20 +233,12 @@ class Journal:
         """Returns the path of a batch file in this journal's folder; see `batch_path`."""
         return batch_path(self._folder, step, attempt)
 
-    def has_batch(self, step: int, attempt: int = 0) -> bool:
-        """Whether the batch file of a step and attempt still exists; see `batch_path`."""
-        return self.path(step, attempt).is_file()
-
     def kept_batches(self) -> set[tuple[int, int]]:
         """Returns the (step, attempt) of each batch file that still exists; see `batch_path`."""
         paths = (self._folder / BATCHES).glob("step-*.pb")
         names = [path.stem.removeprefix("step-") for path in paths]
         found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
         return {(int(match[1]), int(match[2] or 0)) for match in found if match}
-
-    def remove_batch(self, step: int, attempt: int = 0) -> None:
-        """Removes a batch file that no resume needs any more."""
-        batch_path(self._folder, step, attempt).unlink(missing_ok=True)
 
 
 def tokens_by_server(

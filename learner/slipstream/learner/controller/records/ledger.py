@@ -12,6 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc.aio
 from pydantic import JsonValue
@@ -189,15 +190,11 @@ class TokenLedger:
         difference = sum(gap.tokens for _, gap in gaps)
         # Not part of the difference: lost trajectories are missing above, duplicates count once.
         gaps.append(("queue to intake", self._queue.untaken))
+        # The ledger has a field for each end.
+        ends: dict[str, Any] = {end.value: tokens for end, tokens in self._ends.items()}
         return status_pb2.Ledger(
+            **ends,
             generated=generated,
-            trained=self._ends[TrajectoryEnd.TRAINED],
-            filtered=self._ends[TrajectoryEnd.FILTERED],
-            failed=self._ends[TrajectoryEnd.FAILED],
-            cancelled=self._ends[TrajectoryEnd.CANCELLED],
-            quarantined=self._ends[TrajectoryEnd.QUARANTINED],
-            evaluated=self._ends[TrajectoryEnd.EVALUATED],
-            set_aside=self._ends[TrajectoryEnd.SET_ASIDE],
             judged=judged,
             queued=max(travelling + held.tokens + journaled.tokens - ended, 0),
             in_flight=in_flight,

@@ -140,8 +140,8 @@ class BatchFormer:
         A batch that is still being written does not count as missing: `recorded` waits for it.
         """
         steps = range(step, self._book.step - (self._forming is not None))
-        has_batch, attempts, path = self._journal.has_batch, self._attempts, self._journal.path
-        return next((path(s, attempts[s]) for s in steps if not has_batch(s, attempts[s])), None)
+        paths = (self._journal.path(step, self._attempts[step]) for step in steps)
+        return next((path for path in paths if not path.is_file()), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """Returns the run's version for the trainer's weights; see `version_of`."""
@@ -338,7 +338,7 @@ class BatchFormer:
         # repeated report, or one from an older checkpoint, covers nothing new.
         if not self._keep_batches and step > covered_step:
             for covered in range(self._first_kept, covered_step):
-                self._journal.remove_batch(covered, self._attempts[covered])
+                self._journal.path(covered, self._attempts[covered]).unlink(missing_ok=True)
                 self._crc32.pop(covered, None)
                 self._steps.pop(covered - 1, None)
             self._first_kept = covered_step

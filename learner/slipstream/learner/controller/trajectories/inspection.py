@@ -283,7 +283,7 @@ class EarlierIds:
         if step is None:
             return False
         batch = self._kept.get(step)
-        if batch is None or not self._journal.has_batch(step, batch.attempt):
+        if batch is None or not self._journal.path(step, batch.attempt).is_file():
             # The file was removed because a checkpoint covers the batch.
             return True
         if self._newest[0] != step:

@@ -232,7 +232,7 @@ def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_p
     # It forms its batch before it knows.
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
-    assert new.has_batch(0)
+    assert new.path(0).is_file()
     crc32 = new.write_batch(batch_of(0, "new"))
     assert new.read_batch(0, crc32).trajectories[0].group_id == "new"
     assert [record["kind"] for record in read_records(tmp_path)] == ["batch"]
@@ -396,7 +396,7 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         earlier = EarlierIds(history, journal)
         assert earlier.holds(trained.group_id, trained.trajectory_id)
         assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
-        journal.remove_batch(0)
+        journal.path(0).unlink()
         # A checkpoint covers it: it was acknowledged long ago.
         assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
 
