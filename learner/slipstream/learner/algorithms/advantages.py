@@ -161,8 +161,7 @@ def estimates(
 def _group_advantages(episodes: Sequence[ScoredEpisode], *, normalize_by_std: bool) -> FloatArray:
     """Returns each score less its group's mean, divided by the deviation if `normalize_by_std`.
 
-    The divisor is the population standard deviation of the group, plus 1e-6. Scores 0 and 1 in
-    equal numbers give about -1 and 1; a group of equal scores gives 0.
+    The divisor is the population standard deviation of the group, plus `STD_EPS`.
     """
     scores = episode_scores(episodes)
     advantages = np.zeros(len(scores), dtype=np.float64)

@@ -114,17 +114,11 @@ def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) ->
     if proved.kind == "reward":
         shaped = rewarded(proved.algorithm, episodes, where=where)
         return [np.array([e.reward, *e.reports.values()]) for e in shaped]
-    found = token_advantages(proved.algorithm, episodes, where=where)
-    return [
-        np.concatenate(
-            [
-                each.advantages,
-                *([] if each.returns is None else [each.returns]),
-                [*each.reports.values()],
-            ]
-        )
-        for each in found
-    ]
+    numbers = []
+    for each in token_advantages(proved.algorithm, episodes, where=where):
+        returns = np.zeros(0) if each.returns is None else each.returns
+        numbers.append(np.concatenate([each.advantages, returns, [*each.reports.values()]]))
+    return numbers
 
 
 def _check_result(proved: ProvedEpisodes) -> None:

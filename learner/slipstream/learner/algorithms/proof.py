@@ -406,10 +406,7 @@ _SUMS = SequenceSums.sums.__code__.co_filename
 
 
 def _line_of_function() -> str | None:
-    """Returns the current "file:line" of the tested function.
-
-    Returns None inside a custom autograd Function.
-    """
+    """Returns the current "file:line" of the tested function; None in an autograd Function."""
     frame, line = sys._getframe(2), ""
     while frame.f_code.co_filename != __file__ and frame.f_back is not None:
         if frame.f_code is _APPLY:

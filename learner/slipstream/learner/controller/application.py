@@ -178,10 +178,7 @@ class Controller:
         self._fleet = Fleet(self._run)
 
     async def run(self) -> int:
-        """Serves until the run has ended and its results are written.
-
-        Returns 1 if the run failed, else 0.
-        """
+        """Serves until the run's results are written; returns 1 if the run failed, else 0."""
         folder = self._config.run_dir
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))

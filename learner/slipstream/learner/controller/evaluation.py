@@ -171,10 +171,7 @@ class Evaluator:
         self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the journaled results.
-
-        Requests the newest due evaluation if it has no result.
-        """
+        """Restores journaled results; requests the newest due evaluation if it has no result."""
         for record in history.evaluations:
             mean = record["reward_mean"]
             self._keep(
@@ -223,12 +220,10 @@ class Evaluator:
 
     def server_lost(self, session: ServerSession) -> None:
         """Ends the running round and requests it again if `session` is its server."""
-        round_, self._round = self._round, None
-        if round_ is None:
+        round_ = self._round
+        if round_ is None or round_.session is not session:
             return
-        if round_.session is not session:
-            self._round = round_
-            return
+        self._round = None
         self._wanted_step = max(round_.version.step, self._wanted_step or 0)
         self._scheduler.reserved.pop(session.key, None)
         self._intake.withdraw(list(round_.running.values()), "its server is gone")

@@ -192,10 +192,7 @@ def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
 
 
 def _without_password(config: Config) -> Config:
-    """Returns the settings without the login in the Redis URL.
-
-    Raises ConfigError if the settings contain another secret.
-    """
+    """Returns the settings without Redis's login; raises ConfigError for any other secret."""
     if config.queue.redis_url is not None:
         url = re.sub(r"//[^/?#]*@", "//", config.queue.redis_url.partition("?")[0])
         queue = config.queue.model_copy(update={"redis_url": url})

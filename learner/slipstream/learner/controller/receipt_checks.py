@@ -115,10 +115,7 @@ def _journal(story: Story) -> Iterator[str]:
 
 
 def _versions(story: Story) -> Iterator[str]:
-    """Checks that the journal has each version and its batch, and yields a line about them.
-
-    Raises ProtocolError if not. Fills in the rewards, tokens and lags of `story`.
-    """
+    """Checks that the journal has each version and its batch; fills in numbers of `story`."""
     history, newest = story.history, story.summary.get("weight_digest")
     incarnation = 0
     recorded = {record["step"]: record for record in story.records if record["kind"] == "step"}
@@ -161,10 +158,7 @@ def _staleness(story: Story) -> Iterator[str]:
 
 
 def _ledger(story: Story) -> Iterator[str]:
-    """Compares the token ledger in the summary with journal and batches; yields a line about it.
-
-    Raises ProtocolError if they differ.
-    """
+    """Compares the token ledger in the summary with journal and batches."""
     ledger = story.summary.get("ledger")
     names = (*FATES, "difference")
     if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in names):
@@ -182,10 +176,7 @@ def _ledger(story: Story) -> Iterator[str]:
 
 
 def _curve(story: Story) -> Iterator[str]:
-    """Compares metrics.jsonl with the rewards of batches and evaluations; yields lines about them.
-
-    Raises ProtocolError if they differ.
-    """
+    """Compares metrics.jsonl with the rewards of batches and evaluations."""
     rows = _rows(story.folder / METRICS)
     steps = [row["step"] for row in rows if "step" in row]
     if steps != list(story.rewards):
@@ -272,7 +263,8 @@ def _say(name: str, text: str) -> None:
     print(f"{name:>10}  {one_line(text, MAX_LINE)}", flush=True)
 
 
-# The order matters: `_versions` counts what the later checks compare.
+# Each check yields its lines, or raises ProtocolError. The order matters: `_versions` counts what
+# the later checks compare.
 CHECKS: Mapping[str, Callable[[Story], Iterator[str]]] = {
     "journal": _journal,
     "versions": _versions,

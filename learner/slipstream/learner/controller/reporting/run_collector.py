@@ -200,12 +200,9 @@ class RunCollector:
         meaning = "Time in which the next lease lacked something."
         yield _counters("lease_wait_seconds", meaning, "cause", waited)
         row = self._recorder.newest
-        yield _gauges(
-            "predicted_gain_ratio",
-            "Steps a second that a change would bring in addition.",
-            "change",
-            {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row},
-        )
+        gains = {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row}
+        meaning = "Steps a second that a change would bring in addition."
+        yield _gauges("predicted_gain_ratio", meaning, "change", gains)
 
     def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
         connected = {s.server_id: s for s in status.servers if s.state not in _GONE}
@@ -234,21 +231,14 @@ class RunCollector:
     def _environments(
         self, environments: Iterable[environment_pb2.EnvironmentStatus]
     ) -> Iterator[Metric]:
-        entries = {entry.spec.name: entry for entry in environments}
-        suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
-        row = self._recorder.newest
-        yield _gauges(
-            "environment_suspended",
-            "Whether no group is leased for it any more.",
-            "environment",
-            {name: entry.state == suspended for name, entry in entries.items()},
-        )
-        yield _gauges(
-            "environment_reward_mean",
-            "Mean reward of its episodes in the step.",
-            "environment",
-            {name: row[f"{name}/reward"] for name in entries if f"{name}/reward" in row},
-        )
+        entries, row = {entry.spec.name: entry for entry in environments}, self._recorder.newest
+        state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+        meaning = "Whether no group is leased for it any more."
+        suspended = {name: entry.state == state for name, entry in entries.items()}
+        yield _gauges("environment_suspended", meaning, "environment", suspended)
+        rewards = {name: row[f"{name}/reward"] for name in entries if f"{name}/reward" in row}
+        meaning = "Mean reward of its episodes in the step."
+        yield _gauges("environment_reward_mean", meaning, "environment", rewards)
         for field, (own, meaning) in ENVIRONMENT_COUNTERS.items():
             values = {name: getattr(entry, field) for name, entry in entries.items()}
             yield _counters(f"environment_{own}", meaning, "environment", values)

@@ -355,19 +355,6 @@ class MlflowTracker:
         return str(self._client.create_run(experiment_id, run_name=name).info.run_id)
 
 
-def _crc_table() -> tuple[int, ...]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (_CRC_POLYNOMIAL if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)
-
-
-_CRC_TABLE = _crc_table()
-
-
 class TensorBoardTracker:
     """Writes an event file of TensorBoard without tensorboardX (2.6.5), which would import torch.
 
@@ -411,7 +398,9 @@ def crc32c(data: bytes) -> int:
     """Returns the CRC-32 with Castagnoli's polynomial (RFC 3720, appendix B.4)."""
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (_CRC_POLYNOMIAL if crc & 1 else 0)
     return crc ^ 0xFFFFFFFF
 
 

@@ -466,10 +466,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"the trainer left at version {self._progress.version.step}, told to by SIGTERM "
                 "or an earlier controller; run the same command again to resume it"
             )
-        if request.export_path and self._progress.version.step:
-            self._run.events.add(f"the trained model lies in {request.export_path}")
-        elif request.export_path:
-            self._run.events.add(f"the untrained model lies in {request.export_path}")
+        if request.export_path:
+            kind = "trained" if self._progress.version.step else "untrained"
+            self._run.events.add(f"the {kind} model lies in {request.export_path}")
         self.finished.set()
         self._run.signal.notify()
         return pb.TrainerGoodbyeReceipt()

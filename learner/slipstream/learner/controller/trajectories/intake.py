@@ -80,16 +80,13 @@ class Intake:
             self.accept(delivery, await self._decoded(delivery))
 
     async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
-        """Decodes a large delivery in a thread; returns None for a small delivery.
-
-        `accept` then decodes the small delivery.
-        """
+        """Decodes a large delivery in a thread; returns None for one that `accept` must decode."""
         if len(delivery.data) <= SMALL_BYTES:
             return None
         try:
             return await asyncio.to_thread(self.inspector.decode, delivery)
         except FAULTS:
-            # `accept` decodes the delivery again and quarantines it.
+            # `accept` meets the fault again and quarantines the delivery.
             return None
 
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
@@ -183,10 +180,7 @@ class Intake:
         session.send(fleet_pb2.ControllerMessage(cancel=order))
 
     def suspend(self, environment: str, cause: str) -> None:
-        """Withdraws all groups of an environment.
-
-        If no environment is left, the watch fails the run.
-        """
+        """Withdraws all groups of an environment; the watch fails the run if none is left."""
         self._run.events.add(f"environment {environment} is suspended: {cause}", Severity.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
@@ -333,11 +327,8 @@ class Intake:
     def _cancel_members(self, group: Group, cause: str) -> None:
         session = self._fleet.find(group.holder)
         if session is not None and not group.is_complete:
-            session.send(
-                fleet_pb2.ControllerMessage(
-                    cancel=fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
-                )
-            )
+            order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
+            session.send(fleet_pb2.ControllerMessage(cancel=order))
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.CANCELLED, cause)
 
