@@ -117,9 +117,8 @@ async def answers(socket: Path) -> bool:
 
 
 def url(secrets: Path, socket: Path, role: str) -> str:
-    section = QueueSection(
-        redis_url=f"unix://{role}@{socket}", redis_password_file=secrets / f"redis_{role}_password"
-    )
+    user = {"user": role, "password_file": secrets / f"redis_{role}_password"}
+    section = QueueSection(redis_url=f"unix://{socket}", controller=user)
     return redis_url_of(section, "controller")
 
 

@@ -227,11 +227,12 @@ def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
     settings = [
         "learner={world_size=2, ranks_per_node=1}",
         'learner.master="127.0.0.1:29500"',
-        'queue={kind="redis", redis_url="redis://127.0.0.1:1", redis_password_file="none"}',
+        'queue={kind="redis", redis_url="redis://127.0.0.1:1"}',
+        'queue.controller={user="default", password_file="none"}',
         "--dry-run",
     ]
     first = run_command("learner", "config.toml", *settings, "--node-rank=0", cwd=folder)
-    check_refused(first, "queue.redis_password_file: none: No such file")
+    check_refused(first, "queue.controller.password_file: none: No such file")
     succeed("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
 
 

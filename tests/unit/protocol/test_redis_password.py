@@ -6,13 +6,16 @@ from slipstream.protocol.queue.redis_connection import RedisConnection
 from support.fakes.small_configs import small_config
 
 
+def table(user, file):
+    return {"user": user, "password_file": file}
+
+
 def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
     file = tmp_path / "password"
     file.write_text("p@ss&w=rd/ +\n")
-    url = "rediss://slipstream@queue.example:6380/0?ssl_ca_certs=/run/secrets/tls_ca"
-    connection = RedisConnection(
-        redis_url_of(QueueSection(redis_url=url, redis_password_file=file), "controller"), "run"
-    )
+    url = "rediss://queue.example:6380/0?ssl_ca_certs=/run/secrets/tls_ca"
+    section = QueueSection(redis_url=url, controller=table("slipstream", file))
+    connection = RedisConnection(redis_url_of(section, "controller"), "run")
     options = connection.client.connection_pool.connection_kwargs
     assert options["password"] == "p@ss&w=rd/ +"
     assert options["username"] == "slipstream"
@@ -20,7 +23,7 @@ def test_the_password_of_a_file_reaches_the_client_as_it_is(tmp_path):
     assert connection.name == "rediss://queue.example:6380/0"
 
 
-def test_a_url_without_a_password_file_stays_as_it_is():
+def test_a_url_without_a_users_table_stays_as_it_is():
     url = "unix:///run/valkey.sock?password=secret"
     assert redis_url_of(QueueSection(redis_url=url), "controller") == url
 
@@ -31,8 +34,8 @@ def test_a_queue_in_redis_needs_an_address():
 
 
 def test_a_missing_password_file_is_named(tmp_path):
-    section = QueueSection(redis_url="rediss://queue", redis_password_file=tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"queue.redis_password_file: .*/none: No such file"):
+    section = QueueSection(redis_url="rediss://queue", controller=table("a", tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"queue.controller.password_file: .*/none: No such file"):
         redis_url_of(section, "controller")
 
 
@@ -40,10 +43,6 @@ def test_a_missing_password_file_is_named(tmp_path):
 def test_another_machine_is_reached_through_tls_only(url):
     with pytest.raises(ConfigError, match="is not loopback: use rediss://"):
         redis_url_of(QueueSection(redis_url=url), "controller")
-
-
-def table(user, file):
-    return {"user": user, "password_file": file}
 
 
 def test_each_end_of_the_queue_has_the_user_of_its_table(tmp_path):
@@ -84,7 +83,6 @@ def test_an_end_without_a_user_or_password_is_refused(tmp_path, password, end, r
     [
         ({}, "the table controller needs redis_url"),
         ({"redis_url": "rediss://user@queue"}, "the table controller names a user"),
-        ({"redis_url": "rediss://queue", "redis_password_file": "f"}, "leave redis_password_file"),
     ],
 )
 def test_a_user_is_named_in_one_place(settings, rule):

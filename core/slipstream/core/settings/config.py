@@ -101,7 +101,6 @@ class Config(Tables):
 # Settings that hold or locate secrets, which no tracking service should get.
 _UNTOLD = (
     "queue.redis_url",
-    "queue.redis_password_file",
     "queue.controller",
     "queue.rollout_server",
     "security",

@@ -145,8 +145,6 @@ class QueueSection(Section):
     kind: Literal["grpc", "redis"] = "grpc"
     # URL with redis://, rediss:// or unix://. Without it `slipstream run` starts a server.
     redis_url: str | None = None
-    # File with the password, if `redis_url` has none.
-    redis_password_file: Path | None = None
     # A table of its own, below: the controller's user.
     controller: QueueUserSection | None = None
     # A table of its own, below: the rollout servers' user.
@@ -166,7 +164,7 @@ class QueueSection(Section):
             raise ValueError(
                 "redis_url must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, "
                 "with USER:PASSWORD@ before the host if need be: a password with one of /?# in it "
-                "is percent-encoded there, or stands in redis_password_file"
+                "is percent-encoded there, or stands in a file that the table of an end names"
             )
         return self
 
@@ -179,11 +177,8 @@ class QueueSection(Section):
             raise ValueError(
                 f"the table {tables[0]} needs redis_url: the embedded server makes its users itself"
             )
-        if self.redis_password_file is not None or "@" in urlsplit(self.redis_url).netloc:
-            raise ValueError(
-                f"the table {tables[0]} names a user: leave redis_password_file out, "
-                "and the user in redis_url"
-            )
+        if "@" in urlsplit(self.redis_url).netloc:
+            raise ValueError(f"the table {tables[0]} names a user: leave the one in redis_url out")
         return self
 
 

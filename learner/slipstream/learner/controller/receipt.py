@@ -240,7 +240,6 @@ def _secrets(config: Config) -> Iterator[tuple[str, bytes]]:
         "security.token_file": security.token_file,
         "security.metrics_token_file": security.metrics_token_file,
         "security.tls_key": security.tls_key,
-        "queue.redis_password_file": queue.redis_password_file,
     }
     for end in ("controller", "rollout_server"):
         user = queue.user_of(end)

@@ -223,18 +223,15 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     user, other = queue.user_of(end), queue.controller or queue.rollout_server
     if user is None and other is not None:
         raise ConfigError(f"queue.{end} is needed: the other end's user is not for this one")
-    file, what = queue.redis_password_file, "queue.redis_password_file"
-    entries = {}
-    if user is not None:
-        file, what = user.password_file, f"queue.{end}.password_file"
-        entries["username"] = user.user
-    if file is None:
+    if user is None:
         return queue.redis_url
-    entries["password"] = _read_text(file, what).strip()
-    if not entries["password"]:
-        raise ConfigError(f"{what}: {file} is empty")
+    what = f"queue.{end}.password_file"
+    password = _read_text(user.password_file, what).strip()
+    if not password:
+        raise ConfigError(f"{what}: {user.password_file} is empty")
     between = "&" if parts.query else "?"
-    return f"{queue.redis_url}{between}{urlencode(entries)}"
+    entries = urlencode({"username": user.user, "password": password})
+    return f"{queue.redis_url}{between}{entries}"
 
 
 def without_password(config: Config) -> Config:

@@ -235,13 +235,13 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
 ) -> None:
     queue = {
         "kind": "redis",
-        "redis_url": "redis://user@127.0.0.1:1",
-        "redis_password_file": str(tmp_path / "missing"),
+        "redis_url": "redis://127.0.0.1:1",
+        "controller": {"user": "user", "password_file": str(tmp_path / "missing")},
     }
     path = two_nodes(tmp_path, queue=queue)
     run = run_learner(path, [], node_rank=node_rank, master=None, dry_run=True)
     if is_refused:
-        with pytest.raises(ConfigError, match="queue.redis_password_file"):
+        with pytest.raises(ConfigError, match="queue.controller.password_file"):
             await run
     else:
         with pytest.raises(SlipstreamError, match="nothing can start here: model.path must hold"):
