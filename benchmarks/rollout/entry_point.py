@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server import process
 
@@ -61,6 +62,8 @@ class EntryPoint:
             "tensor-parallel-size": server.tensor_parallel_size,
             "output-json": result,
         }
+        if process.is_cpu_build():
+            options["kv-cache-memory-bytes"] = cpu_cache_bytes(self._config)
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         switches = ["--disable-detokenize", *MODES[mode]]
         switches += ["--enforce-eager"] if server.enforce_eager else []

@@ -112,6 +112,14 @@ def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> Non
     assert settings.model_config.hf_config.hybrid_override_pattern == "M*"
 
 
+def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(model: Path) -> None:
+    found = engine_config(config_with(model, {}), seed=3).cache_config
+    assert found.kv_cache_memory_bytes == 1 << 30
+    passed = {"kv_cache_memory_bytes": 1 << 28}
+    found = engine_config(config_with(model, passed), seed=3).cache_config
+    assert found.kv_cache_memory_bytes == 1 << 28
+
+
 @pytest.mark.parametrize(("passed", "interval"), [({}, 1), ({"prefill_schedule_interval": 8}, 8)])
 def test_prompts_of_an_eager_engine_wait_only_if_vllm_is_told_so(model, passed, interval):
     settings = engine_config(config_with(model, passed), seed=3).scheduler_config

@@ -58,7 +58,6 @@ def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
         # Even in eager mode, the first request for log-probabilities would compile a kernel, which
         # fails without a compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
-    variables["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
     variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if settings.threads:
         variables["OMP_NUM_THREADS"] = str(settings.threads)

@@ -131,11 +131,10 @@ def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
     assert describe_engine_death("no answer", oom_kills=now - 1) == "no answer"
 
 
-def test_the_engine_on_a_cpu_is_told_its_threads_and_memory() -> None:
-    config = small_config(rollout_server={"threads": 3, "kv_cache_gib": 2})
+def test_the_engine_on_a_cpu_is_told_its_threads() -> None:
+    config = small_config(rollout_server={"threads": 3})
     variables = engine_environment(config, on_cpu=True)
     assert variables["OMP_NUM_THREADS"] == "3"
-    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert variables["TORCHDYNAMO_DISABLE"] == "1"
     on_gpu = engine_environment(config, on_cpu=False)
     assert "OMP_NUM_THREADS" not in on_gpu

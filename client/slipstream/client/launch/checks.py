@@ -23,7 +23,6 @@ import grpc.aio
 import psutil
 from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
 from slipstream.client.launch.fit import (
-    check_cache,
     check_variables,
     describe_engine,
     disk_for,
@@ -237,10 +236,9 @@ def _engine(scene: Scene) -> str:
     """Checks that an engine could start on this machine; returns how it would run its model."""
     config = scene.config
     check_variables(config)
-    if scene.has_model:
-        check_cache(config)
+    if scene.has_model and not scene.dry_run:
         # A dry run lists such problems after its plan.
-        for lack in () if scene.dry_run else processor_problems(config):
+        for lack in processor_problems(config):
             raise ConfigError(lack)
     return describe_engine(config.rollout_server, on_cpu=not uses_gpus())
 

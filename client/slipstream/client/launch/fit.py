@@ -17,13 +17,11 @@ from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
-from slipstream.core.models.model_rules import cpu_engine_problems
+from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.settings.config import Config, RolloutServerSection
 from slipstream.core.settings.sections import KEPT_LOGITS_SHARE, ParallelSection
 
-# Arguments of vLLM that set its cache in place of our setting.
-CACHE_ARGUMENTS = {"kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 # torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
 DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"
 _NOT_SET = ("", "0")
@@ -31,24 +29,6 @@ _NOT_SET = ("", "0")
 RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 # The compiler with which torch compiles code for CPUs where CXX names no other.
 CPU_COMPILER = "g++"
-
-
-def check_cache(config: Config) -> None:
-    """Raises ConfigError when the KV cache of an engine on CPUs has no room for one episode.
-
-    vLLM itself would fail only after loading the model, without naming a setting of this project.
-    """
-    server, longest = config.rollout_server, config.sampling.max_episode_tokens
-    if uses_gpus() or CACHE_ARGUMENTS & set(server.engine):
-        return
-    item_bytes = 4 if config.model.dtype == "float32" else 2
-    sizes = read_model_sizes(config.model.path)
-    needed = longest * sizes.cache_bytes_per_token(item_bytes, server.tensor_parallel_size)
-    if needed > server.kv_cache_gib << 30:
-        raise ConfigError(
-            f"rollout_server.kv_cache_gib must hold an episode of sampling.max_episode_tokens = "
-            f"{longest}, {math.ceil(needed / GIB)} GiB, got {server.kv_cache_gib}"
-        )
 
 
 def processor_problems(config: Config) -> tuple[str, ...]:
@@ -288,7 +268,8 @@ def expert_split(parallel: ParallelSection) -> int:
 def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
     """Returns advice if too little main memory is free for a run on CPUs, else an ok finding."""
     server = config.rollout_server
-    engine = server.kv_cache_gib + server.tensor_parallel_size * needs.worker_bytes / GIB
+    worker_bytes = cpu_cache_bytes(config) + needs.worker_bytes
+    engine = server.tensor_parallel_size * worker_bytes / GIB
     needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)
     free, _ = free_memory()
     seen = f"about {needed:.1f} GiB for world size {ranks} and rollout_server.count {server.count}"
@@ -296,7 +277,7 @@ def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
         return advice(
             "main memory",
             f"{seen}, {free:.1f} GiB are free",
-            "lower rollout_server.kv_cache_gib, rollout_server.count or learner.world_size, or "
+            "lower sampling.max_episode_tokens, rollout_server.count or learner.world_size, or "
             "take a smaller model",
         )
     return ok("main memory", seen)

@@ -1,6 +1,6 @@
 """Rules for a model, its parallel layout and its images, which need the model's sizes only.
 
-Each function yields one line for each broken rule, with the value and the rule.
+Functions named `problems` yield one line for each broken rule, with the value and the rule.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,10 @@ _ROPE_REFUSALS = {
 }
 # vLLM hard-codes this epsilon in the norm of Mistral 3's projector.
 PROJECTOR_EPS = 1e-5
+
+# Tokens of a cache that hold no part of an episode: vLLM keeps a block of 128 empty, fills the last
+# one of a request in part, and samples one token more for a probe.
+_SPARE_TOKENS = 512
 
 
 def model_problems(sizes: ModelSizes) -> Iterator[str]:
@@ -214,6 +218,22 @@ def _stage_problems(
             f"learner.parallel: the {rest} layers between the first and the last stage must be "
             f"shared out evenly over {stages} stages with vpp = {vpp}"
         )
+
+
+def cpu_cache_bytes(config: Config) -> int:
+    """Returns the bytes of the KV cache of an engine's worker on a CPU; reads config.json.
+
+    There is room for the longest episode, and at least 1 GiB, unless `rollout_server.engine` says
+    how much.
+    """
+    server = config.rollout_server
+    passed = server.engine.get("kv_cache_memory_bytes")
+    if isinstance(passed, int):
+        return passed
+    sizes = read_model_sizes(config.model.path)
+    item_bytes = 4 if config.model.dtype == "float32" else 2
+    per_token = sizes.cache_bytes_per_token(item_bytes, server.tensor_parallel_size)
+    return max(1 << 30, (config.sampling.max_episode_tokens + _SPARE_TOKENS) * per_token)
 
 
 def cpu_engine_problems(config: Config) -> Iterator[str]:

@@ -425,8 +425,6 @@ class RolloutServerSection(Section):
     # The engine's share of a GPU's memory. On a learner's GPU the default is 0.4 divided by the
     # servers there.
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    # Memory of the KV cache on a CPU.
-    kv_cache_gib: Positive = 1
     # CPU threads of the engine. 0 means all.
     threads: int = Field(1, ge=0)
     # Use neither torch.compile nor CUDA graphs. By default only on CPUs, where false needs a C++

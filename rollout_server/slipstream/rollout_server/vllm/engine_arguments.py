@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.model_rules import cpu_engine_problems
+from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.models.registry import FAMILIES, NESTED, family_of, is_nested
 from slipstream.core.settings.config import Config
@@ -108,6 +108,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),
         "gpu_memory_utilization": _memory_share(config),
+        **({"kv_cache_memory_bytes": cpu_cache_bytes(config)} if on_cpu else {}),
         "enforce_eager": settings.is_eager(on_cpu=on_cpu),
         "enable_prefix_caching": settings.caches_prefixes,
         "quantization": None if settings.quantization == "off" else settings.quantization,

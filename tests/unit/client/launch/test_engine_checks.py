@@ -15,8 +15,9 @@ from slipstream.client.launch.fit import (
     runner_problem,
 )
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.config import RolloutServerSection
-from support.fakes.small_configs import config_of
+from support.fakes.small_configs import config_of, small_config
 
 COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "sh"}
 NO_COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "no-such-compiler"}
@@ -149,3 +150,18 @@ def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(fit, "uses_gpus", lambda: False)
     assert bool(message) == bool(processor_problems(config))
     assert not message or re.search(message, processor_problems(config)[0])
+
+
+@pytest.mark.parametrize(
+    ("tp", "tokens", "mib"), [(1, 512, 1024), (1, 2048, 2560), (2, 2048, 1280)]
+)
+def test_the_cache_on_a_cpu_has_room_for_the_longest_episode(tp, tokens, mib, tmp_path):
+    # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token.
+    sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
+    config = small_config(
+        model={"path": str(tmp_path)},
+        sampling={"max_episode_tokens": tokens},
+        rollout_server={"tensor_parallel_size": tp},
+    )
+    assert cpu_cache_bytes(config) == mib << 20

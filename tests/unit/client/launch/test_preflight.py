@@ -18,9 +18,7 @@ import pytest
 import tomli_w
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import Scene, Stage, ask_controller, require
-from slipstream.client.launch.fit import check_cache
 from slipstream.client.launch.launcher import run_all, run_learner
-from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_engine,
     check_environments,
@@ -64,24 +62,6 @@ def test_the_controller_has_a_port_that_others_can_know() -> None:
         ConfigError, match=r"must name a port that others can know, got 127\.0\.0\.1:0"
     ):
         check_port("127.0.0.1:0")
-
-
-@pytest.mark.skipif(uses_gpus(), reason="the engine's cache lies on a GPU")
-@pytest.mark.parametrize(
-    ("tp", "longest", "is_refused"), [(1, 1024, 0), (1, 1025, 1), (2, 1025, 0)]
-)
-def test_the_cache_holds_an_episode(tp, longest, is_refused, tmp_path):
-    # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token: 1024 of them in 1 GiB.
-    sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
-    config = config_of(tmp_path)
-    model = config.model.model_copy(update={"path": tmp_path})
-    sampling = config.sampling.model_copy(update={"max_episode_tokens": longest})
-    server = config.rollout_server.model_copy(update={"tensor_parallel_size": tp})
-    changed = {"model": model, "sampling": sampling, "rollout_server": server}
-    message = r"kv_cache_gib must hold .*max_episode_tokens = 1025, 2 GiB, got 1$"
-    with pytest.raises(ConfigError, match=message) if is_refused else contextlib.nullcontext():
-        check_cache(config.model_copy(update=changed))
 
 
 @pytest.fixture(scope="module")
