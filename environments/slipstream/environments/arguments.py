@@ -1,14 +1,18 @@
 """Checks of an environment's arguments; each raises ConfigError with the argument and the rule.
 
-`Split` divides tasks into training tasks and held-out tasks.
+`filled` puts fields into texts, and `Split` divides tasks into training and held-out tasks.
 """
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
+
+FIELD = re.compile(r"\{(\w+)\}")
 
 
 def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
@@ -33,6 +37,18 @@ def check_holds(argument: str, text: str, field: str) -> None:
     """Raises ConfigError unless `text` contains the placeholder `field`, such as {question}."""
     if field not in text:
         raise ConfigError(f"{argument} must contain {field}, got {text!r}")
+
+
+def filled(text: str, fields: Mapping[str, object]) -> str:
+    """Replaces each {NAME} that names a field by the field's value, as JSON unless it is a text."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in fields:
+            return found[0]
+        field = fields[found[1]]
+        return field if isinstance(field, str) else json.dumps(field)
+
+    return FIELD.sub(value, text)
 
 
 @dataclass(frozen=True)

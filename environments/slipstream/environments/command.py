@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoi
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder, read_left
 from slipstream.core.machine.process import open_variables
-from slipstream.environments.arguments import check_above_0
+from slipstream.environments.arguments import FIELD, check_above_0, filled
 from slipstream.environments.question_files import read_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
@@ -25,7 +24,6 @@ from slipstream.environments.sandbox.sandbox import launched, why_not
 
 Row: TypeAlias = Mapping[str, Any]
 
-FIELD = re.compile(r"\{(\w+)\}")
 MAX_SCORE_BYTES = 64 << 10
 GIB = 1 << 30
 ADDRESS_SPACE_BYTES = 1 << 47
@@ -117,10 +115,10 @@ class Command(AgentEnvironment[Row]):
             folder = owned.path / "work"
             fields = {**endpoint.variables(), **task}
             variables = self._make_folders(folder, fields)
-            own = {name: _fill(text, fields) for name, text in self._variables.items()}
+            own = {name: filled(text, fields) for name, text in self._variables.items()}
             port = urlsplit(endpoint.anthropic_url).port or 0
             ended = await run_program(
-                self._inside([_fill(part, fields) for part in self._command], folder, port),
+                self._inside([filled(part, fields) for part in self._command], folder, port),
                 folder=folder,
                 variables=variables | endpoint.variables() | own,
                 limits=self._limits,
@@ -160,7 +158,7 @@ class Command(AgentEnvironment[Row]):
         for name, text in self._files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_fill(text, fields), encoding="utf-8")
+            path.write_text(filled(text, fields), encoding="utf-8")
         own = {"HOME": str(home), "TMPDIR": str(temporary)}
         return open_variables(os.environ) | own
 
@@ -170,7 +168,7 @@ class Command(AgentEnvironment[Row]):
         """Returns the metrics, with the reward as "reward". Raises ValueError without a reward."""
         if self._score_command:
             judged = await run_program(
-                self._inside([_fill(part, task) for part in self._score_command], folder),
+                self._inside([filled(part, task) for part in self._score_command], folder),
                 folder=folder,
                 variables=variables,
                 limits=self._score_limits,
@@ -258,18 +256,6 @@ def _read_tasks(tasks: str | Sequence[str | Row]) -> list[Row]:
     if not found:
         raise ConfigError("there must be at least one task")
     return found
-
-
-def _fill(text: str, task: Row) -> str:
-    """Replaces each {NAME} that names a field by the field's value, as JSON unless it is a text."""
-
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in task:
-            return found[0]
-        field = task[found[1]]
-        return field if isinstance(field, str) else json.dumps(field)
-
-    return FIELD.sub(value, text)
 
 
 def _score_of(text: str, where: str) -> dict[str, float]:

@@ -28,16 +28,17 @@ from slipstream.client.environment import (
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
 from slipstream.environments.arguments import (
+    FIELD,
     check_above_0,
     check_at_least,
     check_choice,
     check_holds,
+    filled,
 )
 from slipstream.environments.question_files import Row, named_rows, text_in
 
 Answer = TypeVar("Answer", bound="Form")
 NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-FIELD = re.compile(r"\{(\w+)\}")
 # Address of clients whose calls each name another address.
 NOWHERE = "http://127.0.0.1:0/v1"
 # The forms of a judge's reply, in words.
@@ -138,18 +139,17 @@ class Judge:
         self._lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
 
-    async def score(self, fields: Mapping[str, str], endpoint: Endpoint | None = None) -> float:
+    async def score(self, fields: Mapping[str, object], endpoint: Endpoint | None = None) -> float:
         """Returns the judge's score. Raises JudgeError with the reason if there is none.
 
-        `fields` fill the prompt. With the `endpoint` of an agent's episode the judge is the model
-        as it was at the start of the run.
+        `fields` fill the prompt, as JSON unless they are texts. With the `endpoint` of an agent's
+        episode the judge is the model as it was at the start of the run.
         """
         if endpoint is None and not self._is_anywhere:
             raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
-        text = FIELD.sub(lambda found: fields.get(found[1], found[0]), self._prompt)
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": filled(self._prompt, fields)}],
             "max_tokens": self._max_tokens,
             "temperature": 0.0,
         }
@@ -304,11 +304,7 @@ class Judged(_Questions):
 
     async def judged(self, reply: str, endpoint: Endpoint | None = None) -> StepResult:
         """Returns the judge's score of `reply` as the reward; `endpoint` is as in `Judge.score`."""
-        fields = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in self._row.items()
-        }
-        score = await self._judge.score(fields | {"reply": reply}, endpoint)
+        score = await self._judge.score({**self._row, "reply": reply}, endpoint)
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 

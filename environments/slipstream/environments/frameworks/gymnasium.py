@@ -13,7 +13,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.environments.arguments import Split, check_at_least
 from slipstream.environments.frameworks.packages import import_function, import_package
 
-# A space of gymnasium, and one of its values.
+# An environment of gymnasium, a space, and one of a space's values.
+Game: TypeAlias = Any
 Space: TypeAlias = Any
 Value: TypeAlias = Any
 
@@ -24,10 +25,6 @@ WHOLE = re.compile(r"(?<![\w.])[-+]?\d{1,18}(?![\w])(?!\.\d)")
 # A terminal's colour codes around text, and any other code.
 COLOURED = re.compile(r"(?:\x1b\[(?!0?m)[0-9;]+m)+([^\x1b]*)(?:\x1b\[0?m)+")
 CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-# An environment of the package, and one of its observations.
-Game: TypeAlias = Any
-Observation: TypeAlias = Any
 
 
 class Gymnasium(Environment[int]):
@@ -120,7 +117,7 @@ class Gymnasium(Environment[int]):
     def _make(self) -> Game:
         return self._library.make(self._id, **self._kwargs)
 
-    def _show(self, observation: Observation, info: Mapping[str, Any]) -> str:
+    def _show(self, observation: Value, info: Mapping[str, Any]) -> str:
         if self._observe is not None:
             return str(self._observe(observation, info))
         if self._is_drawn:

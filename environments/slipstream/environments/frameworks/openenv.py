@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from slipstream.client.environment import Environment, Message, StepResult, TaskSequence
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.process import die_with_parent
+from slipstream.environments.arguments import FIELD, filled
 from slipstream.environments.frameworks.packages import Foreign, import_function, import_package
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
-
 
 # The port at which every image of OpenEnv answers.
 INSIDE_PORT = 8000
@@ -47,12 +47,10 @@ LOOPBACK = "127.0.0.1"
 LOOK_S = 0.05
 STOP_LIMIT_S = 5.0
 
-
 Action: TypeAlias = dict[str, Any]
 # Any value of JSON.
 Cell: TypeAlias = Any
 
-FIELD = re.compile(r"\{(\w+)\}")
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 # Longest text of a reply that is read as a number.
@@ -382,8 +380,7 @@ def _filled(rule: Cell, reply: str) -> Cell:
             raise NoAction(f"a number of over {MAX_CHARACTERS} characters: {number[:100]!r}")
         if rule == "{number}":
             return float(number) if "." in number else int(number)
-    known = {"reply": reply, "number": number}
-    return FIELD.sub(lambda found: known.get(found[1], found[0]), rule)
+    return filled(rule, {"reply": reply, "number": number})
 
 
 class ServerProcess:

@@ -36,13 +36,6 @@ class ProgramLimits:
     memory_bytes: int = 0
     processes: int = 0
 
-    def arguments(self) -> list[str]:
-        """Returns the arguments of `machine.keeper` for the limits of memory and processes."""
-        return [
-            *("--memory-bytes", str(self.memory_bytes), "--memory-setting", "memory_gib"),
-            *("--processes", str(self.processes), "--processes-setting", "max_processes"),
-        ]
-
 
 @dataclass(frozen=True)
 class ProgramEnd:
@@ -87,7 +80,9 @@ async def run_program(
     """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),
-        *(*limits.arguments(), "--cause-fd", "1", "--", *command),
+        *("--memory-bytes", str(limits.memory_bytes), "--memory-setting", "memory_gib"),
+        *("--processes", str(limits.processes), "--processes-setting", "max_processes"),
+        *("--cause-fd", "1", "--", *command),
         cwd=folder,
         env=dict(variables),
         stdin=asyncio.subprocess.DEVNULL,
