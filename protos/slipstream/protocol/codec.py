@@ -33,6 +33,21 @@ from slipstream.core.types import (
 from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.v1 import trajectory_pb2 as pb
 
+MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
+# Metadata of the trainer's calls; see trainer.proto.
+TRAINER_EPOCH = "slipstream-trainer-epoch"
+PROTOCOL_VERSION = 8
+_TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+_OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
+# Fields that have the same name and value in both forms, and whether they hold several values.
+_PLAIN = {
+    field.name: field.is_repeated
+    for field in pb.Trajectory.DESCRIPTOR.fields
+    if field.message_type is None and field.enum_type is None and field.name not in _OTHER_FIELDS
+}
+# To look a member up by its value takes longer than to decode a small message.
+_PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
+
 
 def _check_branches(trajectory: Trajectory) -> None:
     name, runs = trajectory.trajectory_id, [branch.num_runs for branch in trajectory.branches]
@@ -91,22 +106,6 @@ def check_trajectory(trajectory: Trajectory) -> None:
     if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
         raise ProtocolError(f"{name}: {fault}")
     _check_images(trajectory)
-
-
-MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
-# Metadata of the trainer's calls; see trainer.proto.
-TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 8
-_TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
-_OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
-# Fields that have the same name and value in both forms, and whether they hold several values.
-_PLAIN = {
-    field.name: field.is_repeated
-    for field in pb.Trajectory.DESCRIPTOR.fields
-    if field.message_type is None and field.enum_type is None and field.name not in _OTHER_FIELDS
-}
-# To look a member up by its value takes longer than to decode a small message.
-_PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:

@@ -34,7 +34,6 @@ _WEIGHTS = "*.safetensors"
 # Files with other forms of the same weights, and the files that belong to them.
 _WITHOUT = ("consolidated*", "original/*", "*/*.safetensors", "params.json")
 
-
 # Numbers of parameters from which a model is small, or large, for learning rate and batch.
 SMALL, LARGE = 5e7, 1e9
 # Most tokens of an episode, and episodes of a server, unless more are asked for.

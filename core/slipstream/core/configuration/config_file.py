@@ -43,6 +43,12 @@ from slipstream.core.settings.table_rules import trajectory_problems
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
 REMEDY = "put it back from a copy of the run"
+Table: TypeAlias = dict[str, JsonValue]
+
+# Names that pydantic adds to the location of a value with several possible types.
+_FORMS = ("bool", "int", "float", "str", "list", "dict")
+# Largest number of characters of a value in a message.
+LONGEST_VALUE = 80
 
 
 def with_first_line(text: str) -> bytes:
@@ -71,14 +77,6 @@ def check_whole(path: Path, data: bytes) -> None:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-Table: TypeAlias = dict[str, JsonValue]
-
-# Names that pydantic adds to the location of a value with several possible types.
-_FORMS = ("bool", "int", "float", "str", "list", "dict")
-# Largest number of characters of a value in a message.
-LONGEST_VALUE = 80
 
 
 def load_config(

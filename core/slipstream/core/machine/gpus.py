@@ -22,6 +22,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # With these variables kernels of a GPU keep all bits of float32 products. Without them NVIDIA's
 # libraries, where TransformerEngine calls them, and Triton keep 10, and a probe of float32 fails.
 ALL_BITS = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+# Seconds between two attempts at the locks.
+RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,6 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
         if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
             return gpu
     return None
-
-
-RETRY_S = 0.1
 
 
 def gpu_names(

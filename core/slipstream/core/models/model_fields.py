@@ -119,6 +119,22 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         "vision_feature_layer": (None, -1),
     }
 )
+_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Kind of rotary embedding -> further keys that it needs: the programs' defaults differ.
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": _LLAMA3_KEYS,
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+# Kind of rotary embedding -> further keys that it may have.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": (
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+        # Ministral 3 writes these; `ModelSizes` keeps sequences within what they do not change.
+        *("llama_4_scaling_beta", "max_position_embeddings"),
+    )
+}
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
@@ -183,30 +199,6 @@ def _head_problems(values: Mapping[str, Any], family: Family) -> Iterator[str]:
 def _written(allowed: Values) -> str:
     names = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
     return " or ".join("left out" if name == "None" else name for name in names)
-
-
-_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Kind of rotary embedding -> further keys that it needs: the programs' defaults differ.
-_NEEDED: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": _LLAMA3_KEYS,
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-# Kind of rotary embedding -> further keys that it may have.
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "yarn": (
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-        "truncate",
-        # Ministral 3 writes these; `ModelSizes` keeps sequences within what they do not change.
-        "llama_4_scaling_beta",
-        "max_position_embeddings",
-    )
-}
 
 
 def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:

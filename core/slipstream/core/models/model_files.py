@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 # A safetensors file begins with 8 bytes, the length of its header, at most MAX_HEADER_BYTES.
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def missing_files(folder: Path, template: Path | None = None) -> list[str]:
@@ -159,9 +160,6 @@ def _has_chat_template(folder: Path) -> bool:
         # The tokenizer's own loader reports this fault.
         return True
     return isinstance(settings, dict) and bool(settings.get("chat_template"))
-
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def is_further(name: str, *, layers: int) -> bool:

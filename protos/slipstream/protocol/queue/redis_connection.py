@@ -43,6 +43,26 @@ REQUIRED_SETTINGS = {
     # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
+RECONNECT_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 0.5
+# Errors of redis-py when the server does not answer.
+CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
+# Fields of a stream entry; COUNTS has `Delivery.tokens` and `Delivery.sent`.
+ID, DATA, COUNTS = b"id", b"data", b"counts"
+COUNTS_FORMAT = struct.Struct("<QQQ")
+REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationError)
+
+# Patterns of the server's and the client library's messages about a command without rights.
+REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
+COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+)")
+
+ON_LOSS = "start the run again: it generates lost trajectories again"
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def draw_mark(stream_bytes: int) -> str:
@@ -132,28 +152,6 @@ def _number(value: bytes | None) -> int:
     if not digits.isdigit():
         raise QueueError(f"a counter holds {digits[:40]!r}, which is no number of bytes")
     return int(digits)
-
-
-RECONNECT_TIMEOUT_S = 30.0
-CALL_TIMEOUT_S = 10.0
-FIRST_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 0.5
-# Errors of redis-py when the server does not answer.
-CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
-# Fields of a stream entry; COUNTS has `Delivery.tokens` and `Delivery.sent`.
-ID, DATA, COUNTS = b"id", b"data", b"counts"
-COUNTS_FORMAT = struct.Struct("<QQQ")
-REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationError)
-
-# Patterns of the server's and the client library's messages about a command without rights.
-REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
-COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+)")
-
-ON_LOSS = "start the run again: it generates lost trajectories again"
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class RedisConnection:

@@ -33,6 +33,13 @@ LINE_BYTES = 65536
 MOST_SILENT = 64
 # Most seconds of one wait, because closing the listener in another thread does not end a wait.
 _LOOK_PERIOD_S = 0.1
+_NUMBER = struct.Struct("<Q")
+# Numbers from a receiver: 0 says that all buffers are open, n + 1 that bucket n was read.
+_OPENED, _FIRST = 0, 1
+_RULE = "weights.transport ipc works within one host, set nccl"
+# Errors from a first line that neither a `HandoverSender` nor a `HandoverReceiver` wrote.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Call(NamedTuple):
@@ -137,15 +144,6 @@ class Callers:
     def _forget(self, connection: socket.socket) -> None:
         del self._silent[connection]
         self._selector.unregister(connection)
-
-
-_NUMBER = struct.Struct("<Q")
-# Numbers from a receiver: 0 says that all buffers are open, n + 1 that bucket n was read.
-_OPENED, _FIRST = 0, 1
-_RULE = "weights.transport ipc works within one host, set nccl"
-# Errors from a first line that neither a `HandoverSender` nor a `HandoverReceiver` wrote.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
