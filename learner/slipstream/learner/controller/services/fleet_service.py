@@ -126,13 +126,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         elif self._progress.is_over:
             problem, reason = "the run is over", Reason.WRONG_STATE
         if problem:
-            await abort(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"server {hello.server_id[:100]}: {problem}",
-                reason,
-                {"server_id": hello.server_id[:100]},
-            )
+            name, code = hello.server_id[:100], grpc.StatusCode.FAILED_PRECONDITION
+            await abort(context, code, f"server {name}: {problem}", reason, {"server_id": name})
         await self._check_name_is_free(hello, context)
         key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
         return ServerSession(key, hello, clock=self._fleet.clock)
@@ -160,13 +155,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             self._run.events.warn(
                 f"a second rollout server {older.name}, on {hello.host}, waits: {text}"
             )
-        await abort(
-            context,
-            grpc.StatusCode.UNAVAILABLE,
-            f"server {older.name}: {text}",
-            Reason.PLACE_TAKEN,
-            {"server_id": older.name},
-        )
+        code, about = grpc.StatusCode.UNAVAILABLE, {"server_id": older.name}
+        await abort(context, code, f"server {older.name}: {text}", Reason.PLACE_TAKEN, about)
 
     async def _read(
         self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]

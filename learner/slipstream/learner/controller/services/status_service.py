@@ -100,13 +100,9 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         session = self._fleet.sessions.get(ServerId(request.server_id))
         if session is None:
             known = ", ".join(sorted(self._fleet.sessions)) or "none"
-            await abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"no rollout server {request.server_id} is in the run; there are: {known}",
-                Reason.BAD_ARGUMENT,
-                {"server_id": request.server_id},
-            )
+            text = f"no rollout server {request.server_id} is in the run; there are: {known}"
+            code, about = grpc.StatusCode.INVALID_ARGUMENT, {"server_id": request.server_id}
+            await abort(context, code, text, Reason.BAD_ARGUMENT, about)
         reason = request.reason or "a client asked for it"
         self._fleet.order_drain(session, reason, finish=True)
         return pb.DrainServerResponse(warning=self._fleet.warn_without(session))

@@ -245,23 +245,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
         if claim := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
-        version = version_from_pb(request.version)
+        version, newest = version_from_pb(request.version), self._progress.version
         missing = self._former.first_missing(version.step)
         problem = ""
         if self._progress.is_over and not self._is_stopping:
             problem = "the run is over"
-        elif version.step > self._progress.version.step:
-            problem = f"the run is at version {self._progress.version}"
+        elif version.step > newest.step:
+            problem = f"the run is at version {newest}"
         elif missing is not None:
             problem = f"{missing} is missing; {REMEDY}"
         if problem:
-            await abort(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"{problem}; a trainer of version {version} cannot go on",
-                Reason.WRONG_STATE,
-                {"version": str(self._progress.version)},
-            )
+            text = f"{problem}; a trainer of version {version} cannot go on"
+            code, about = grpc.StatusCode.FAILED_PRECONDITION, {"version": str(newest)}
+            await abort(context, code, text, Reason.WRONG_STATE, about)
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
