@@ -53,23 +53,17 @@ def reinforce_pp(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
     Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of within
     groups.
     """
-    rewards = [(episode, episode.token_rewards()) for episode in episodes]
-    return whitened(
-        [
-            np.concatenate([returns_to_go(found[branch]) for branch in episode.branches])
-            for episode, found in rewards
-        ]
-    )
+    returns = []
+    for episode in episodes:
+        rewards = episode.token_rewards()
+        returns.append(np.concatenate([returns_to_go(rewards[b]) for b in episode.branches]))
+    return whitened(returns)
 
 
 def reinforce_pp_baseline(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
     """Returns for each token its episode's score less the group's mean, whitened over the batch."""
-    return whitened(
-        [
-            np.repeat(centred, len(episode.token_costs))
-            for centred, episode in zip(dr_grpo(episodes), episodes, strict=True)
-        ]
-    )
+    pairs = zip(dr_grpo(episodes), episodes, strict=True)
+    return whitened([np.repeat(centred, len(episode.token_costs)) for centred, episode in pairs])
 
 
 def gae(

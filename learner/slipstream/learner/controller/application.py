@@ -302,13 +302,9 @@ class Controller:
             scheduler=self._scheduler,
             turns=self._turns,
         )
+        evaluated = self._results.evaluated
         self._evaluator = Evaluator(
-            run,
-            books,
-            self._intake,
-            self._publisher,
-            self._scheduler,
-            on_result=self._results.evaluated,
+            run, books, self._intake, self._publisher, self._scheduler, on_result=evaluated
         )
         orders = TrainerOrders(
             run,

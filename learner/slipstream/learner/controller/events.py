@@ -112,15 +112,8 @@ class EventLog:
         text = one_line(text, MAX_CHARACTERS)
         level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
         log.log(level.get(severity, logging.ERROR), text)
-        self._append(
-            status_pb2.Event(
-                unix_time_s=time.time(),
-                severity=status_pb2.Severity.Name(severity.value),
-                text=text,
-                step=step,
-                metrics=metrics or {},
-            )
-        )
+        name = status_pb2.Severity.Name(severity.value)
+        self._append(status_pb2.Event(severity=name, text=text, step=step, metrics=metrics or {}))
 
     def warn(self, text: str) -> None:
         """Adds a warning, like `add`."""
@@ -129,14 +122,8 @@ class EventLog:
     def close(self, final_state: int, text: str) -> None:
         """Adds the last event, which names the run's final state and ends `follow`."""
         self.closed = True
-        self._append(
-            status_pb2.Event(
-                unix_time_s=time.time(),
-                severity=status_pb2.SEVERITY_INFO,
-                text=text,
-                final_state=status_pb2.RunState.Name(final_state),
-            )
-        )
+        state, severity = status_pb2.RunState.Name(final_state), status_pb2.SEVERITY_INFO
+        self._append(status_pb2.Event(severity=severity, text=text, final_state=state))
 
     def kept(self, after: int = 0) -> Iterator[status_pb2.Event]:
         """Yields the events that are kept now and have a number above `after`, oldest first."""
@@ -163,7 +150,7 @@ class EventLog:
 
     def _append(self, event: status_pb2.Event) -> None:
         self._count += 1
-        event.number = self._count
+        event.number, event.unix_time_s = self._count, time.time()
         self._events.append(event.SerializeToString())
         self._num_bytes += len(self._events[-1])
         if event.metrics:

@@ -83,12 +83,8 @@ class Results:
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return False
-        self._run.traces.stepped(
-            batch.version,
-            [(g.group_id, g.environment, g.task_index) for g in batch.groups],
-            begin_s=training[0],
-            end_s=now,
-        )
+        groups = [(g.group_id, g.environment, g.task_index) for g in batch.groups]
+        self._run.traces.stepped(batch.version, groups, begin_s=training[0], end_s=now)
         snapshot = books.ledger.snapshot()
         row = self._recorder.step(
             batch,

@@ -76,36 +76,26 @@ class RunTraces:
         if traces is None:
             return
         step, links = f"step/{version}", []
+        of_version: dict[str, str | int] = {"slipstream.version": version}
         for group_id, environment, task_index in groups:
             trace = f"group/{group_id}"
             links.append(trace)
             # An earlier controller has leased the groups of a run that was resumed.
             leased_s = self._leased.pop(group_id, begin_s)
             complete_s = max(self._complete.pop(group_id, begin_s), leased_s)
-            traces.span(
-                trace,
-                f"group {environment}",
-                "",
-                begin_s=leased_s,
-                end_s=end_s,
-                attributes={
-                    "slipstream.group": group_id,
-                    "slipstream.environment": environment,
-                    "slipstream.task": task_index,
-                    "slipstream.version": version,
-                },
-            )
+            of_group: dict[str, str | int] = {
+                **of_version,
+                "slipstream.group": group_id,
+                "slipstream.environment": environment,
+                "slipstream.task": task_index,
+            }
+            name = f"group {environment}"
+            traces.span(trace, name, "", begin_s=leased_s, end_s=end_s, attributes=of_group)
             traces.span(trace, "lease", "lease", begin_s=leased_s, end_s=complete_s)
             traces.span(trace, "batch", "batch", begin_s=complete_s, end_s=max(begin_s, complete_s))
             traces.span(trace, "step", "step", begin_s=begin_s, end_s=end_s, links=[step])
         traces.span(
-            step,
-            "step",
-            "",
-            begin_s=begin_s,
-            end_s=end_s,
-            attributes={"slipstream.version": version},
-            links=links,
+            step, "step", "", begin_s=begin_s, end_s=end_s, attributes=of_version, links=links
         )
 
     def published(
@@ -188,12 +178,7 @@ class RunProgress:
     @property
     def is_over(self) -> bool:
         """Whether no more training will happen."""
-        return self.state in (
-            status_pb2.RUN_STATE_STOPPING,
-            status_pb2.RUN_STATE_FINISHED,
-            status_pb2.RUN_STATE_FAILED,
-            status_pb2.RUN_STATE_STOPPED,
-        )
+        return self.state not in (status_pb2.RUN_STATE_STARTING, status_pb2.RUN_STATE_RUNNING)
 
     @property
     def has_failed(self) -> bool:

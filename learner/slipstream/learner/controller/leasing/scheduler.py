@@ -136,13 +136,8 @@ class Scheduler:
             self._note(LeaseWait.STALENESS)
             return []
         by_room = rooms(self._fleet.serving(), self._book, self.reserved)
-        leases = NewLeases(
-            self._book,
-            self._environments,
-            by_room,
-            self._again,
-            num_episodes=self._free_bytes() // self._largest_bytes - self._evaluated_soon(),
-        )
+        room = self._free_bytes() // self._largest_bytes - self._evaluated_soon()
+        leases = NewLeases(self._book, self._environments, by_room, self._again, num_episodes=room)
         granted: list[Grant] = []
         while len(granted) < limit:
             lease = leases.next()
@@ -228,12 +223,9 @@ class Scheduler:
         return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 
     def _free_bytes(self) -> int:
-        return reservation.free_bytes(
-            self._config.queue.max_bytes,
-            self._queue.waiting_bytes,
-            self._book.promised_episodes,
-            self._largest_bytes,
-        )
+        limit, waiting = self._config.queue.max_bytes, self._queue.waiting_bytes
+        promised = self._book.promised_episodes
+        return reservation.free_bytes(limit, waiting, promised, self._largest_bytes)
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait

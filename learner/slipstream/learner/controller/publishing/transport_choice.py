@@ -38,13 +38,8 @@ def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str,
 
 
 def _choose(run: Run, places: Mapping[str, Place]) -> str:
-    config = run.config
-    return choose_transport(
-        config.weights.transport,
-        run.progress.learner_places,
-        places,
-        parallel=config.learner.parallel,
-    )
+    transport, parallel = run.config.weights.transport, run.config.learner.parallel
+    return choose_transport(transport, run.progress.learner_places, places, parallel=parallel)
 
 
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:

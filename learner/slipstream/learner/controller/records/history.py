@@ -325,16 +325,10 @@ class RunHistory:
         self.next_group = number + 1
         history = self.environments[name]
         history.next_number = max(history.next_number, record["number"] + 1)
-        task, deadline = record["task"], record["deadline"]
-        self.open_groups[group_id] = OpenGroup(
-            group_id,
-            name,
-            task,
-            record["seed"],
-            deadline,
-            epochs={record["epoch"]},
-            server=record["server"],
-        )
+        task, seed, deadline = record["task"], record["seed"], record["deadline"]
+        group = OpenGroup(group_id, name, task, seed, deadline, epochs={record["epoch"]})
+        group.server = record["server"]
+        self.open_groups[group_id] = group
 
     def _end(self, record: Mapping[str, Any]) -> None:
         trajectory_id = TrajectoryId(record["id"])

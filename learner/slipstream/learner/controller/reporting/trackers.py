@@ -270,15 +270,11 @@ class WandbTracker:
 
 def table_rows(episodes: Lines) -> list[list[JsonValue]]:
     """Returns a row of `COLUMNS` for each episode; versions become a text such as `12 by 3`."""
-    return [
-        [
-            ", ".join(f"{length} by {version}" for length, version in line["versions"])
-            if name == "versions"
-            else line[name]
-            for name in COLUMNS
-        ]
-        for line in episodes
-    ]
+    rows = []
+    for line in episodes:
+        versions = ", ".join(f"{length} by {version}" for length, version in line["versions"])
+        rows.append([versions if name == "versions" else line[name] for name in COLUMNS])
+    return rows
 
 
 # Limits of MLflow: parameters and metrics of one call, characters of one value, and tables whose

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
@@ -145,14 +146,9 @@ class BatchFormer:
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """Returns the run's version for the trainer's weights; see `version_of`."""
-        recorded = self._steps.get(version.step - 1)
-        return version_of(
-            version.step,
-            digest,
-            recorded,
-            trainer=version.incarnation,
-            newest=self._newest_incarnation,
-        )
+        recorded, newest = self._steps.get(version.step - 1), self._newest_incarnation
+        trainer = version.incarnation
+        return version_of(version.step, digest, recorded, trainer=trainer, newest=newest)
 
     async def recorded(self, step: int) -> FormedBatch:
         """Returns the journaled batch of `step`, which is now the trainer's batch."""
@@ -326,12 +322,9 @@ class BatchFormer:
         Removes no batch if `keep_batches` is set.
         """
         step = report.version.step
-        self._journal.append(
-            "checkpoint",
-            version=[report.version.incarnation, step],
-            digest=report.weight_digest.hex(),
-            path=report.path,
-        )
+        version: list[JsonValue] = [report.version.incarnation, step]
+        digest = report.weight_digest.hex()
+        self._journal.append("checkpoint", version=version, digest=digest, path=report.path)
         await self.durable()
         covered_step, self._covered_step = self._covered_step, step
         # Batches since the checkpoint before it stay: a trainer may have to go back to that one. A

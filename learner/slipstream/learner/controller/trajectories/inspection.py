@@ -87,13 +87,8 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
         return unread
     if server.server_id == UNKNOWN and is_server_id(message.server_id):
         server = ServerKey(ServerId(message.server_id), message.server_epoch)
-    return Claim(
-        delivery.trajectory_id,
-        name,
-        server,
-        min(sum(message.run_lengths[1::2]), MAX_TRAJECTORY_BYTES // 4),
-        message.will_retry,
-    )
+    tokens = min(sum(message.run_lengths[1::2]), MAX_TRAJECTORY_BYTES // 4)
+    return Claim(delivery.trajectory_id, name, server, tokens, message.will_retry)
 
 
 class Quarantine:
