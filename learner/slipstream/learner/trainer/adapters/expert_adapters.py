@@ -6,7 +6,8 @@ ranks. Here every expert has its own. The module imports Megatron, so import it 
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -84,11 +85,12 @@ class ExpertAdapter(torch.nn.Module):
             weight.copy_(torch.from_numpy(whole).chunk(ranks, dim=dim)[self._group.rank()])
             self.second.get_parameter(f"weight{place}").zero_()
 
-    def factors(self, place: int) -> tuple[Tensor, Tensor]:
-        """Returns A and B of the expert at index `place`, split like its matrix; collective.
+    def factors(self, task: Megatron) -> tuple[Tensor, Tensor]:
+        """Returns A and B of the expert whose matrix `task` exports, split like it; collective.
 
         A merge adds scale * B A to this rank's part of the matrix.
         """
+        place = int(task.param_name.rpartition(".weight")[2])
         first = self.first.get_parameter(f"weight{place}").detach()
         second = self.second.get_parameter(f"weight{place}").detach()
         if self._by_rows:
@@ -99,12 +101,6 @@ class ExpertAdapter(torch.nn.Module):
         parts = [torch.empty_like(part) for _ in range(self._group.size())]
         dist.all_gather(parts, part.contiguous(), group=self._group)
         return torch.cat(parts)
-
-
-def add_adapter(base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
-    """Gives each expert's matrix an adapter and freezes the matrix."""
-    base.requires_grad_(False)
-    base.adapter = ExpertAdapter(base, rank=rank, scale=scale, dropout=dropout)
 
 
 class _Changed:
@@ -128,7 +124,9 @@ def has_adapters(module: Megatron) -> bool:
 
 def merged_tasks(tasks: list[Megatron]) -> list[Megatron]:
     """Returns Bridge's conversion `tasks`, changed to export experts with their adapters merged."""
-    return [_Changed(t, _merging(t)) if has_adapters(t.megatron_module) else t for t in tasks]
+    return [
+        _Changed(t, partial(_merged, t)) if has_adapters(t.megatron_module) else t for t in tasks
+    ]
 
 
 def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> list[Megatron]:
@@ -139,17 +137,9 @@ def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> 
     """
     chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
     return [
-        _Changed(task, _factor(task, factor)) if has_adapters(task.megatron_module) else task
-        for task in chosen
+        _Changed(t, partial(_factor, t, factor)) if has_adapters(t.megatron_module) else t
+        for t in chosen
     ]
-
-
-def adapters_of(chunks: list[Megatron]) -> Iterator[ExpertAdapter]:
-    """Yields the adapters of experts on this rank."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, ExpertAdapter):
-                yield module
 
 
 def adapted_names(chunks: list[Megatron]) -> list[str]:
@@ -162,41 +152,29 @@ def adapted_names(chunks: list[Megatron]) -> list[str]:
     ]
 
 
-def _place(task: Megatron) -> int:
-    return int(task.param_name.rpartition(".weight")[2])
-
-
-def _merging(task: Megatron) -> Callable[[], Tensor]:
+def _merged(task: Megatron) -> Tensor:
     adapter: ExpertAdapter = task.megatron_module.adapter
-
-    def merged() -> Tensor:
-        first, second = adapter.factors(_place(task))
-        weight: Tensor = task.param_weight.detach()
-        return (weight.float() + adapter.scale * (second.float() @ first.float())).to(weight.dtype)
-
-    return merged
+    first, second = adapter.factors(task)
+    weight: Tensor = task.param_weight.detach()
+    return (weight.float() + adapter.scale * (second.float() @ first.float())).to(weight.dtype)
 
 
-def _factor(task: Megatron, factor: str) -> Callable[[], Tensor]:
-    """Returns a function that makes this rank's part of a factor, in the layout of its matrix.
+def _factor(task: Megatron, factor: str) -> Tensor:
+    """Returns this rank's part of a factor, in the layout of its matrix.
 
     Bridge's mapping of the matrix joins the parts of all ranks along the dimension in which the
     matrix is split. So a factor that every rank has whole is cut first. A matrix split by rows
     fuses the gate and up projections, so lora_A is repeated for both.
     """
     adapter: ExpertAdapter = task.megatron_module.adapter
-
-    def laid_out() -> Tensor:
-        first, second = adapter.factors(_place(task))
-        group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
-        if factor == "lora_B":
-            return second if by_rows else _own(second, 1, group)
-        if not by_rows:
-            return first
-        part = _own(first, 0, group)
-        return torch.cat([part, part])
-
-    return laid_out
+    first, second = adapter.factors(task)
+    group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
+    if factor == "lora_B":
+        return second if by_rows else _own(second, 1, group)
+    if not by_rows:
+        return first
+    part = _own(first, 0, group)
+    return torch.cat([part, part])
 
 
 def _own(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

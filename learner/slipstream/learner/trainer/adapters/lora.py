@@ -28,7 +28,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
         from megatron.bridge.peft.lora import LoRA
-        from slipstream.learner.trainer.adapters.expert_adapters import add_adapter
+        from slipstream.learner.trainer.adapters.expert_adapters import ExpertAdapter
         from slipstream.learner.trainer.layers.experts import GroupedLinear
 
         class DecoderAdapters(LoRA):  # type: ignore[misc]
@@ -44,7 +44,10 @@ def adapters(config: Config, ranks: Ranks) -> Change:
                     return gathering_itself(super().transform(module, name, prefix))
                 if self.match(module, name, prefix) is not None:
                     scale = self.alpha / self.dim
-                    add_adapter(module, rank=self.dim, scale=scale, dropout=self.dropout)
+                    module.requires_grad_(False)
+                    module.adapter = ExpertAdapter(
+                        module, rank=self.dim, scale=scale, dropout=self.dropout
+                    )
                 return module
 
         matrices = list(config.lora.modules)

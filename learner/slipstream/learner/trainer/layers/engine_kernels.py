@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,19 @@ _PAGE = 128
 Attended = tuple[Tensor, Tensor | None]
 
 
-class EngineKernels(Protocol):
+class EngineKernels(ABC):
     """The engine's kernels on one kind of device, without gradients."""
 
+    def __init__(self) -> None:
+        from vllm import _custom_ops
+
+        self._ops = _custom_ops
+
+    @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
 
+    @abstractmethod
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
         """Returns the RMS norm of `x` over its last dimension, multiplied by `weight`.
 
@@ -40,10 +48,15 @@ class EngineKernels(Protocol):
         `table` has cosines and sines, [positions, dim]. With `halves` dimension i pairs with
         i + dim / 2, otherwise neighbouring dimensions pair up.
         """
+        found = x.flatten(1).contiguous().clone()
+        self._ops.rotary_embedding(positions, found, None, x.shape[-1], table, halves)
+        return found.view(x.shape)
 
+    @abstractmethod
     def gate(self, x: Tensor) -> Tensor:
         """Returns SiLU of the first half of each row, times the second half."""
 
+    @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
@@ -53,42 +66,37 @@ class EngineKernels(Protocol):
         log-sum-exp is None.
         """
 
+    @abstractmethod
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the logits of `hidden`, in the element type `dtype`."""
 
+    @abstractmethod
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the log-probabilities of the token ids `targets`, [rows, targets]."""
 
 
-class CpuKernels:
+class _CpuKernels(EngineKernels):
     """The kernels of vLLM's layers on CPUs; see `EngineKernels`."""
 
     def __init__(self) -> None:
-        from vllm import _custom_ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        self._ops, self._isa = _custom_ops, _get_attn_isa
+        super().__init__()
+        self._isa = _get_attn_isa
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Implements `EngineKernels.product`."""
         return row_kernels.product(x, weight, bias)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """Implements `EngineKernels.norm`."""
         return row_kernels.norm(x, weight, eps)
 
-    def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """Implements `EngineKernels.rotate`."""
-        return _rotate(self._ops, positions, x, table, halves=halves)
-
     def gate(self, x: Tensor) -> Tensor:
-        """Implements `EngineKernels.gate`."""
         return _gated(x)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
-        """Implements `EngineKernels.attend`; copies keys and values to pages for vLLM's kernel."""
+        # vLLM's kernel reads keys and values in pages.
         heads, (groups, width) = query.shape[1], key.shape[1:]
         lengths = bounds.diff()
         counts = (lengths + _PAGE - 1) // _PAGE
@@ -139,21 +147,19 @@ class CpuKernels:
         return out, None
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Implements `EngineKernels.logits`."""
         return row_kernels.product(hidden.to(dtype), weight.to(dtype))
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Implements `EngineKernels.token_logprobs`."""
         return logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets)
 
 
-class GpuKernels:
+class _GpuKernels(EngineKernels):
     """The batch-invariant kernels of vLLM's layers on GPUs; see `EngineKernels`."""
 
     def __init__(self) -> None:
         # vLLM's kernels read this at their first call, and then sum rows of a norm in one order.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        from vllm import _custom_ops
+        super().__init__()
         from vllm.model_executor.determinism import batch_invariant
         from vllm.v1.attention.backends import fa_utils
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
@@ -167,19 +173,18 @@ class GpuKernels:
             setting = f"allow_{name}_reduced_precision_reduction"
             setattr(torch.backends.cuda.matmul, setting, (False, False))
         batch_invariant.resolve_tuned_matmul_configs()
-        self._ops, self._invariant = _custom_ops, batch_invariant
+        self._invariant = batch_invariant
         self._flash = functools.partial(
             fa_utils.flash_attn_varlen_func, fa_version=fa_utils.get_flash_attn_version()
         )
         self._score = compute_token_logprobs
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Implements `EngineKernels.product`."""
         found: Tensor = self._invariant.linear_batch_invariant(x, weight, bias)
         return found
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        """Implements `EngineKernels.norm`; in vLLM residual sums have a separate kernel."""
+        # In vLLM residual sums have a separate kernel.
         if not is_sum:
             found: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
             return found
@@ -188,12 +193,7 @@ class GpuKernels:
         self._ops.fused_add_rms_norm(out, torch.zeros_like(out), weight, eps)
         return out
 
-    def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
-        """Implements `EngineKernels.rotate`."""
-        return _rotate(self._ops, positions, x, table, halves=halves)
-
     def gate(self, x: Tensor) -> Tensor:
-        """Implements `EngineKernels.gate`."""
         flat = x.flatten(0, -2).contiguous()
         out = flat.new_empty(len(flat), flat.shape[-1] // 2)
         torch.ops._C.silu_and_mul(out, flat)
@@ -202,7 +202,6 @@ class GpuKernels:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Attended:
-        """Implements `EngineKernels.attend`."""
         longest = int(bounds.diff().max())
         out, totals = self._flash(
             q=query,
@@ -220,21 +219,13 @@ class GpuKernels:
         return out, totals
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Implements `EngineKernels.logits`."""
         if dtype == hidden.dtype:
             return self.product(hidden, weight, None)
         return torch.mm(hidden, weight.t(), out_dtype=dtype)
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Implements `EngineKernels.token_logprobs`."""
         found: Tensor = self._score(logits, targets)
         return found
-
-
-def _rotate(ops: Any, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:  # noqa: ANN401
-    found = x.flatten(1).contiguous().clone()
-    ops.rotary_embedding(positions, found, None, x.shape[-1], table, halves)
-    return found.view(x.shape)
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -245,7 +236,7 @@ def _gated(x: Tensor) -> Tensor:
 @functools.cache
 def engine_kernels() -> EngineKernels:
     """Returns the kernels for this process's device."""
-    return GpuKernels() if torch.cuda.is_available() else CpuKernels()
+    return _GpuKernels() if torch.cuda.is_available() else _CpuKernels()
 
 
 class _Product(torch.autograd.Function):

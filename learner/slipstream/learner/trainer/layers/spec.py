@@ -5,7 +5,7 @@ This module imports classes that inherit from Megatron's, so import it only afte
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -67,10 +67,11 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             equal_layers.equal_parts(layer.submodules, is_first=place == 0)
     forms = getattr(config, "layer_forms", None)
     if forms is not None:
-        block.layer_specs = [
-            _FORMS[forms[place]](layer, norm)
-            for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True)
-        ]
+        for number, place in enumerate(_places(config, vp_stage)):
+            if forms[place] != "whole":
+                layer = block.layer_specs[number]
+                parts = replace(layer.submodules, **_parts_of(forms[place], norm))
+                block.layer_specs[number] = replace(layer, submodules=parts)
     block.layer_norm = norm
     return block
 
@@ -85,15 +86,6 @@ def _places(config: Megatron, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def _with_delta_net(layer: Megatron, norm: Megatron) -> Megatron:
-    """Returns a layer with a gated delta net in place of the attention of `layer`."""
-    linear_in, linear_out = _linears()
-    parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
-    attention = ModuleSpec(module=PackedDeltaNet, submodules=parts)
-    changed = replace(layer.submodules, self_attention=attention, input_layernorm=norm)
-    return replace(layer, submodules=changed)
-
-
 def _linears() -> tuple[Megatron, Megatron]:
     """Returns the classes of column-parallel and row-parallel linear layers."""
     if not compat.has_transformer_engine():
@@ -106,42 +98,29 @@ def _linears() -> tuple[Megatron, Megatron]:
     return TEColumnParallelLinear, TERowParallelLinear
 
 
-def _attention_alone(layer: Megatron, norm: Megatron) -> Megatron:
-    """Returns `layer` without its MLP."""
-    changed = replace(
-        layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
-    )
-    return replace(layer, submodules=changed)
-
-
-def _mamba_alone(layer: Megatron, norm: Megatron) -> Megatron:
-    """Returns a layer with Mamba-2 in place of the attention of `layer`, without an MLP."""
-    linear_in, linear_out = _linears()
-    mamba = ModuleSpec(module=PackedMamba, params={"in_proj": linear_in, "out_proj": linear_out})
-    alone = _attention_alone(layer, norm)
-    changed = replace(alone.submodules, self_attention=mamba, input_layernorm=norm)
-    return replace(alone, submodules=changed)
-
-
-def _mlp_alone(layer: Megatron, norm: Megatron) -> Megatron:
-    """Returns `layer` without its attention."""
-    changed = replace(
-        layer.submodules,
-        input_layernorm=IdentityOp,
-        self_attention=IdentityOp,
-        self_attn_bda=IdentityFuncOp,
-    )
-    return replace(layer, submodules=changed)
-
-
-# Form of a layer in a recipe's `layer_forms` -> function that gives Megatron's layer this form.
-_FORMS: Mapping[str, Callable[[Megatron, Megatron], Megatron]] = {
-    "whole": lambda layer, _: layer,
-    "delta net": _with_delta_net,
-    "mamba": _mamba_alone,
-    "attention": _attention_alone,
-    "mlp": _mlp_alone,
+_NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+_NO_ATTENTION = {
+    "input_layernorm": IdentityOp,
+    "self_attention": IdentityOp,
+    "self_attn_bda": IdentityFuncOp,
 }
+
+
+def _parts_of(form: str, norm: Megatron) -> Mapping[str, Megatron]:
+    """Returns the parts that give a layer of Megatron the `form` in a recipe's `layer_forms`."""
+    if form == "attention":
+        return _NO_MLP
+    if form == "mlp":
+        return _NO_ATTENTION
+    linear_in, linear_out = _linears()
+    if form == "mamba":
+        params = {"in_proj": linear_in, "out_proj": linear_out}
+        mixer = ModuleSpec(module=PackedMamba, params=params)
+        return {**_NO_MLP, "self_attention": mixer, "input_layernorm": norm}
+    assert form == "delta net"
+    parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
+    mixer = ModuleSpec(module=PackedDeltaNet, submodules=parts)
+    return {"self_attention": mixer, "input_layernorm": norm}
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:

@@ -8,7 +8,6 @@ update a copy.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -29,13 +28,8 @@ class Part(Enum):
     OPTIMIZER = "optimizer"
 
 
-@dataclass
-class _Away:
-    """The storages of a part that is on the host, each with its size in bytes on the device."""
-
-    storages: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
-    # The contents of each storage; None for a part whose contents are dropped.
-    copies: list[Tensor | None] = field(default_factory=list)
+# A storage on the host: its size in bytes on the device, and its contents, None if dropped.
+_Away = tuple[torch.UntypedStorage, int, Tensor | None]
 
 
 class HostMemory:
@@ -49,7 +43,7 @@ class HostMemory:
         self._is_offloaded = {part: bool(getattr(settings, part.value)) for part in Part}
         self._tensors: dict[Part, Callable[[], Iterable[Tensor]]] = {}
         self._users = dict.fromkeys(Part, 0)
-        self._away: dict[Part, _Away] = {}
+        self._away: dict[Part, list[_Away]] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
         """Sets for each part a function that returns the part's tensors, which may be replaced."""
@@ -88,24 +82,19 @@ class HostMemory:
                 self._send(part)
 
     def _send(self, part: Part) -> None:
-        away = _Away()
+        away = self._away[part] = list[_Away]()
         for storage in _storages(self._tensors[part]()):
-            away.storages.append((storage, storage.nbytes()))
-            copy, data = None, _bytes(storage)
+            size, copy, data = storage.nbytes(), None, _bytes(storage)
             if part is not Part.GRADIENTS:
                 copy = torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
-            away.copies.append(copy)
+            away.append((storage, size, copy))
             storage.resize_(0)
-        self._away[part] = away
         if torch.cuda.is_available():
             # Without this call the memory stays with this process, and no other process can use it.
             torch.cuda.empty_cache()
 
     def _bring(self, part: Part) -> None:
-        away = self._away.pop(part, None)
-        if away is None:
-            return
-        for (storage, size), copy in zip(away.storages, away.copies, strict=True):
+        for storage, size, copy in self._away.pop(part, ()):
             storage.resize_(size)
             if copy is None:
                 _bytes(storage).zero_()

@@ -8,19 +8,15 @@ import contextlib
 import ipaddress
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import listen
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from slipstream.protocol.weights.waits import Unanswered, on_thread
 from torch.distributed.distributed_c10d import Store
-
-Answer = TypeVar("Answer")
 
 # Seconds after a time limit in which rank 0 may still answer: torch pauses between its attempts.
 CONNECT_GRACE_S = 5.0
@@ -75,7 +71,8 @@ def rendezvous(
     try:
         store = _connected(host, port, descriptor, timeout, connect_grace_s)
         return _all_here(store, (rank, world_size), place, limits)
-    except _NoAnswer as error:
+    except Unanswered as error:
+        # torch would wait forever for a stopped rank 0.
         raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from error
 
 
@@ -104,33 +101,12 @@ class RankFlags:
         self._store.delete_key(f"flag/{flag}")
 
 
-class _NoAnswer(Exception):  # noqa: N818 - not an error yet: `_unanswered` says why
-    """Raised if rank 0 does not answer in time; torch would wait forever for a stopped rank 0."""
-
-
-def _answer(ask: Callable[[], Answer], limit_s: float) -> Answer:
-    """Returns the result of `ask`, or raises _NoAnswer after `limit_s` seconds."""
-    answer: Future[Answer] = Future()
-
-    def wait() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            answer.set_exception(error)
-
-    threading.Thread(target=wait, name="rendezvous", daemon=True).start()
-    try:
-        return answer.result(limit_s)
-    except TimeoutError as error:
-        raise _NoAnswer from error
-
-
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
 ) -> Store:
     """Returns the store at `host` and `port`; with a `descriptor`, serves it on that socket.
 
-    Raises _NoAnswer if no server listens there, or if it does not answer within `timeout` and
+    Raises Unanswered if no server listens there, or if it does not answer within `timeout` and
     `grace_s`.
     """
 
@@ -146,9 +122,9 @@ def _connected(
         )
 
     try:
-        return _answer(connect, timeout.total_seconds() + grace_s)
+        return on_thread(connect, timeout.total_seconds() + grace_s, name="rendezvous")
     except dist.DistNetworkError as error:
-        raise _NoAnswer from error
+        raise Unanswered from error
 
 
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
@@ -176,8 +152,8 @@ def _all_here(
     """Waits for all ranks to join; returns `store` with a key prefix for this launch.
 
     `launch` has rank and world size; `limits` has `timeout`, `recognition_limit_s` and
-    `connect_grace_s` of `rendezvous`. `place` names the address in errors. Raises _NoAnswer if rank
-    0 stops answering, TimeoutError if ranks are missing, and ConfigError if rank 0 belongs to
+    `connect_grace_s` of `rendezvous`. `place` names the address in errors. Raises Unanswered if
+    rank 0 stops answering, TimeoutError if ranks are missing, and ConfigError if rank 0 belongs to
     another run.
     """
     (rank, world_size), (timeout, recognition, grace_s) = launch, limits
@@ -194,8 +170,10 @@ def _all_here(
             f"{limit.total_seconds():g} s: it belongs to another run, or has another token"
         )
     if not _have_come(ours, range(world_size), timeout, grace_s):
-        absent = _answer(
-            lambda: [r for r in range(world_size) if not ours.check([f"rank/{r}"])], grace_s
+        absent = on_thread(
+            lambda: [r for r in range(world_size) if not ours.check([f"rank/{r}"])],
+            grace_s,
+            name="rendezvous",
         )
         raise TimeoutError(
             f"of {world_size} ranks {', '.join(map(str, absent))} did not join at {place} "
@@ -207,7 +185,8 @@ def _all_here(
 def _have_come(store: Store, ranks: Iterable[int], limit: timedelta, grace_s: float) -> bool:
     keys = [f"rank/{rank}" for rank in ranks]
     try:
-        _answer(lambda: store.wait(keys, limit), limit.total_seconds() + grace_s)
+        limit_s = limit.total_seconds() + grace_s
+        on_thread(lambda: store.wait(keys, limit), limit_s, name="rendezvous")
     except dist.DistStoreError:
         return False
     return True

@@ -15,7 +15,6 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.model.model import TrainedModel
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.shares import batch_outputs, rank_micro_batches
@@ -47,22 +46,14 @@ class Critic:
         self._learning_rate = settings.critic.learning_rate
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
-            self._model = load_trained(
-                settings,
-                self._ranks,
-                change=functools.partial(_with_value_heads, seed=settings.run.seed),
-            )
-
-    @property
-    def model(self) -> TrainedModel:
-        """The critic's model, for checkpoints."""
-        return self._model
+            change = functools.partial(_with_value_heads, seed=settings.run.seed)
+            self.model = load_trained(settings, self._ranks, change=change)
 
     def values(self, batch: Batch) -> list[LogprobArray]:
         """Returns, for each trajectory, the expected return before each sampled token; float32."""
         with self._ranks.in_force():
             return batch_outputs(
-                self._model,
+                self.model,
                 batch,
                 self._forward,
                 max_tokens=self._settings.learner.micro_batch_tokens,
@@ -79,7 +70,7 @@ class Critic:
         total = torch.zeros(len(ValueSum), dtype=torch.float64)
         norms = []
         overflows = 0
-        parts = self._model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
+        parts = self.model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
         with self._ranks.in_force(), parts:
             for members in mini_batches:
                 sums = self._accumulate(sequences, members)
@@ -94,11 +85,11 @@ class Critic:
                     overflows += 1
                     self._accumulate(sequences, members)
 
-                norms.append(self._model.optimizer_step(self._learning_rate, again))
+                norms.append(self.model.optimizer_step(self._learning_rate, again))
                 total += sums
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.
-            self._model.gather_parameters()
+            self.model.gather_parameters()
         tokens = max(1.0, float(total[ValueSum.TOKENS]))
         values, returns = [], []
         for sequence in sequences:
@@ -116,7 +107,7 @@ class Critic:
                 np.concatenate(values), np.concatenate(returns)
             ),
         }
-        if self._model.scaler is not None:
+        if self.model.scaler is not None:
             found["critic_gradient_overflows"] = float(overflows)
         return found
 
@@ -128,7 +119,7 @@ class Critic:
             return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
 
         with torch.no_grad():
-            return run_schedule(self._model, share, finish, forward_only=True)
+            return run_schedule(self.model, share, finish, forward_only=True)
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
         """Accumulates one mini-batch's gradients; returns its `ValueSum`s over all ranks."""
@@ -140,10 +131,10 @@ class Critic:
             return loss, micro_batch.loss_mask.sum().to(torch.int), sums
 
         share = rank_micro_batches(
-            self._model, sequences, members, max_tokens=self._settings.learner.micro_batch_tokens
+            self.model, sequences, members, max_tokens=self._settings.learner.micro_batch_tokens
         )
-        self._model.zero_grad()
-        found = run_schedule(self._model, share, finish, forward_only=False)
+        self.model.zero_grad()
+        found = run_schedule(self.model, share, finish, forward_only=False)
         sums = torch.zeros(len(ValueSum), dtype=torch.float64)
         if self._ranks.counts:
             sums += sum(part.cpu() for part in found)

@@ -42,17 +42,12 @@ class Reference:
         self._settings = settings
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
-            self._model = load_frozen(settings, self._ranks)
-
-    @property
-    def model(self) -> ParallelModel:
-        """The reference's model, for checkpoints."""
-        return self._model
+            self.model = load_frozen(settings, self._ranks)
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
         """Returns the result of `reference_logprobs` at the sampling temperature."""
         with self._ranks.in_force():
-            return reference_logprobs(self._model, batch, self._settings)
+            return reference_logprobs(self.model, batch, self._settings)
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
@@ -62,13 +57,13 @@ class Reference:
         of them have arrived, so that no rank ever holds the whole model. Each tensor is sent to
         every rank once.
         """
-        with self._model.memory.resident(Part.PARAMETERS):
+        with self.model.memory.resident(Part.PARAMETERS):
             self._refresh(policy)
 
     def _refresh(self, policy: Policy) -> None:
         with self._ranks.in_force():
             # The tasks have the names of the policy's files; the model's own folder may differ.
-            found = policy.bridge.get_conversion_tasks(self._model.chunks)
+            found = policy.bridge.get_conversion_tasks(self.model.chunks)
         tasks = [task for task in found if task is not None and task.megatron_module is not None]
         waiting: dict[str, Tensor] = {}
         # One tensor may hold the matrices of all experts, each of which is a parameter.
@@ -76,7 +71,7 @@ class Reference:
         for task in tasks:
             for name in _sources(task):
                 needed_by.setdefault(name, {})[task.global_param_name] = task
-        for name, tensor in hf_tensors(policy, self._model.dtype):
+        for name, tensor in hf_tensors(policy, self.model.dtype):
             if name not in needed_by:
                 continue
             waiting[name] = tensor
@@ -98,7 +93,7 @@ class Reference:
         missing = sorted(needed_by.keys() - waiting.keys())
         assert not missing, f"the policy has no {', '.join(missing)}"
         with self._ranks.in_force():
-            self._model.bridge._model_bridge._broadcast_shared_embeddings(self._model.chunks)
+            self.model.bridge._model_bridge._broadcast_shared_embeddings(self.model.chunks)
 
 
 def reference_logprobs(
@@ -139,16 +134,11 @@ class PolicyWithoutAdapters:
     """The policy with its adapters switched off, used as the reference."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        self._policy, self._config = policy, config
-
-    @property
-    def model(self) -> ParallelModel:
-        """The policy."""
-        return self._policy
+        self.model, self._config = policy, config
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
         """Returns the log-probabilities as `Reference.logprobs` does; collective."""
-        policy, sharing = self._policy, self._policy.sharing
+        policy, sharing = self.model, self.model.sharing
         noted = None if sharing is None else sharing.saved
         with without_adapters(policy.chunks):
             found = reference_logprobs(policy, batch, self._config)
@@ -162,10 +152,11 @@ class PolicyWithoutAdapters:
 def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
     """Switches every adapter of `chunks` off inside the context."""
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
-    from slipstream.learner.trainer.adapters.expert_adapters import adapters_of
+    from slipstream.learner.trainer.adapters.expert_adapters import ExpertAdapter
 
-    adapted = [m for chunk in chunks for m in chunk.modules() if isinstance(m, AdapterWrapper)]
-    of_experts = [*adapters_of(list(chunks))]
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    adapted = [module for module in modules if isinstance(module, AdapterWrapper)]
+    of_experts = [module for module in modules if isinstance(module, ExpertAdapter)]
     for module in adapted:
         module.disable_adapter_layers()
     for adapter in of_experts:
