@@ -27,7 +27,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.weights.bucket_fill import (
         BridgeFilling,
         PlannedFilling,
-        open_filling,
+        plan_filling,
     )
     from slipstream.learner.trainer.weights.export import hf_tensors
     from slipstream.learner.trainer.weights.weight_stream import WeightStream, open_stream
@@ -41,7 +41,7 @@ def run_rank(folder: Path, job: str) -> None:
     policy = opened(config)
     whole = open_stream(policy, config)
     assert isinstance(whole._filling, PlannedFilling)
-    filling = open_filling(policy, config.model.dtype)
+    filling = plan_filling(policy, config.model.dtype)
     stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES, delta="host")
     held: dict[int, bytes] = {}
     found: dict = {

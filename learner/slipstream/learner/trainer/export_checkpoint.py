@@ -59,20 +59,20 @@ def export(config: Config, path: Path, out: Path) -> None:
     """
     manifest = read_manifest(path)
     check_files(path, manifest.files)
-    from slipstream.learner.trainer.checkpoints.starting_weights import load_models_from
+    from slipstream.learner.trainer.checkpoints.starting_weights import load_starting_weights
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.model.offload import Part
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
-    from slipstream.learner.trainer.weights.published import weight_identity
+    from slipstream.learner.trainer.weights.published import open_published
 
     alone = on_one_rank(config, path)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
     with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
-        load_models_from(stored_policy(policy, with_optimizer=False), path, policy.ranks)
-    if weight_identity(policy, alone).hex() != manifest.weight_digest:
+        load_starting_weights(stored_policy(policy, with_optimizer=False), path, policy.ranks)
+    if open_published(policy, alone).digests().identity.hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
     if not policy.adapters.have_names:
         save_hf_folder(policy, alone.model.path, out)

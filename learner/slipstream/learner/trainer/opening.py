@@ -22,6 +22,7 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
     check_saved,
     load_starting_weights,
 )
+from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.layers.router_replay import replay_routers
 from slipstream.learner.trainer.model.model import (
@@ -158,7 +159,7 @@ def _with_weights(chunks: list[Megatron], *, config: Config, ranks: Ranks) -> li
     check_saved(path, ranks)
     check_no_adapters(path)
     check_no_lost_tower(config, path)
-    load_starting_weights(chunks, path, ranks)
+    load_starting_weights([StoredModel(POLICY, chunks, None)], path, ranks)
     return chunks
 
 

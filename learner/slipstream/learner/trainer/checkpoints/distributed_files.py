@@ -51,7 +51,6 @@ from slipstream.learner.trainer.checkpoints.threaded_save import (
     first_cause,
 )
 from slipstream.learner.trainer.model.model import unwrapped
-from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -101,7 +100,13 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
                         # Two moments, and float32 copies of values with another type.
                         tensors = 2 if parameter.dtype == torch.float32 else 3
                         sizes += tensors * [4 * parameter.numel()]
-            sizes += gathered_sizes(optimizer) if optimizer else []
+            sizes += [
+                4 * buffer.numel
+                for part in (distributed_parts(optimizer) if optimizer else ())
+                if part.data_parallel_group.rank() == 0
+                for buffer in part.buffers
+                for _ in KEYS
+            ]
     return sizes
 
 
@@ -121,7 +126,9 @@ def begin_save(
     for model in models:
         if model.optimizer is not None:
             # Megatron saves the number of updates of rank 0's optimizer, which may train nothing.
-            state[model.name][_UPDATES] = _num_updates(model, disk.ranks)
+            with model.in_force():
+                own = torch.tensor([float(_num_updates(model.optimizer))])
+            state[model.name][_UPDATES] = int(disk.ranks.max(own))
     try:
         request = dist_checkpointing.save(
             state,
@@ -175,18 +182,14 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
                 # Without the number of updates, a part of the optimizer that rank 0 lacks would
                 # apply Adam's bias correction as in the first update. Older checkpoints have the
                 # number only in the parts that rank 0 has.
-                groups = model.optimizer.param_groups
-                known = max((group.get("step") or 0 for group in groups), default=0)
-                for group in groups if (updates := part.get(_UPDATES) or known) else ():
+                updates = part.get(_UPDATES) or _num_updates(model.optimizer)
+                for group in model.optimizer.param_groups if updates else ():
                     group["step"] = updates
 
 
-def _num_updates(model: StoredModel, ranks: Ranks) -> int:
-    """Returns the number of updates of the model, 0 without an optimizer; collective."""
-    with model.in_force():
-        groups = [] if model.optimizer is None else model.optimizer.param_groups
-        own = max((group.get("step") or 0 for group in groups), default=0)
-    return int(ranks.max(torch.tensor([float(own)])))
+def _num_updates(optimizer: Megatron) -> int:
+    """Returns the largest number of updates of any part of the optimizer on this rank."""
+    return max((group.get("step") or 0 for group in optimizer.param_groups), default=0)
 
 
 def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:
@@ -330,17 +333,6 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
 def distributed_parts(optimizer: Megatron) -> list[Megatron]:
     """Returns the optimizer's parts whose state is split over data-parallel ranks."""
     return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
-
-
-def gathered_sizes(optimizer: Megatron) -> list[int]:
-    """Returns the size in bytes of each tensor that this rank gathers; not collective."""
-    return [
-        4 * buffer.numel
-        for part in distributed_parts(optimizer)
-        if part.data_parallel_group.rank() == 0
-        for buffer in part.buffers
-        for _ in KEYS
-    ]
 
 
 def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, Any] | None:

@@ -7,25 +7,19 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.adapters.lora import TOWER
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
-from slipstream.learner.trainer.checkpoints.stored_model import POLICY, STATE_FOLDER, StoredModel
+from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
 
 
-def load_starting_weights(chunks: Sequence[Megatron], path: Path, ranks: Ranks) -> None:
-    """Loads the policy's weights from a run's checkpoint or other torch_dist files; collective.
+def load_starting_weights(models: Sequence[StoredModel], path: Path, ranks: Ranks) -> None:
+    """Loads weights from a run's checkpoint or other torch_dist files; collective.
 
-    Raises CheckpointError if the files do not hold this model.
+    Raises CheckpointError if the files do not hold these models.
     """
-    load_models_from([StoredModel(POLICY, chunks, None)], path, ranks)
-
-
-def load_models_from(models: Sequence[StoredModel], path: Path, ranks: Ranks) -> None:
-    """Loads the weights of `models` like `load_starting_weights`; collective."""
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
     files = _distributed_files(path)

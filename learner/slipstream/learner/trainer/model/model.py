@@ -6,6 +6,7 @@ Megatron's objects are untyped; this module and `schedule` handle them.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +16,11 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.offload import HostMemory, Part
-from slipstream.learner.trainer.outputs.logprobs import defer_projection, output_weight
+from slipstream.learner.trainer.outputs.logprobs import (
+    Projection,
+    bring_to_all_ranks,
+    output_weight,
+)
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
@@ -75,16 +80,19 @@ class ParallelModel:
         """This rank's rows of the projection to the vocabulary, on the last pipeline stage only."""
         return output_weight(unwrapped(self.chunks[-1]))
 
-    @property
-    def logit_cap(self) -> float | None:
-        """The soft cap of the logits, or None if they are not capped."""
-        cap: float | None = getattr(self.chunks[0].config, "logit_cap", None)
-        return cap
-
-    @property
-    def has_engine_bits(self) -> bool:
-        """Whether the model uses the inference engine's kernels, for bitwise equal results."""
-        return getattr(self.chunks[0].config, "agreement", "close") == "bits"
+    def projection(self, temperature: float, *, entropy_gradient: bool = False) -> Projection:
+        """Returns the settings for computing log-probabilities from this model's hidden states."""
+        config = self.chunks[0].config
+        return Projection(
+            temperature,
+            self.vocab_size,
+            self.ranks.tp_group,
+            entropy_gradient=entropy_gradient,
+            kept_logits=self.kept_logits,
+            logits_dtype=self.logits_dtype,
+            cap=getattr(config, "logit_cap", None),
+            has_engine_bits=getattr(config, "agreement", "close") == "bits",
+        )
 
     def count_not_finite(self) -> int:
         """Returns the number of this rank's parameter values that are infinite or NaN."""
@@ -228,9 +236,13 @@ Change = Callable[[list[Megatron]], list[Megatron]]
 
 
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes chunks return hidden states, not logits (see `logprobs`), and returns `chunks`."""
+    """Makes chunks return hidden states, not logits (see `logprobs`), and returns `chunks`.
+
+    The output layers are still called, because Megatron's hooks on them wait for their weights.
+    """
     for chunk in chunks:
-        defer_projection(chunk)
+        if chunk.post_process:
+            chunk.output_layer.forward = types.MethodType(bring_to_all_ranks, chunk.output_layer)
     return chunks
 
 

@@ -31,7 +31,7 @@ from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths, zi
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
-from slipstream.learner.trainer.model.schedule import run_schedule
+from slipstream.learner.trainer.model.schedule import packed_sequences, run_schedule
 from slipstream.learner.trainer.model.shares import rank_micro_batches
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -137,7 +137,8 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
             arguments, named = _shared(own, named, bounds, paths)
         else:
             arguments = (*own, None)
-            named["packed_seq_params"] = _packed(bounds, ranks.cp_size, ranks.device)
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ranks.device)
+            named["packed_seq_params"] = packed_sequences(cu_seqlens, max(lengths), ranks.cp_size)
         # Hooks of data parallelism run in `__call__`: they would gather the sinks.
         output = attention.core_attention.forward(*arguments, **named)
         # Parameters get no gradients here: training would collect them.
@@ -164,23 +165,6 @@ def relative_error(found: Tensor, right: Tensor) -> float:
     """Returns the norm of `found - right` divided by the norm of `right`, the true value."""
     found, right = found.detach().double(), right.detach()
     return float((found - right).norm() / right.norm())
-
-
-def _packed(bounds: Sequence[int], cp_size: int, device: torch.device) -> Megatron:
-    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
-
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
-    packed = RoutedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-    if cp_size > 1:
-        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
-    return packed
 
 
 def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:

@@ -57,16 +57,7 @@ def forward_backward(
         return found.loss, found.num_tokens.to(torch.int), kept
 
     rows = _trained_rows(model, micro_batches, temperature)
-    projection = Projection(
-        temperature,
-        model.vocab_size,
-        model.ranks.tp_group,
-        entropy_gradient=entropy_gradient,
-        kept_logits=model.kept_logits,
-        logits_dtype=model.logits_dtype,
-        cap=model.logit_cap,
-        has_engine_bits=model.has_engine_bits,
-    )
+    projection = model.projection(temperature, entropy_gradient=entropy_gradient)
     return run_schedule(model, micro_batches, finish, forward_only=False)
 
 
@@ -95,14 +86,7 @@ def forward_logprobs(
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
 
     rows = _trained_rows(model, micro_batches, temperature)
-    projection = Projection(
-        temperature,
-        model.vocab_size,
-        model.ranks.tp_group,
-        logits_dtype=model.logits_dtype,
-        cap=model.logit_cap,
-        has_engine_bits=model.has_engine_bits,
-    )
+    projection = model.projection(temperature)
     with torch.no_grad():
         return run_schedule(model, micro_batches, finish, forward_only=True)
 
@@ -199,25 +183,31 @@ def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextMana
 
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
     """Returns Megatron's packed-sequence parameters, with the experts that routers must replay."""
-    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
-
     if micro_batch.paths is not None:
         from slipstream.learner.trainer.layers.prefix_sharing import shared_sequences
 
         return shared_sequences(micro_batch, micro_batch.paths)
+    packed = packed_sequences(micro_batch.cu_seqlens, micro_batch.max_seqlen, cp_size)
+    packed.expert_ids = micro_batch.expert_ids
+    return packed
+
+
+def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> Megatron:
+    """Returns Megatron's parameters of packed sequences; the arguments are as in `MicroBatch`."""
+    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+
     packed = RoutedSequences(
         qkv_format="thd",
-        cu_seqlens_q=micro_batch.cu_seqlens,
-        cu_seqlens_kv=micro_batch.cu_seqlens,
-        max_seqlen_q=micro_batch.max_seqlen,
-        max_seqlen_kv=micro_batch.max_seqlen,
-        expert_ids=micro_batch.expert_ids,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
     )
     if cp_size > 1:
         # TransformerEngine requires these fields; trailing padding needs no mask of its own. They
         # are the same tensor as `cu_seqlens_q`, so that TransformerEngine knows, without a wait for
         # the device, that there are no gaps between sequences.
-        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
     return packed
 
 

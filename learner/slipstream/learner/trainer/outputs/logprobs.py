@@ -6,7 +6,6 @@ they are computed once. The vocabulary may be split over tensor parallel ranks, 
 end so that it splits evenly.
 """
 
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,9 +159,10 @@ class _Part:
         self._weight, self._projection = weight, projection
         group = projection.tp_group
         self._width = len(weight)
-        self._first = self._width * (group.rank() if group is not None else 0)
-        num_tokens = max(0, min(self._width, projection.vocab_size - self._first))
-        self._columns = LogitColumns(num_tokens, projection.temperature, projection.cap)
+        # Token id of the first row, and the number of rows that are not padding.
+        self.first = self._width * (group.rank() if group is not None else 0)
+        self.num_tokens = max(0, min(self._width, projection.vocab_size - self.first))
+        self._columns = LogitColumns(self.num_tokens, projection.temperature, projection.cap)
         self._dtype = projection.logits_dtype or weight.dtype
         # The fused kernels support neither a cap nor several targets per row.
         is_plain = projection.cap is None and is_one
@@ -205,11 +205,8 @@ class _Part:
         They are bit for bit equal to the engine's log-probabilities; `found` are the logits.
         """
         rows = targets if targets.dim() > 1 else targets[:, None]
-        return (
-            engine_kernels()
-            .token_logprobs(found[:, : self._columns.num_tokens], rows)
-            .view(targets.shape)
-        )
+        tokens = found[:, : self.num_tokens]
+        return engine_kernels().token_logprobs(tokens, rows).view(targets.shape)
 
     def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
         """Fills `sums` like `logits.reduce`."""
@@ -236,11 +233,9 @@ class _Part:
             from slipstream.learner.trainer.outputs import fused_logits
 
             # The gradient overwrites the logits if they have the weight's type.
-            grad = (
-                found
-                if self._dtype == self._weight.dtype
-                else torch.empty_like(found, dtype=self._weight.dtype)
-            )
+            grad = found
+            if self._dtype != self._weight.dtype:
+                grad = torch.empty_like(found, dtype=self._weight.dtype)
             fused_logits.gradient(found, places, self._columns, log_total, slopes, bends, grad)
             return grad
         capped = None if self._columns.cap is None else logits.cap_slopes(found, self._columns)
@@ -251,35 +246,31 @@ class _Part:
 
     def places(self, targets: Tensor) -> Tensor:
         """Returns the local row index of each target, -1 for targets of other ranks."""
-        is_here = (targets >= self._first) & (targets < self._first + self._width)
-        return torch.where(is_here, targets - self._first, -1)
+        is_here = (targets >= self.first) & (targets < self.first + self._width)
+        return torch.where(is_here, targets - self.first, -1)
 
 
 class _WeightGrad:
     """The weight's gradient, summed over chunks; several chunks are summed in float32."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+        self._dtype = weight.dtype
+        self._is_exact = weight.dtype == torch.promote_types(weight.dtype, torch.float32)
         self._sum: Tensor | None = None
 
     def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
         """Adds the gradient that one chunk contributes."""
         if self._sum is None:
             self._sum = logits_grad.t() @ hidden
-            return
-        if (
-            self._sum.dtype
-            == self._weight.dtype
-            == torch.promote_types(self._weight.dtype, torch.float32)
-        ):
+        elif self._is_exact:
             self._sum.addmm_(logits_grad.t(), hidden)
-            return
-        self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
+        else:
+            self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
 
     def total(self) -> Tensor:
         """Returns the summed gradient in the weight's type."""
         assert self._sum is not None
-        return self._sum.to(self._weight.dtype)
+        return self._sum.to(self._dtype)
 
 
 def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -302,16 +293,6 @@ def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]
     return top + sums[0].log(), top + sums[1] / sums[0]
 
 
-def defer_projection(model: Megatron) -> None:
-    """Makes a Megatron GPT model return hidden states [1, tokens, hidden size] instead of logits.
-
-    The output layer is still called, because Megatron's hooks on it wait for its weight. It then
-    only gathers the states on all tensor parallel ranks; the backward pass sums their gradients.
-    """
-    if model.post_process:
-        model.output_layer.forward = types.MethodType(_bring_to_all_ranks, model.output_layer)
-
-
 def output_weight(model: Megatron) -> Tensor:
     """Returns this rank's rows of the output projection, or of the embedding if they are tied."""
     if model.share_embeddings_and_output_weights:
@@ -321,12 +302,17 @@ def output_weight(model: Megatron) -> Tensor:
     return own
 
 
-def _bring_to_all_ranks(
+def bring_to_all_ranks(
     layer: Megatron,
     hidden: Tensor,
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
 ) -> tuple[Tensor, None]:
+    """Replaces the forward pass of an output layer: only gathers the states on all ranks.
+
+    Returns hidden states [1, tokens, hidden size], and None for the bias. The backward pass sums
+    their gradients over the tensor parallel ranks.
+    """
     from megatron.core import tensor_parallel
 
     if layer.sequence_parallel:
@@ -346,18 +332,13 @@ def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projectio
     temperature are ignored: they do not change the order of the logits. Collective over the group;
     all ranks get the same result.
     """
-    width, group = len(weight), projection.tp_group
-    first = width * (group.rank() if group is not None else 0)
-    num_tokens = max(0, min(width, projection.vocab_size - first))
-    number = min(top_k, num_tokens)
+    part, group = _Part(weight, projection, is_one=False), projection.tp_group
+    number = min(top_k, part.num_tokens)
     values = hidden.new_full((len(hidden), top_k), -torch.inf, dtype=torch.float32)
     ids = torch.zeros((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
-    step = max(1, (projection.chunk_logits or CHUNK_LOGITS[weight.device.type]) // width)
-    for start in range(0, len(hidden), step):
-        rows = slice(start, start + step)
-        logits = F.linear(hidden[rows], weight[:num_tokens]).float()
-        found = logits.topk(number, dim=-1)
-        values[rows, :number], ids[rows, :number] = found.values, found.indices + first
+    for rows in part.chunks(len(hidden)):
+        found = F.linear(hidden[rows], weight[: part.num_tokens]).float().topk(number, dim=-1)
+        values[rows, :number], ids[rows, :number] = found.values, found.indices + part.first
     if group is None:
         return ids
     every_value = [torch.empty_like(values) for _ in range(group.size())]

@@ -5,7 +5,6 @@ the bucket.
 """
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -74,9 +73,6 @@ def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tenso
         blocks = list(zip(target.unbind(), source.unbind(), strict=True))
         if all(t.is_contiguous() and s.is_contiguous() for t, s in blocks):
             yield from blocks
-
-
-logger = logging.getLogger(__name__)
 
 
 class Kind(Enum):
@@ -234,7 +230,8 @@ class PlannedFilling:
     ) -> None:
         """Plans which rank sends which tensor; collective.
 
-        Without `senders`, all leads send. Raises UnknownMapping if a lead is not among `senders`.
+        Without `senders`, all leads send. If a lead is not among `senders`, all ranks raise
+        UnknownMapping.
         """
         self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
@@ -319,35 +316,26 @@ def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[s
     return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
 
 
-def open_filling(
+def plan_filling(
     policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
-) -> Filling:
-    """Returns a `PlannedFilling`, or a `BridgeFilling` if any mapping is unknown. Collective.
+) -> PlannedFilling:
+    """Returns a filling by a plan for a `kind` of weights; collective.
 
-    `kind` is the part of the policy to export. If `senders` is given, the result has exactly these
-    senders. An UnknownMapping is logged, not raised. The plan is not compared with Bridge's export
+    If `senders` is given, the result has exactly these senders. If any mapping is unknown on any
+    rank, all ranks raise the same UnknownMapping. The plan is not compared with Bridge's export
     here: see `open_stream`.
     """
+    plans = {Kind.MERGED: plan_merged, Kind.MATRICES: plan_matrices, Kind.ADAPTERS: plan_adapters}
     pieces: list[Piece] = []
     problem = ""
     try:
-        if kind is Kind.ADAPTERS:
-            pieces = plan_adapters(policy)
-        else:
-            pieces = plan_merged(policy) if kind is Kind.MERGED else plan_matrices(policy)
+        pieces = plans[kind](policy)
     except UnknownMapping as error:
         problem = str(error)
-    problems = [data.decode() for data in policy.ranks.gather_bytes(problem.encode())]
-    problem = next((problem for problem in problems if problem), "")
-    if not problem:
-        try:
-            return PlannedFilling(policy, dtype, pieces, senders=senders)
-        except UnknownMapping as error:
-            # The error is the same on every rank.
-            problem = str(error)
-    if policy.ranks.is_main:
-        logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
-    return BridgeFilling(policy, dtype, kind, senders=senders or (0,))
+    for found in policy.ranks.gather_bytes(problem.encode()):
+        if found:
+            raise UnknownMapping(found.decode())
+    return PlannedFilling(policy, dtype, pieces, senders=senders)
 
 
 def _name_of(dtype: torch.dtype) -> str:

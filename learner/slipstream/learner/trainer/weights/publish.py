@@ -109,33 +109,27 @@ class WeightPublisher:
 
         The report includes rank 0's `probe`; other ranks' probes are ignored.
         """
+        result = trainer_pb2.PublishResult(publish_id=order.publish_id)
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
         with self._published.weights.resident():
-            self._carry_out(order, probe)
-
-    def abort(self) -> None:
-        """Aborts every communicator."""
-        self._senders.abort()
-
-    def _carry_out(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
-        result = trainer_pb2.PublishResult(publish_id=order.publish_id)
-        if order.new_communicator:
-            # The previous communicator may use another transport.
-            self._senders.abort()
-        self._sender = sender = self._senders.for_transport(order.communicator.transport)
-        sender.bucket_deadline_s = order.bucket_deadline_s
-        if order.begun:
-            problem = self._send(order, order.communicator, result, sender)
-        else:
+            if order.new_communicator:
+                # The previous communicator may use another transport.
+                self._senders.abort()
+            self._sender = sender = self._senders.for_transport(order.communicator.transport)
+            sender.bucket_deadline_s = order.bucket_deadline_s
             announced, problem = self._agree(order, sender)
             if announced is not None:
                 problem = self._send(order, announced, result, sender)
             elif not problem:
                 # The controller has abandoned the publish.
                 return
-        if not problem and probe is not None:
-            result.probe.CopyFrom(probe)
-        self._report(order, result, problem)
+            if not problem and probe is not None:
+                result.probe.CopyFrom(probe)
+            self._report(order, result, problem)
+
+    def abort(self) -> None:
+        """Aborts every communicator."""
+        self._senders.abort()
 
     def _send(
         self,
@@ -171,6 +165,8 @@ class WeightPublisher:
 
         None and "" mean that the controller has abandoned the publish.
         """
+        if order.begun:
+            return order.communicator, ""
         data = None
         if self._ranks.is_main:
             communicator, problem = self._announce(order, sender)

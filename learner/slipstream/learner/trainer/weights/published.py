@@ -171,14 +171,6 @@ def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off
     return Published(matrices, adapters, held=held, adapter_scale=scale)
 
 
-def weight_identity(policy: Policy, config: Config) -> bytes:
-    """Returns the digest of all weights, on every rank; collective.
-
-    A caller that needs the digest often should keep a `Published`.
-    """
-    return open_published(policy, config).digests().identity
-
-
 def _from(first: int, send: Send) -> Send:
     def numbered(place: int, bucket: Bucket, data: Tensor) -> Release:
         return send(first + place, bucket, data)

@@ -21,9 +21,10 @@ from slipstream.learner.trainer.weights.bucket_fill import (
     Filling,
     Kind,
     exported,
-    open_filling,
+    plan_filling,
 )
 from slipstream.learner.trainer.weights.delta_base import DeltaBase
+from slipstream.learner.trainer.weights.export_plan import UnknownMapping
 from slipstream.protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
@@ -353,25 +354,29 @@ def open_stream(
     """
     dtype = config.model.dtype
     senders = () if beside is None else beside.senders
-    with policy.memory.resident(Part.PARAMETERS):
-        filling = open_filling(policy, dtype, kind, senders=senders)
+
+    def opened(filling: Filling) -> WeightStream:
         own_size = bucket_bytes(config.weights, filling.tensors)
         size = own_size if beside is None else beside.bucket_bytes
-        stream = WeightStream(policy, filling, bucket_bytes=size, delta=delta)
-        if isinstance(filling, BridgeFilling):
-            return stream
-        problem = difference(stream.run().by_name, bridge_digests(policy, dtype, kind))
-        # All ranks have all digests, but only rank 0 surely has all of Bridge's tensors.
-        data = problem.encode() if policy.ranks.is_main else None
-        problem = policy.ranks.broadcast_bytes(data).decode()
-        if not problem:
-            return stream
+        return WeightStream(policy, filling, bucket_bytes=size, delta=delta)
+
+    with policy.memory.resident(Part.PARAMETERS):
+        try:
+            stream = opened(plan_filling(policy, dtype, kind, senders=senders))
+        except UnknownMapping as error:
+            problem = str(error)
+        else:
+            problem = difference(stream.run().by_name, bridge_digests(policy, dtype, kind))
+            # All ranks have all digests, but only rank 0 surely has all of Bridge's tensors.
+            data = problem.encode() if policy.ranks.is_main else None
+            problem = policy.ranks.broadcast_bytes(data).decode()
+            if not problem:
+                return stream
+            # Its memory is freed before another stream takes as much.
+            del stream
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
-        by_bridge = BridgeFilling(policy, dtype, kind, senders=senders or (0,))
-        # Its memory is freed before another stream takes as much.
-        del stream
-        return WeightStream(policy, by_bridge, bucket_bytes=size, delta=delta)
+        return opened(BridgeFilling(policy, dtype, kind, senders=senders or (0,)))
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
