@@ -21,7 +21,6 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import (
     TERMINATED,
     ControllerClient,
-    Stop,
     read_order,
 )
 from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
@@ -129,7 +128,7 @@ class SimulatedTrainer:
                 assert self._writer is not None
                 assert version_from_pb(order.version) == self.version
                 self._writer.store(order, PROBE)
-            elif isinstance(order, Stop):
+            elif isinstance(order, pb.StopOrder):
                 self._finish(order)
                 return
             self._activity.note()
@@ -222,7 +221,7 @@ class SimulatedTrainer:
         parcel.arrived.set()
         return ""
 
-    def _finish(self, order: Stop) -> None:
+    def _finish(self, order: pb.StopOrder) -> None:
         self._truth.checkpoint = (self.version, self.weights)
         self.is_leaving = True
         if self._writer is not None:

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -333,21 +332,7 @@ def _describe(error: grpc.RpcError) -> str:
     return f"{_code(error).name}: {call.details()}"
 
 
-@dataclass(frozen=True)
-class Stop:
-    """The controller's order to end training after the current step."""
-
-    reason: str
-    # Whether the trainer leaves without exporting its model.
-    without_model: bool = False
-
-
-@dataclass(frozen=True)
-class Wait:
-    """The controller's reply that it has no order yet; the trainer asks again."""
-
-
-Order: TypeAlias = Batch | weights_pb2.PublishOrder | pb.StoreOrder | Stop | Wait
+Order: TypeAlias = Batch | weights_pb2.PublishOrder | pb.StoreOrder | pb.StopOrder | pb.WaitOrder
 
 
 def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
@@ -375,14 +360,9 @@ def read_order(directives: Sequence[pb.Directive]) -> Order:
     kind = first.WhichOneof("directive")
     if kind == "batch":
         return _read_batch(first.batch, directives[1:])
-    if kind == "publish":
-        return first.publish
-    if kind == "store":
-        return first.store
-    if kind == "stop":
-        return Stop(first.stop.reason, first.stop.without_model)
-    if kind == "wait":
-        return Wait()
+    if kind in ("publish", "store", "stop", "wait"):
+        order: Order = getattr(first, kind)
+        return order
     raise ProtocolError(f"an answer begins with an order, got {kind}")
 
 

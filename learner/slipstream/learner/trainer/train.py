@@ -29,8 +29,6 @@ from slipstream.learner.trainer.controller_client import (
     TERMINATED,
     ControllerClient,
     Order,
-    Stop,
-    Wait,
     pack_directives,
     read_order,
     unpack_directives,
@@ -224,11 +222,11 @@ class Trainer:
             elif isinstance(order, Batch):
                 with self._profile.step(order.step + 1):
                     self._train(order)
-            elif isinstance(order, Stop):
+            elif isinstance(order, trainer_pb2.StopOrder):
                 self._finish(order)
                 return
             else:
-                assert isinstance(order, (Wait, weights_pb2.PublishOrder))
+                assert isinstance(order, (trainer_pb2.WaitOrder, weights_pb2.PublishOrder))
 
     def _register(self) -> None:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
@@ -245,7 +243,7 @@ class Trainer:
                     world_size=self._ranks.world_size,
                     layout_description=layout,
                     version=version_to_pb(version),
-                    weight_digest=self._digest,
+                    weight_digest=self._digests.identity,
                     num_parameters=self._published.weights.num_parameters,
                     num_senders=len(self._published.weights.senders),
                     places=places,
@@ -312,7 +310,7 @@ class Trainer:
                     step=batch.step,
                     batch_id=batch.batch_id,
                     version=version_to_pb(version),
-                    weight_digest=self._digest,
+                    weight_digest=self._digests.identity,
                     metrics=result.metrics | cost | times,
                     wall_s=result.wall_s,
                     advantages=[
@@ -349,7 +347,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             for memory in self._memories:
                 stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
-            saved = self._checkpointer.save(self._version, self._digest)
+            saved = self._checkpointer.save(self._version, self._digests.identity)
         self._tell(saved)
 
     def _tell(self, saved: Saved | None) -> None:
@@ -387,7 +385,7 @@ class Trainer:
         self._writer.store(order, build_probe(self._policy, self._last_batch, self._config))
         self._ranks.activity.note()
 
-    def _finish(self, order: Stop) -> None:
+    def _finish(self, order: trainer_pb2.StopOrder) -> None:
         self._profile.close()
         logger.info("stopping with version %s: %s", self._version, order.reason)
         if self._checkpointer.is_wanted_at_the_end(self._version.step):
@@ -407,13 +405,10 @@ class Trainer:
             self._writer.close(keep=order.reason == TERMINATED)
         if self._ranks.is_main:
             self._client.finish(
-                trainer_pb2.TrainerGoodbye(weight_digest=self._digest, export_path=export_path)
+                trainer_pb2.TrainerGoodbye(
+                    weight_digest=self._digests.identity, export_path=export_path
+                )
             )
-
-    @property
-    def _digest(self) -> bytes:
-        """The digest of the weights, which identifies them."""
-        return self._digests.identity
 
     def _export(self) -> WeightDigests:
         with self._stages.measure("export"):

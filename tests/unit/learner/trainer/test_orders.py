@@ -1,8 +1,6 @@
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.learner.trainer.controller_client import (
-    Stop,
-    Wait,
     pack_directives,
     read_order,
     unpack_directives,
@@ -24,9 +22,10 @@ def test_batch_arrives_as_it_was_sent() -> None:
 
 
 def test_other_orders_are_one_message() -> None:
-    assert read_order(stop_order("done")) == Stop("done")
-    assert read_order(stop_order("bad", without_model=True)) == Stop("bad", without_model=True)
-    assert read_order([pb.Directive(wait=pb.WaitOrder())]) == Wait()
+    assert read_order(stop_order("done")) == pb.StopOrder(reason="done")
+    without_model = pb.StopOrder(reason="bad", without_model=True)
+    assert read_order(stop_order("bad", without_model=True)) == without_model
+    assert read_order([pb.Directive(wait=pb.WaitOrder())]) == pb.WaitOrder()
     publish = publish_order(1, new_communicator=True, verify=False)
     assert read_order(publish) == publish[0].publish
 

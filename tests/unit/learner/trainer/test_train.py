@@ -14,9 +14,9 @@ from slipstream.core.machine.gpus import fill_gpus
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.__main__ import exit_code
-from slipstream.learner.trainer.controller_client import Order, Stop, Wait
+from slipstream.learner.trainer.controller_client import Order
 from slipstream.learner.trainer.train import StartAgain, Trainer, turn_of_step
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.small_configs import small_config
 
 
@@ -43,7 +43,7 @@ class Loop(Trainer):
     def _publish(self, order: weights_pb2.PublishOrder) -> None:
         self.seen.append(order.publish_id)
 
-    def _finish(self, order: Stop) -> None:
+    def _finish(self, order: trainer_pb2.StopOrder) -> None:
         self.seen.append(order.reason)
 
 
@@ -55,7 +55,8 @@ def own_handler() -> Iterator[None]:
 
 
 def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
-    loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), Wait(), Stop("the end"))
+    stop = trainer_pb2.StopOrder(reason="the end")
+    loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), trainer_pb2.WaitOrder(), stop)
     loop.run()
     assert loop.seen == ["register", "p1", "poll", "poll", "poll", "the end"]
 
