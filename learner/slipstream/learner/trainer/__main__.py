@@ -70,22 +70,19 @@ def main() -> int:
         config = load_config(arguments.config)
         check_model(config)
         check_storage(config.weights.storage_url)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return USAGE_ERROR
-    return _run_rank(config)
+        from slipstream.learner.trainer.ranks.parallel import Launch
 
-
-def _run_rank(config: Config) -> int:
-    from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.v1 import trainer_pb2
-
-    try:
         launch = Launch.from_environment()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR
+    return _run_rank(config, launch)
+
+
+def _run_rank(config: Config, launch: Launch) -> int:
+    from slipstream.learner.trainer.controller_client import ControllerClient
+    from slipstream.v1 import trainer_pb2
+
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

@@ -32,20 +32,15 @@ def main() -> int:
 def findings() -> Iterator[Line]:
     """Yields all findings that need torch."""
     if not torch.cuda.is_available():
-        yield from _without_gpu()
+        # `slipstream doctor` itself reports a build for CPUs, as it knows if a GPU is needed.
+        if torch.version.cuda is not None:
+            seen = f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
+            remedy = "check nvidia-smi and the driver, or install torch's CPU build"
+            yield "gpu", "problem", f"{seen} and sees no GPU", remedy
         return
     yield from _gpus()
     yield _nccl()
     yield _attention()
-
-
-def _without_gpu() -> Iterator[Line]:
-    build = torch.version.cuda
-    if build is None:
-        # `slipstream doctor` itself reports a build for CPUs, as it knows if a GPU is needed.
-        return
-    seen = f"torch {torch.__version__} was built for CUDA {build} and sees no GPU"
-    yield "gpu", "problem", seen, "check nvidia-smi and the driver, or install torch's CPU build"
 
 
 def _gpus() -> Iterator[Line]:

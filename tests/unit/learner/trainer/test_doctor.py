@@ -11,7 +11,8 @@ def test_a_build_for_cpus_is_told_by_the_command(capsys: pytest.CaptureFixture[s
 
 def test_torch_for_gpus_without_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
-    ((area, verdict, seen, _),) = doctor._without_gpu()
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    ((area, verdict, seen, _),) = doctor.findings()
     assert (area, verdict) == ("gpu", "problem")
     assert "built for CUDA 13.0 and sees no GPU" in seen
 

@@ -273,8 +273,6 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
     """Qwen3.5: a tower like Qwen3-VL's, without DeepStack features."""
 
     tower = Qwen3_5VisionModel
-    tower_folder = "model.visual."
-    decoder_folder = "model.language_model."
 
 
 @recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
@@ -286,8 +284,6 @@ class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
 
     is_turned = False
     tower = Qwen3_5MoeVisionModel
-    tower_folder = "model.visual."
-    decoder_folder = "model.language_model."
 
     def feed_forward(self) -> list[Megatron]:
         """Returns the mappings of the feed-forward layers to tensors of the files."""

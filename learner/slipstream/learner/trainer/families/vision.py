@@ -62,12 +62,12 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 
 class VisionBridge(FamilyBridge):
-    """A recipe for models with a vision tower; subclasses set the tower and two folder names."""
+    """A recipe for models with a vision tower, which subclasses set."""
 
     tower: Megatron
     # Folders of the tower and of the decoder in the files.
-    tower_folder: str
-    decoder_folder: str
+    tower_folder = "model.visual."
+    decoder_folder = "model.language_model."
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
         """Returns Megatron's provider for the decoder, which also builds the tower."""
@@ -89,8 +89,12 @@ class VisionBridge(FamilyBridge):
         whole = ReplicatedMapping(
             megatron_param="visual.inner.**", hf_param=f"{self.tower_folder}**"
         )
+
+        def placed(name: str) -> str:
+            return name.replace("model.", self.decoder_folder, 1)
+
         decoder = [*ends(), *norms_before(), *self.attention(), *self.feed_forward()]
-        return MegatronMappingRegistry(*(self._placed(each) for each in decoder), whole)
+        return MegatronMappingRegistry(*(renamed_files(each, placed) for each in decoder), whole)
 
     def attention(self) -> list[Megatron]:
         """Returns the mappings of attention's parameters to tensors of the files."""
@@ -99,10 +103,6 @@ class VisionBridge(FamilyBridge):
     def feed_forward(self) -> list[Megatron]:
         """Returns the mappings of the feed-forward layers to tensors of the files."""
         return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
-
-    def _placed(self, mapping: Megatron) -> Megatron:
-        """Returns the decoder's `mapping` with the tensor names of this family's files."""
-        return renamed_files(mapping, lambda name: name.replace("model.", self.decoder_folder, 1))
 
 
 @recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
@@ -133,8 +133,6 @@ class Qwen3VisionBridge(VisionBridge):
     """
 
     tower = Qwen3VLVisionModel
-    tower_folder = "model.visual."
-    decoder_folder = "model.language_model."
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)

@@ -24,7 +24,6 @@ from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.length_groups import (
     MOST_SCORES,
     LengthGroup,
-    LengthSplit,
     Masks,
     length_groups,
     path_groups,
@@ -102,11 +101,12 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        split = LengthSplit(self.cp_group.rank(), size)
         has_kernel = self.score_cap is None
         masks = Masks(self.window, has_kernel=has_kernel, most_scores=self.most_scores)
-        groups, order = length_groups(bounds, split, masks, query.device)
-        return self._by_groups(query, key, value, groups, order)
+        split = (self.cp_group.rank(), size)
+        return self._by_groups(
+            query, key, value, *length_groups(bounds, split, masks, query.device)
+        )
 
     def _by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor

@@ -20,12 +20,8 @@ from torch import Tensor
 MOST_SCORES = 1 << 25
 
 
-@dataclass(frozen=True)
-class LengthSplit:
-    """The number of context parallel ranks, and this rank's index among them."""
-
-    rank: int
-    size: int
+# This rank's index among the context parallel ranks, and their number.
+LengthSplit = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
     """
     assert packed is not None, "only packed sequences are laid out in rows"
     bounds = tuple(packed.cu_seqlens_q.tolist())
-    groups, order = length_groups(bounds, LengthSplit(0, 1), Masks(), tokens[0].device)
+    groups, order = length_groups(bounds, (0, 1), Masks(), tokens[0].device)
     parts = [
         mix(*(rows(each, group.queries) for each in tokens))[group.is_query] for group in groups
     ]
@@ -122,7 +118,7 @@ def length_groups(
     each of this rank's tokens its index in the groups' concatenated queries. Sequences whose masks
     would be too large are cut into blocks.
     """
-    rank, size = split.rank, split.size
+    rank, size = split
     by_class: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(bounds):
         if end > start:
@@ -161,7 +157,7 @@ def _blocks(
 
     `member` has the bounds of the sequence. The queries of a block are consecutive.
     """
-    (start, end), (rank, size) = member, (split.rank, split.size)
+    (start, end), (rank, size) = member, split
     # All blocks are views of the same places.
     keys = gathered_places(bounds, size)[start:end].to(device)[None]
     queries = torch.arange(start // size, end // size)[None]

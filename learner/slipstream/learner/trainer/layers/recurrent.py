@@ -9,7 +9,7 @@ Mamba-2.
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -93,19 +93,12 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
             tp_comm_buffer_name="fc2",
             **common,
         )
-        self._place_own()
-
-    def _place_own(self) -> None:
-        """Creates the parameters outside linear layers on the device, NaN until they are loaded.
-
-        The attribute `tensor_model_parallel` makes the gradient norm count the parts of all ranks.
-        """
-        device = own_device(self.config)
+        # The parameters outside linear layers are NaN until they are loaded.
+        kind = {"dtype": config.params_dtype, "device": own_device(config)}
         own = (self.A_log, self.D, self.dt_bias, self.norm_weight, *self.conv1d.parameters())
         for parameter in own:
-            parameter.data = torch.full_like(
-                parameter, torch.nan, dtype=self.config.params_dtype, device=device
-            )
+            parameter.data = torch.full_like(parameter, torch.nan, **kind)
+            # The gradient norm counts the parts of all ranks.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def _rows(self) -> dict[str, int]:
@@ -137,13 +130,10 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
         """
         length = mixed.shape[1]
         mixed = F.silu(self.conv1d(mixed.mT)[..., :length]).mT
-        inputs, into, out_of = (
-            part.reshape(*part.shape[:-1], -1, size)
-            for part, size in zip(
-                torch.split(mixed, [self.inner, self.states, self.states], dim=-1),
-                (self.head_dim, self.config.mamba_state_dim, self.config.mamba_state_dim),
-                strict=True,
-            )
+        state_dim = self.config.mamba_state_dim
+        inputs, into, out_of = _by_head(
+            torch.split(mixed, [self.inner, self.states, self.states], dim=-1),
+            (self.head_dim, state_dim, state_dim),
         )
         # Unlike in transformers, but like in vLLM, steps have no lower bound.
         read: Tensor = mamba2_chunk_scan(
@@ -200,6 +190,12 @@ class PackedMamba(MegatronModule):  # type: ignore[misc]
             key = f"{prefix}{name}"
             found[key] = _split_tensor_factory(found[key], list(sizes.values()), list(sizes), 0)
         return found
+
+
+def _by_head(parts: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Yields each part [..., heads * size] as [..., heads, size]; `sizes` has each part's size."""
+    for part, size in zip(parts, sizes, strict=True):
+        yield part.reshape(*part.shape[:-1], -1, size)
 
 
 # Megatron's class demands the library flash-linear-attention; only its own forward pass needs it.
@@ -285,13 +281,9 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         length = mixed.shape[1]
         mixed = self.act_fn(self.conv1d(mixed.mT)[..., :length]).mT
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
-        query, key, value = (
-            part.reshape(*part.shape[:-1], -1, size)
-            for part, size in zip(
-                torch.split(mixed, [keys, keys, values], dim=-1),
-                (self.key_head_dim, self.key_head_dim, self.value_head_dim),
-                strict=True,
-            )
+        query, key, value = _by_head(
+            torch.split(mixed, [keys, keys, values], dim=-1),
+            (self.key_head_dim, self.key_head_dim, self.value_head_dim),
         )
         copies = self.num_value_heads // self.num_key_heads
         if copies > 1:

@@ -138,9 +138,8 @@ def provider_of(
         values |= {"agreement": config.algorithm.agreement, "bias_activation_fusion": is_equal}
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
-        kind = values.get("cp_comm_type")
-        _check_shared_sequences(config, kind)
-        _check_windows(config, kind, has_windows=values.get("window_size") is not None)
+        has_windows = values.get("window_size") is not None
+        _check_context_parallel(config, values.get("cp_comm_type"), has_windows=has_windows)
     check_fp8(values, config.learner)
     if values.get("deterministic_mode"):
         # This comes before the process runs its first kernel.
@@ -177,17 +176,19 @@ def check_fp8(
         )
 
 
-def _check_shared_sequences(config: Config, kind: object) -> None:
+def _check_context_parallel(config: Config, kind: object, *, has_windows: bool) -> None:
     """Raises ConfigError where TransformerEngine 2.11 cannot split packed sequences over ranks.
 
     TransformerEngine itself would reject them only at the first micro batch, by an assertion.
+    `kind` is Megatron's `cp_comm_type`, one value for all layers or a list of values by layer.
     """
-    if config.learner.parallel.cp == 1:
+    cp = config.learner.parallel.cp
+    if cp == 1:
         return
     if config.model.dtype == "float32":
         raise ConfigError(
             "model.dtype must be bfloat16 or float16 for TransformerEngine to share sequences over "
-            f"the ranks of learner.parallel.cp {config.learner.parallel.cp}, got float32"
+            f"the ranks of learner.parallel.cp {cp}, got float32"
         )
     kinds = kind if isinstance(kind, list) else [kind]
     unknown = [name for name in kinds if name not in _KINDS_FOR_PACKED]
@@ -196,18 +197,10 @@ def _check_shared_sequences(config: Config, kind: object) -> None:
             f"learner.transformer.cp_comm_type must be p2p or a2a, as sequences are packed, "
             f"got {unknown[0]!r}"
         )
-
-
-def _check_windows(config: Config, kind: object, *, has_windows: bool) -> None:
-    """Raises ConfigError if context parallelism of this `kind` does not support sliding windows.
-
-    `kind` is Megatron's `cp_comm_type`, one value for all layers or a list of values by layer.
-    """
-    kinds = kind if isinstance(kind, list) else [kind]
-    if has_windows and config.learner.parallel.cp > 1 and set(kinds) != {"a2a"}:
+    if has_windows and set(kinds) != {"a2a"}:
         raise ConfigError(
             "learner.transformer.cp_comm_type must be a2a for a model with attention windows and "
-            f"learner.parallel.cp {config.learner.parallel.cp}, got {kind!r}"
+            f"learner.parallel.cp {cp}, got {kind!r}"
         )
 
 

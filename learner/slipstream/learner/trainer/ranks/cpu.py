@@ -137,15 +137,17 @@ def _no_op() -> Callable[..., None]:
     return nothing
 
 
+def _rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
 def _replace_cuda() -> None:
     def current_stream(*_: object) -> _Stream:
         return _Stream()
-
-    def rng_state(*_: object, **__: object) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
-        torch.set_rng_state(state)
 
     _replace(
         torch.cuda,
@@ -159,12 +161,12 @@ def _replace_cuda() -> None:
             "current_stream": current_stream,
             "default_stream": current_stream,
             "stream": lambda _: contextlib.nullcontext(),
-            "get_rng_state": rng_state,
-            "set_rng_state": set_rng_state,
+            "get_rng_state": _rng_state,
+            "set_rng_state": _set_rng_state,
             "manual_seed": torch.manual_seed,
         },
     )
-    _replace(torch.cuda.random, {"get_rng_state": rng_state, "set_rng_state": set_rng_state})
+    _replace(torch.cuda.random, {"get_rng_state": _rng_state, "set_rng_state": _set_rng_state})
     _replace(torch.cuda.nvtx, {"range_push": _no_op(), "range_pop": _no_op()})
 
 
@@ -245,17 +247,11 @@ def _replace_megatron() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    def rng_state(*_: object, **__: object) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
-        torch.set_rng_state(state)
-
     def stay(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     _replace(
-        megatron_random, {"_get_cuda_rng_state": rng_state, "_set_cuda_rng_state": set_rng_state}
+        megatron_random, {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
     )
     _replace(moe_utils, {"maybe_move_tensor_to_cpu": stay})
     _replace(token_dispatcher, {"maybe_move_tensor_to_cpu": stay})

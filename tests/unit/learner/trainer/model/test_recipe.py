@@ -33,16 +33,23 @@ def sharing(cp: int, dtype: str) -> Config:
 
 @pytest.mark.parametrize("kind", [None, "p2p", "a2a", ["p2p", "a2a"]])
 def test_packed_sequences_are_shared_in_half_precision(kind: object) -> None:
-    recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
-    recipe._check_shared_sequences(sharing(1, "float32"), "all_gather")
+    recipe._check_context_parallel(sharing(2, "bfloat16"), kind, has_windows=False)
+    recipe._check_context_parallel(sharing(1, "float32"), "all_gather", has_windows=False)
     with pytest.raises(ConfigError, match=r"model.dtype must be bfloat16 .*cp 2, got float32"):
-        recipe._check_shared_sequences(sharing(2, "float32"), kind)
+        recipe._check_context_parallel(sharing(2, "float32"), kind, has_windows=False)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "a2a+p2p", ["p2p", "all_gather"]])
 def test_ways_of_sharing_that_need_unpacked_sequences_are_refused(kind: object) -> None:
     with pytest.raises(ConfigError, match="cp_comm_type must be p2p or a2a"):
-        recipe._check_shared_sequences(sharing(2, "bfloat16"), kind)
+        recipe._check_context_parallel(sharing(2, "bfloat16"), kind, has_windows=False)
+
+
+@pytest.mark.parametrize("kind", [None, "p2p", ["p2p", "a2a"]])
+def test_windows_need_heads_that_are_exchanged(kind: object) -> None:
+    recipe._check_context_parallel(sharing(2, "bfloat16"), "a2a", has_windows=True)
+    with pytest.raises(ConfigError, match="cp_comm_type must be a2a for a model with attention"):
+        recipe._check_context_parallel(sharing(2, "bfloat16"), kind, has_windows=True)
 
 
 def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
