@@ -53,7 +53,7 @@ class DenseBridge(FamilyBridge):
     """The recipe of dense models whose tensors are named like Llama's."""
 
     def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(), *gated(f"{DECODER}mlp.", f"{LAYER}mlp.")]
+        return [*ends(), *norms_before(), *attention(), *gated()]
 
 
 @recipe_for(MistralForCausalLM, "mistral")
@@ -88,12 +88,8 @@ class _GemmaBridge(FamilyBridge):
         scale_embeddings(provider, settings.hidden_size**0.5)
 
     def _mappings(self) -> list[Megatron]:
-        return [
-            *ends(),
-            *norms_before(mlp="pre_feedforward_layernorm"),
-            *norms_after(),
-            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
-        ]
+        norms = [*norms_before(mlp="pre_feedforward_layernorm"), *norms_after()]
+        return [*ends(), *norms, *gated()]
 
 
 @recipe_for(Gemma2ForCausalLM, "gemma2")
@@ -138,12 +134,7 @@ class Olmo2Bridge(FamilyBridge):
         place_norms(provider, "after", whole=True)
 
     def _mappings(self) -> list[Megatron]:
-        return [
-            *ends(),
-            *norms_after(),
-            *attention(normed_heads=True),
-            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
-        ]
+        return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
 
 
 @recipe_for(OlmoeForCausalLM, "olmoe")
@@ -172,12 +163,8 @@ class MixtralBridge(FamilyBridge):
         provider.moe_ffn_hidden_size = settings.intermediate_size
 
     def _mappings(self) -> list[Megatron]:
-        return [
-            *ends(),
-            *norms_before(),
-            *attention(),
-            *experts("block_sparse_moe.", ("w1", "w3", "w2")),
-        ]
+        theirs = experts("block_sparse_moe.", ("w1", "w3", "w2"))
+        return [*ends(), *norms_before(), *attention(), *theirs]
 
 
 @recipe_for(Qwen2MoeForCausalLM, "qwen2_moe")
@@ -221,13 +208,8 @@ class _SharedBridge(FamilyBridge):
         place_norms(provider, "before")
 
     def _mappings(self) -> list[Megatron]:
-        return [
-            *ends(),
-            *norms_before(),
-            *gated(f"{DECODER}mlp.", f"{LAYER}mlp."),
-            *experts(),
-            *gated(SHARED, f"{LAYER}mlp.shared_experts."),
-        ]
+        shared = gated(SHARED, f"{LAYER}mlp.shared_experts.")
+        return [*ends(), *norms_before(), *gated(), *experts(), *shared]
 
 
 class _SigmoidBridge(_SharedBridge):

@@ -99,7 +99,7 @@ def _query_key_value(kind: str) -> Megatron:
     )
 
 
-def gated(ours: str, theirs: str) -> list[Megatron]:
+def gated(ours: str = f"{DECODER}mlp.", theirs: str = f"{LAYER}mlp.") -> list[Megatron]:
     """Returns the mappings of a gated MLP to tensors of the files.
 
     `ours` and `theirs` are the prefixes of the MLP's names in Megatron and in the files.

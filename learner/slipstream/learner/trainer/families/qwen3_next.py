@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
-    DECODER,
     LAYER,
     FamilyBridge,
     FusedExperts,
@@ -234,16 +233,14 @@ class _Layers(FamilyBridge):
         set_delta_nets(provider, settings)
 
     def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *self.attention(), *self.feed_forward()]
+        return [*ends(), *norms_before(), *self._attention(), *self._feed_forward()]
 
-    def attention(self) -> list[Megatron]:
-        """Returns the mappings of attention and delta nets to tensors of the files."""
+    def _attention(self) -> list[Megatron]:
         names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in _INPUTS}
         return [*delta_nets(), _Inputs(f"{ATTENTION}in_proj.weight", names)]
 
-    def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers to tensors of the files."""
-        return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
+    def _feed_forward(self) -> list[Megatron]:
+        return gated()
 
 
 class _MixtureLayers(_Layers):
@@ -253,8 +250,7 @@ class _MixtureLayers(_Layers):
         super()._adjust(provider, settings)
         set_shared_expert(provider, settings)
 
-    def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers to tensors of the files."""
+    def _feed_forward(self) -> list[Megatron]:
         return [*experts(), *shared_expert()]
 
 
@@ -285,6 +281,5 @@ class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
     is_turned = False
     tower = Qwen3_5MoeVisionModel
 
-    def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers to tensors of the files."""
+    def _feed_forward(self) -> list[Megatron]:
         return [*fused_experts(is_turned=False), *shared_expert()]

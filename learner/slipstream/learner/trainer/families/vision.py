@@ -27,8 +27,6 @@ from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.families.families import Gemma3Bridge, MistralBridge
 from slipstream.learner.trainer.families.mappings import (
-    DECODER,
-    LAYER,
     FamilyBridge,
     FusedExperts,
     attention,
@@ -93,16 +91,16 @@ class VisionBridge(FamilyBridge):
         def placed(name: str) -> str:
             return name.replace("model.", self.decoder_folder, 1)
 
-        decoder = [*ends(), *norms_before(), *self.attention(), *self.feed_forward()]
+        decoder = [*ends(), *norms_before(), *self._attention(), *self._feed_forward()]
         return MegatronMappingRegistry(*(renamed_files(each, placed) for each in decoder), whole)
 
-    def attention(self) -> list[Megatron]:
+    def _attention(self) -> list[Megatron]:
         """Returns the mappings of attention's parameters to tensors of the files."""
         raise NotImplementedError
 
-    def feed_forward(self) -> list[Megatron]:
+    def _feed_forward(self) -> list[Megatron]:
         """Returns the mappings of the feed-forward layers to tensors of the files."""
-        return gated(f"{DECODER}mlp.", f"{LAYER}mlp.")
+        return gated()
 
 
 @recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
@@ -120,8 +118,7 @@ class Qwen25VisionBridge(VisionBridge):
         super()._adjust(provider, settings)
         provider.add_qkv_bias = True
 
-    def attention(self) -> list[Megatron]:
-        """Returns the mappings of attention's parameters to tensors of the files."""
+    def _attention(self) -> list[Megatron]:
         return attention(biases=True)
 
 
@@ -138,8 +135,7 @@ class Qwen3VisionBridge(VisionBridge):
         super()._adjust(provider, settings)
         provider.qk_layernorm = True
 
-    def attention(self) -> list[Megatron]:
-        """Returns the mappings of attention's parameters to tensors of the files."""
+    def _attention(self) -> list[Megatron]:
         return attention(normed_heads=True)
 
 
@@ -152,8 +148,7 @@ class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
 
     tower = Qwen3VLMoeVisionModel
 
-    def feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers to tensors of the files."""
+    def _feed_forward(self) -> list[Megatron]:
         return fused_experts()
 
 

@@ -134,11 +134,6 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
             is_gated=is_gated,
         )
 
-    def bias(self, expert: int) -> Tensor:
-        """Returns the bias of one expert, [out]."""
-        bias: Tensor = self.get_parameter(f"bias{expert}")
-        return bias
-
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
     ) -> dict[str, Megatron]:
@@ -211,12 +206,13 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             weights = weights[:, None]
             inner = self.linear_fc1(tokens, expert)
             if self.config.add_bias_linear:
-                inner = inner + self.linear_fc1.bias(expert)
+                inner = inner + self.linear_fc1.get_parameter(f"bias{expert}")
             inner = self._activated(inner)
             inner = (inner * weights).to(inner.dtype)
             output = self.linear_fc2(inner, expert)
             if self.config.add_bias_linear:
-                output = (output + self.linear_fc2.bias(expert) * weights).to(output.dtype)
+                bias = self.linear_fc2.get_parameter(f"bias{expert}")
+                output = (output + bias * weights).to(output.dtype)
             outputs.append(output)
         return torch.cat(outputs), None
 

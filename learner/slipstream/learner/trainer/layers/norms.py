@@ -72,8 +72,8 @@ class NormedResidual(torch.nn.Module):
         return added
 
 
-class _WholeNorm(MegatronModule):  # type: ignore[misc]
-    """RMSNorm over all heads of a token together; each tensor parallel rank holds some heads."""
+class WholeNorm(MegatronModule):  # type: ignore[misc]
+    """RMSNorm over all `heads` of a token together; each tensor parallel rank holds some heads."""
 
     # Bridge reads these marks to learn that the weight is split like the heads.
     tensor_model_parallel = True
@@ -113,17 +113,3 @@ class _WholeNorm(MegatronModule):  # type: ignore[misc]
         """
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
-
-
-class WholeQueryNorm(_WholeNorm):
-    """RMSNorm over all query heads of a token together."""
-
-    def __init__(self, config: Megatron, hidden_size: int, eps: float) -> None:
-        super().__init__(config, hidden_size, eps, heads=config.num_attention_heads)
-
-
-class WholeKeyNorm(_WholeNorm):
-    """RMSNorm over all key heads of a token together."""
-
-    def __init__(self, config: Megatron, hidden_size: int, eps: float) -> None:
-        super().__init__(config, hidden_size, eps, heads=config.num_query_groups)

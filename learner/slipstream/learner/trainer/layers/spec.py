@@ -29,8 +29,7 @@ from slipstream.learner.trainer.layers.experts import GroupedExperts
 from slipstream.learner.trainer.layers.norms import (
     NormedResidual,
     RMSNorm,
-    WholeKeyNorm,
-    WholeQueryNorm,
+    WholeNorm,
 )
 from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PackedMamba, PlainNorm
 from slipstream.learner.trainer.ranks import compat
@@ -144,7 +143,9 @@ def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
     """Puts norms into a layer's spec at the places that `mappings.place_norms` set."""
     attention = parts.self_attention.submodules
     if getattr(config, "has_whole_norms", False):
-        attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm
+        queries, keys = config.num_attention_heads, config.num_query_groups
+        attention.q_layernorm = ModuleSpec(module=WholeNorm, params={"heads": queries})
+        attention.k_layernorm = ModuleSpec(module=WholeNorm, params={"heads": keys})
     place = getattr(config, "norm_place", "before")
     if place == "before":
         return

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from slipstream.learner.trainer.layers.attention import new_scores
 from slipstream.learner.trainer.layers.experts import GroupedLinear
-from slipstream.learner.trainer.layers.norms import RMSNorm, WholeQueryNorm
+from slipstream.learner.trainer.layers.norms import RMSNorm, WholeNorm
 
 
 def matrices(config: TransformerConfig) -> Iterable[torch.Tensor]:
@@ -20,7 +20,7 @@ def matrices(config: TransformerConfig) -> Iterable[torch.Tensor]:
 MADE: dict[str, Callable[[TransformerConfig], Iterable[torch.Tensor]]] = {
     "experts": matrices,
     "norm": lambda config: RMSNorm(config, 8).parameters(),
-    "norm of all heads": lambda config: WholeQueryNorm(config, 4, 1e-5).parameters(),
+    "norm of all heads": lambda config: WholeNorm(config, 4, 1e-5, heads=4).parameters(),
     "sinks": lambda config: [new_scores(config)],
 }
 
