@@ -222,9 +222,10 @@ def _import_bridge() -> Megatron:
     The models of `_MODEL_FAMILIES` need none of these packages.
     """
     megatron: Megatron = importlib.import_module("megatron")
-    root = next(folder for path in megatron.__path__ if (folder := Path(path) / "bridge").is_dir())
-    _add_shell("megatron.bridge", root)
-    _add_shell("megatron.bridge.models", root / "models")
+    folders = (Path(path) / "bridge" for path in megatron.__path__)
+    root = next(folder for folder in folders if folder.is_dir())
+    for name, folder in (("megatron.bridge", root), ("megatron.bridge.models", root / "models")):
+        _register(name, types.ModuleType(name), [str(folder)])
     for name in _TE_STUBS:
         _register(name, _Stub(name), [])
     try:
@@ -237,10 +238,6 @@ def _import_bridge() -> Megatron:
             sys.modules.pop(name, None)
         hide_transformer_engine()
     return auto_bridge.AutoBridge
-
-
-def _add_shell(name: str, folder: Path) -> None:
-    _register(name, types.ModuleType(name), [str(folder)])
 
 
 def _register(name: str, module: types.ModuleType, path: list[str]) -> None:

@@ -25,40 +25,28 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like"
 _installed = False
 
 
-class _Stream:
-    """A substitute for a CUDA stream: CPU calls return when done, so all streams are equal."""
+class _Done:
+    """A substitute for CUDA streams and events: CPU calls return when done, so all are equal."""
 
     device = _CPU
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def wait_stream(self, _: object) -> None: ...
+    def _return(self, *_: object) -> None: ...
 
-    def wait_event(self, _: object) -> None: ...
+    wait_stream = wait_event = wait = record = synchronize = _return
 
-    def synchronize(self) -> None: ...
-
-    def record_event(self, *_: object) -> _Event:
-        return _Event()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class _Event:
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object) -> None: ...
-
-    def wait(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def record_event(self, *_: object) -> _Done:
+        return _Done()
 
     def query(self) -> bool:
         return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Done)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def install() -> None:
@@ -146,8 +134,8 @@ def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
 
 
 def _replace_cuda() -> None:
-    def current_stream(*_: object) -> _Stream:
-        return _Stream()
+    def current_stream(*_: object) -> _Done:
+        return _Done()
 
     _replace(
         torch.cuda,
@@ -156,8 +144,8 @@ def _replace_cuda() -> None:
             "synchronize": _no_op(),
             "set_device": _no_op(),
             "empty_cache": _no_op(),
-            "Stream": _Stream,
-            "Event": _Event,
+            "Stream": _Done,
+            "Event": _Done,
             "current_stream": current_stream,
             "default_stream": current_stream,
             "stream": lambda _: contextlib.nullcontext(),

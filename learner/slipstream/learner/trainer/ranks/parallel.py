@@ -103,10 +103,6 @@ class Ranks:
         return self._grid.use()
 
     @property
-    def _groups(self) -> Megatron:
-        return self._grid.groups
-
-    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which gets the controller's orders and leads each publish."""
         return self.rank == 0
@@ -114,22 +110,22 @@ class Ranks:
     @property
     def dp_rank(self) -> int:
         """The rank of this process in its data parallel group: the index of its model replica."""
-        return int(self._groups.get_data_parallel_rank())
+        return int(self._grid.groups.get_data_parallel_rank())
 
     @property
     def dp_size(self) -> int:
         """The data parallel size: the number of replicas, which train different micro batches."""
-        return int(self._groups.get_data_parallel_world_size())
+        return int(self._grid.groups.get_data_parallel_world_size())
 
     @property
     def tp_size(self) -> int:
         """The tensor parallel size: the number of ranks that share each matrix."""
-        return int(self._groups.get_tensor_model_parallel_world_size())
+        return int(self._grid.groups.get_tensor_model_parallel_world_size())
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
         """The tensor parallel group of this rank."""
-        group: dist.ProcessGroup = self._groups.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = self._grid.groups.get_tensor_model_parallel_group()
         return group
 
     @property
@@ -144,33 +140,33 @@ class Ranks:
     @property
     def cp_rank(self) -> int:
         """The rank of this process in its context parallel group."""
-        return int(self._groups.get_context_parallel_rank())
+        return int(self._grid.groups.get_context_parallel_rank())
 
     @property
     def cp_size(self) -> int:
         """The context parallel size: the number of ranks that share each sequence."""
-        return int(self._groups.get_context_parallel_world_size())
+        return int(self._grid.groups.get_context_parallel_world_size())
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
         """The context parallel group of this rank."""
-        group: dist.ProcessGroup = self._groups.get_context_parallel_group()
+        group: dist.ProcessGroup = self._grid.groups.get_context_parallel_group()
         return group
 
     @property
     def stage(self) -> int:
         """The index of this rank's pipeline stage."""
-        return int(self._groups.get_pipeline_model_parallel_rank())
+        return int(self._grid.groups.get_pipeline_model_parallel_rank())
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank is in the last pipeline stage, which computes the losses."""
-        return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
+        return bool(self._grid.groups.is_pipeline_last_stage(ignore_virtual=True))
 
     @property
     def counts(self) -> bool:
         """Whether sums over all ranks include this rank's statistics, so that tokens count once."""
-        return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
+        return self.is_last_stage and self._grid.groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
         """Whether no lower rank holds the same parameters; not collective.
@@ -179,8 +175,8 @@ class Ranks:
         groups.
         """
         if of_experts:
-            return bool(self._groups.get_expert_data_parallel_rank() == 0)
-        return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
+            return bool(self._grid.groups.get_expert_data_parallel_rank() == 0)
+        return bool(self._grid.groups.get_data_parallel_rank(with_context_parallel=True) == 0)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Returns rank 0's bytes on every rank; the other ranks pass None."""
@@ -226,7 +222,7 @@ class Ranks:
         `has_experts`: whether it describes the groups of the experts too.
         """
         layout = RankLayout.of(self._parallel, self.world_size)
-        found, groups = layout.groups(), self._groups
+        found, groups = layout.groups(), self._grid.groups
         for name, ours in {
             "tp": groups.get_tensor_model_parallel_group(),
             "cp": groups.get_context_parallel_group(),
@@ -307,23 +303,21 @@ class Grids:
 
     def close(self) -> None:
         """Destroys the groups of all layouts; the caller destroys the default process group."""
-        from megatron.core import parallel_state
-
         for grid in self._by_sizes.values():
             _write(grid.state)
-            parallel_state.destroy_model_parallel()
-        _write_groups(self._nothing)
+            _parallel_state().destroy_model_parallel()
+        _globals().update(self._nothing)
         self._by_sizes, self.current = {}, None
 
     def _make(self, sizes: ParallelSection) -> _State:
-        from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         before = _read() if self.current is not None else None
         # Each layout gets its own dict where Megatron fills one in place.
-        _write_groups({name: {} if value == {} else value for name, value in self._nothing.items()})
+        nothing = {name: {} if value == {} else value for name, value in self._nothing.items()}
+        _globals().update(nothing)
         with shared_gloo_devices():
-            parallel_state.initialize_model_parallel(
+            _parallel_state().initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tp,
                 pipeline_model_parallel_size=sizes.pp,
                 virtual_pipeline_model_parallel_size=sizes.vpp,
@@ -349,11 +343,9 @@ class Grid:
     @property
     def groups(self) -> Megatron:
         """Megatron's module with the groups; raises RuntimeError if another layout is in force."""
-        from megatron.core import parallel_state
-
         if self._grids.current is not self:
             raise RuntimeError("a model was asked for its groups while another layout is in force")
-        return parallel_state
+        return _parallel_state()
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -382,25 +374,27 @@ class Grid:
 
 def known_globals() -> set[str]:
     """Returns the names of all globals in which Megatron's `parallel_state` keeps its groups."""
-    from megatron.core import parallel_state
-
     return {
         name
-        for name, value in vars(parallel_state).items()
+        for name, value in _globals().items()
         if name.startswith("_") and not name.startswith("__") and not callable(value)
     }
 
 
+def _parallel_state() -> Megatron:
+    """Returns Megatron's module with the groups; `cpu.install` must precede its import."""
+    from megatron.core import parallel_state
+
+    return parallel_state
+
+
+def _globals() -> dict[str, object]:
+    found: dict[str, object] = _parallel_state().__dict__
+    return found
+
+
 def _read_groups() -> dict[str, object]:
-    from megatron.core import parallel_state
-
-    return {name: vars(parallel_state)[name] for name in known_globals() - _COMMON}
-
-
-def _write_groups(groups: dict[str, object]) -> None:
-    from megatron.core import parallel_state
-
-    vars(parallel_state).update(groups)
+    return {name: _globals()[name] for name in known_globals() - _COMMON}
 
 
 def _read() -> _State:
@@ -415,7 +409,7 @@ def _read() -> _State:
 def _write(state: _State) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    _write_groups(state.groups)
+    _globals().update(state.groups)
     get_cuda_rng_tracker().set_states(state.tracked)
     torch.set_rng_state(state.generators[0])
     if torch.cuda.is_available():
