@@ -77,12 +77,8 @@ def _nccl() -> Line:
 
 def _attention() -> Line:
     if importlib.util.find_spec("transformer_engine") is None:
-        return (
-            "attention",
-            "advice",
-            "TransformerEngine is not installed: attention by torch",
-            "install transformer-engine[pytorch], it is faster",
-        )
+        seen = "TransformerEngine is not installed: attention by torch"
+        return "attention", "advice", seen, "install transformer-engine[pytorch], it is faster"
     import transformer_engine
 
     flash = "with" if importlib.util.find_spec("flash_attn") is not None else "without"

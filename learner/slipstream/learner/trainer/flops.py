@@ -111,9 +111,8 @@ def peak_tflops(device_name: str) -> float | None:
     if OTHER_VERSIONS in device_name:
         return None
     names = sorted(PEAK_TFLOPS, key=len, reverse=True)
-    known = (name for name in names if re.search(rf"\b{name}\b", device_name))
-    name = next(known, None)
-    return None if name is None else PEAK_TFLOPS[name]
+    known = (PEAK_TFLOPS[name] for name in names if re.search(rf"\b{name}\b", device_name))
+    return next(known, None)
 
 
 def _is_sparse(config: Mapping[str, JsonValue], layer: int) -> bool:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
@@ -52,7 +53,6 @@ from torch.profiler import ProfilerActivity, profile
 
 # A report has the advantages of at most so many trajectories, to bound the message.
 _MOST_TOLD = 65536
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +92,13 @@ class StepCost:
 
     def _memory(self) -> dict[str, float]:
         """Returns the largest memory use of any rank; collective."""
-        used = {"trainer_rss_bytes": resident_bytes()}
+        used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
         if self._ranks.device.type == "cuda":
             used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
             used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
             torch.cuda.reset_peak_memory_stats()
         values = torch.tensor(list(used.values()), dtype=torch.float64)
         return dict(zip(used, self._ranks.max(values).tolist(), strict=True))
-
-
-def resident_bytes() -> int:
-    """Returns the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
 class ProfileWindow:

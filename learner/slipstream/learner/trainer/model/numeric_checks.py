@@ -147,7 +147,8 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
         expected = _plain(kind, (query, key, value, gradient), paths, sinks)
     computed = output.view(len(places), kind.heads, -1), *found
     for name, mine, theirs in zip(_COMPARED, computed, expected, strict=True):
-        error = relative_error(mine[is_compared], theirs[places][is_compared])
+        right = theirs[places][is_compared].detach()
+        error = float((mine[is_compared].detach().double() - right).norm() / right.norm())
         is_finite = bool(mine.isfinite().all())
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
@@ -159,12 +160,6 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
                 f"{where}: {kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
                 f"Take {remedy}"
             )
-
-
-def relative_error(found: Tensor, right: Tensor) -> float:
-    """Returns the norm of `found - right` divided by the norm of `right`, the true value."""
-    found, right = found.detach().double(), right.detach()
-    return float((found - right).norm() / right.norm())
 
 
 def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:

@@ -24,25 +24,12 @@ from slipstream.learner.trainer.ranks import compat
 
 # Divisor of a rank's share of the vocabulary, where the vocabulary is padded.
 VOCAB_MULTIPLE = 8
-_FUSIONS = (
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "cross_entropy_loss_fusion",
-    "moe_permute_fusion",
-    "moe_grouped_gemm",
-)
-# Fusions that Bridge leaves off for Qwen, and that TransformerEngine or torch.compile does better.
-# Without the fused rotary embedding, packed sequences make the host wait twice in each layer.
-_DEFAULTS_OF_TRANSFORMER_ENGINE = (
-    "apply_rope_fusion",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-)
 _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
+_FUSIONS = (
+    *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm"),
+    *("gradient_accumulation_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion"),
+    *_DEFAULTS_FOR_EXPERTS,
+)
 # Scales of the loss in float16. Gradients are sums over the tokens of a micro batch until they are
 # float32, so that the right scale may be below 1. An overflowing pass is repeated with the same
 # batch: with Megatron's default hysteresis it would keep the scale and overflow again.
@@ -122,7 +109,8 @@ def provider_of(
             "got 'float32'"
         )
     if compat.has_transformer_engine() and not is_equal:
-        values |= dict.fromkeys(_DEFAULTS_OF_TRANSFORMER_ENGINE, True)
+        # Bridge leaves some of these fusions off for Qwen. Without the fused rotary embedding,
+        # packed sequences make the host wait twice in each layer.
         # Megatron's experts with biases refuse this fusion.
         values["bias_dropout_fusion"] = not provider.add_bias_linear
         # Megatron's fused rotary embedding supports only YaRN in latent attention, and only
