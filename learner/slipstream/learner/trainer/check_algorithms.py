@@ -207,10 +207,7 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Trains this rank in each layout that has it; returns the results of `_train` by layout.
-
-    Raises RunFailed if training fails.
-    """
+    """Returns the results of `_train` by layout; raises RunFailed if training fails."""
     config, found = load_config(folder / "config.toml"), {}
     for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
         world_size = 2 if "parallel" in layout else 1

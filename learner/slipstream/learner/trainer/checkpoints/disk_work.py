@@ -111,11 +111,7 @@ class DiskWork:
         return all(is_done for is_done, *_ in self._meet(future))
 
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
-        """Exchanges and returns the ranks' states; raises CheckpointError for a silent disk.
-
-        A state has whether the rank's work is done, whether it failed, how many bytes it has moved,
-        and for how many seconds it has moved none.
-        """
+        """Exchanges the states (see `_STATE`); raises CheckpointError for a silent disk."""
         limit_s = self.ranks.timeout_s
         is_done, silent_s = future.done(), time.monotonic() - self._moved_s
         failed = is_done and future.exception() is not None

@@ -497,10 +497,7 @@ def _dicts(tree: Tree) -> Iterator[dict[str, Tree]]:
 
 
 def _read_by_key(wanted: Tree, source: Callable[[str], str | None], load: Load) -> Tree:
-    """Reads each sharded leaf of `wanted` under the key that `source` returns for the leaf's key.
-
-    A leaf for which `source` returns None is not read.
-    """
+    """Reads the sharded leaves of `wanted` under the keys from `source`, skips those with None."""
     chosen = _chosen(wanted, source)
     return _filled(wanted, load({"converted": chosen})["converted"])
 

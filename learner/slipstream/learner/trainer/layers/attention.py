@@ -111,10 +111,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
     ) -> Tensor:
-        """Computes attention group by group; returns [tokens, heads * dim].
-
-        `order` has each token's index in the concatenated outputs of the groups.
-        """
+        """Computes [tokens, heads * dim]; `order` has each token's index in the groups' outputs."""
         parts = [
             self._attend_group(query, key, value, group)
             if group.band is None
@@ -167,10 +164,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend_capped(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Computes attention over dim 2 with soft-capped scores, and stores all scores.
-
-        Torch's kernel has no soft cap.
-        """
+        """Computes attention over dim 2 with capped scores, for which torch has no kernel."""
         assert self.score_cap is not None
         per_key = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))

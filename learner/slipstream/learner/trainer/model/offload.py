@@ -103,10 +103,7 @@ class HostMemory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Returns the storages of `tensors` without duplicates.
-
-    If there is a GPU, storages that are already on the host are left out.
-    """
+    """Returns the storages of `tensors` without duplicates; with a GPU, only those on a device."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -161,10 +161,7 @@ def run_schedule(
 def _planned(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> AbstractContextManager[None]:
-    """Returns the context in which a training pass plans how many of its layers recompute.
-
-    The context does nothing if no plan is needed.
-    """
+    """Returns the context in which a training pass plans, if needed, how many layers recompute."""
     if forward_only or not isinstance(model, TrainedModel) or model.recompute is None:
         return nullcontext()
     sizes = [len(micro_batch.token_ids) for micro_batch in micro_batches]
@@ -172,10 +169,7 @@ def _planned(
 
 
 def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """Returns the context in which hooks of the model use the data of `micro_batch`.
-
-    The data are its images, or its positions if prefixes are shared.
-    """
+    """Returns the context in which hooks use the images of `micro_batch`, or shared positions."""
     if model.vision is not None:
         return model.vision.images_of(micro_batch)
     return nullcontext() if model.sharing is None else model.sharing.positions_of(micro_batch)

@@ -104,11 +104,7 @@ class RankFlags:
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
 ) -> Store:
-    """Returns the store at `host` and `port`; with a `descriptor`, serves it on that socket.
-
-    Raises Unanswered if no server listens there, or if it does not answer within `timeout` and
-    `grace_s`.
-    """
+    """Returns the store at `host` and `port`, or raises Unanswered; serves it on a `descriptor`."""
 
     def connect() -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]

@@ -218,10 +218,7 @@ class ValueHead(torch.nn.Module):
 
 
 def _with_value_heads(chunks: list[Megatron], *, seed: int) -> list[Megatron]:
-    """Replaces the output layer of the model chunks by a value head, and returns the chunks.
-
-    Call it on every pipeline stage, once the weights are loaded.
-    """
+    """Replaces the output layer of `chunks`, whose weights are loaded, by a value head."""
     for chunk in chunks:
         if chunk.pre_process:
             # With tied embeddings the projection was a second copy: without it no gradients of a

@@ -293,10 +293,7 @@ class DeltaBase:
         self._counts[place] = 0
 
     def _write(self, place: int, data: Tensor, where: Tensor, payload: Tensor) -> None:
-        """Writes the elements of `data` at the indices `where` into `payload`, in the wire form.
-
-        `payload` may share the memory of `data`.
-        """
+        """Writes the elements of `data` at `where` into `payload`, which may share its memory."""
         bucket, changed = self._buckets[place], len(where)
         values = data.view(_ELEMENT)[where]
         bounds = torch.arange(num_blocks(bucket) + 1, device=data.device) * BLOCK_ELEMENTS

@@ -170,10 +170,7 @@ def _task_pieces(task: Megatron, vocab_size: int) -> Iterator[Piece]:
 
 
 def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yields name, view and split dimension of each checkpoint tensor that `weight` holds.
-
-    The dimension is None if every rank holds the whole tensor.
-    """
+    """Yields name, view and `Piece.dim` of each checkpoint tensor that `weight` holds."""
     from megatron.bridge.models.conversion import param_mapping as known
 
     mapping, module = task.mapping, task.megatron_module

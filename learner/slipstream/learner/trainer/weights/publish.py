@@ -138,11 +138,7 @@ class WeightPublisher:
         result: trainer_pb2.PublishResult,
         sender: BucketSender,
     ) -> str:
-        """Joins the communicator if it is new, and sends all buckets.
-
-        Puts the digests, times and bytes into `result`. Returns the first problem of any rank, or
-        "" if there is none.
-        """
+        """Sends all buckets, and fills `result`; returns the first problem of any rank, or ""."""
         published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
         # The share of the changes that are sent: the pass that sends them overwrites it.
         changed_share, digests = published.weights.changed_share, None

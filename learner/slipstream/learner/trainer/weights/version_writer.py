@@ -289,10 +289,7 @@ def _part(folder: str, sender: int | None) -> str:
 
 
 def _stored(key: str, data: bytes | None = None) -> str:
-    """Returns the name of the rank flag which says that `key` is written.
-
-    With `data`, the flag says that `key` is written with these bytes.
-    """
+    """Returns the name of the rank flag that `key` is written, if given with the bytes `data`."""
     return f"stored/{key}" if data is None else f"stored/{key}/{object_digest(data).hex()}"
 
 
