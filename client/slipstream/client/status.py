@@ -192,10 +192,8 @@ def _from_pb(kind: type[Mirror], *messages: Message, **values: object) -> Mirror
     for field in fields(kind):
         if field.name not in values:
             message = next(m for m in messages if field.name in m.DESCRIPTOR.fields_by_name)
-            about, value = (
-                message.DESCRIPTOR.fields_by_name[field.name],
-                getattr(message, field.name),
-            )
+            about = message.DESCRIPTOR.fields_by_name[field.name]
+            value = getattr(message, field.name)
             if about.enum_type is not None:
                 names = about.enum_type.values_by_number
                 prefix = names[0].name.removesuffix("UNSPECIFIED")

@@ -98,6 +98,9 @@ class _Oracle:
         self._gave_up: dict[str, set[int]] = {}
         self._batches: dict[int, Record] = {}
         self._versions: set[tuple[int, int]] = {(0, 0)}
+        # Of the batches: the number of tokens by their lag, and the trained members of groups.
+        self._lags = Counter[int]()
+        self._members: set[tuple[str, int]] = set()
 
     def take(self, record: Record) -> None:
         """Checks the next record, and adds its faults to the findings."""
@@ -159,15 +162,12 @@ class _Oracle:
             for group in sorted(self._open)
             if self._deadlines[group] < num_steps - 1
         ]
-        lags: Counter[int] = Counter()
-        seen: dict[str, int] = {}
-        members: set[tuple[str, int]] = set()
         for step, record in sorted(self._batches.items()):
             batch = self._read(step, record)
             if batch is not None:
-                self._check_batch(step, record, batch, lags, seen, members)
-        found.max_lag = max(lags, default=0)
-        self._check_summary(lags)
+                self._check_batch(step, record, batch)
+        found.max_lag = max(self._lags, default=0)
+        self._check_summary()
 
     def _read(self, step: int, record: Record) -> trainer_pb2.RecordedBatch | None:
         attempt = record["batch_id"].partition("-")[2]
@@ -185,32 +185,23 @@ class _Oracle:
         self._found.torn.append(f"{path} is not what the journal says")
         return None
 
-    def _check_batch(
-        self,
-        step: int,
-        record: Record,
-        batch: trainer_pb2.RecordedBatch,
-        lags: Counter[int],
-        seen: dict[str, int],
-        members: set[tuple[str, int]],
-    ) -> None:
+    def _check_batch(self, step: int, record: Record, batch: trainer_pb2.RecordedBatch) -> None:
         found, sizes, tokens = self._found, Counter[str](), 0
         for each in batch.trajectories:
             name = f"{each.group_id}.{each.member}.{each.attempt}.{each.server_epoch:x}"
             place = (each.group_id, each.member)
             if name in self._ends:
                 found.duplicated.append(f"{name} is in step {step} and ended {self._ends[name]}")
-            if name in seen or place in members:
+            if place in self._members:
                 found.duplicated.append(f"{name} is in step {step} and was trained before")
-            seen[name] = step
-            members.add(place)
+            self._members.add(place)
             sizes[each.group_id] += 1
             sampled = sum(each.run_lengths[1::2])
             tokens += sampled
             if sampled != sum(span.length for span in each.version_spans):
                 found.unequal.append(f"{name}: tokens and versions differ in length")
             for span in each.version_spans:
-                lags[step - span.version.step] += span.length
+                self._lags[step - span.version.step] += span.length
                 if not 0 <= step - span.version.step <= self._config.algorithm.max_staleness:
                     found.stale.append(f"{name}: version {span.version.step} in step {step}")
                 if (span.version.incarnation, span.version.step) not in self._versions:
@@ -224,7 +215,7 @@ class _Oracle:
         if tokens != sum(count for *_, count in record["tokens"]):
             found.unequal.append(f"the tokens of step {step} differ from its record")
 
-    def _check_summary(self, lags: Counter[int]) -> None:
+    def _check_summary(self) -> None:
         try:
             summary = json.loads((self._folder / SUMMARY).read_text())
         except (OSError, ValueError):
@@ -238,8 +229,8 @@ class _Oracle:
             ("the ledger's difference", difference, 0),
             ("the ledger's gaps", gaps, []),
             ("the ledger's tokens", generated, sum(ledger.values())),
-            ("the trained tokens", summary["trained_tokens"], sum(lags.values())),
-            ("the tokens by lag", told, dict(lags)),
+            ("the trained tokens", summary["trained_tokens"], self._lags.total()),
+            ("the tokens by lag", told, dict(self._lags)),
             ("the steps", summary["steps"], len(self._batches)),
         ):
             if one != other:

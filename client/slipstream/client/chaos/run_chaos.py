@@ -297,7 +297,6 @@ class Chaos:
         self._config, self._command, self._settings = config, command, settings
         self._random = rng
         self._log = config.run_dir / LOGS / "chaos.log"
-        self._logs = JournalTail(config.run_dir / JOURNAL)
         # Number of journal records of each kind so far.
         self._records = Counter[str]()
         # The command's pid, whether a fault may have hit the command, and whether it must stop.
@@ -438,8 +437,15 @@ class Chaos:
 
     async def _follow(self) -> None:
         """Counts new journal records and notes when each step came, also during a fault."""
+        read = Counter[Path]()
         while True:
-            kinds = self._logs.new_records()
+            kinds = []
+            for path in journal_logs(self._config.run_dir / JOURNAL)[-2:]:
+                with path.open("rb") as log:
+                    log.seek(read[path])
+                    whole, newline, _ = log.read().rpartition(b"\n")
+                read[path] += len(whole + newline)
+                kinds += [json.loads(line[9:])["kind"] for line in whole.splitlines()]
             self.tally.steps_s += [time.monotonic()] * kinds.count("step")
             self._records.update(kinds)
             await asyncio.sleep(_LOOK_S)
@@ -452,24 +458,3 @@ async def _end_of(process: asyncio.subprocess.Process) -> int:
     finally:
         if process.returncode is None:
             process.kill()
-
-
-class JournalTail:
-    """Reads the records that were added to a journal since the last call."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._read: dict[Path, int] = {}
-
-    def new_records(self) -> list[str]:
-        """Returns the kinds of the records that were added since the last call."""
-        kinds = []
-        for path in journal_logs(self._folder)[-2:]:
-            with path.open("rb") as log:
-                log.seek(self._read.get(path, 0))
-                data = log.read()
-            whole = data.rpartition(b"\n")[0]
-            if whole:
-                self._read[path] = self._read.get(path, 0) + len(whole) + 1
-                kinds += [json.loads(line[9:])["kind"] for line in whole.split(b"\n")]
-        return kinds
