@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.preflight import free_port
+from slipstream.client.launch.roles import Share
 from slipstream.core.configuration.config_file import check_sizes, dump_config, load_config
 from slipstream.core.machine.gpus import Gpu
 from support.fakes.tiny_models import make_model_folder, make_seeing_model
@@ -191,10 +192,8 @@ def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(name, folder, monk
         gpus = tuple(Gpu(n, f"GPU-{n}", "NVIDIA H200", 140 << 30) for n in range(number))
         monkeypatch.setattr(placement, "list_gpus", lambda gpus=gpus: gpus)
         config = load_config(CONFIGS / f"{name}.toml")
-        servers = config.rollout_server.count
-        _, obstacles = launcher.describe_dry_run(
-            config, ranks=config.learner.world_size, servers=servers
-        )
+        share = Share(range(config.learner.world_size), config.rollout_server.count)
+        _, obstacles = launcher.describe_dry_run(config, share)
         assert obstacles == tuple(check_sizes(config))
 
 

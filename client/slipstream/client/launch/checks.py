@@ -42,7 +42,7 @@ from slipstream.client.launch.preflight import (
     check_port,
     check_reference,
 )
-from slipstream.client.launch.roles import QUEUE_ENDS
+from slipstream.client.launch.roles import QUEUE_ENDS, Share
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
@@ -99,11 +99,11 @@ class Scene:
     config: Config
     # The parts that start on this machine; empty for the doctor without a role.
     parts: frozenset[Part] = frozenset()
+    # What of the roles starts here.
+    share: Share = Share()
     dry_run: bool = False
     # Whether the checks must make no folder or log, as for the doctor.
     leaves_nothing: bool = False
-    # Number of the learner's node.
-    node_rank: int = 0
     # Seconds to wait for a controller, or a queue, that others start.
     connect_timeout_s: float = 0.0
 
@@ -301,7 +301,7 @@ async def _running_controller(scene: Scene) -> str | None:
     if "controller" in scene.parts:
         return None
     of_ranks = "learner" in scene.parts
-    asker = f"learner node {scene.node_rank}" if of_ranks else "rollout server"
+    asker = f"learner node {scene.share.node_rank}" if of_ranks else "rollout server"
     asker += f" on {socket.gethostname()}"
     return await compare(
         scene.config,
@@ -422,7 +422,10 @@ async def compare(
     finally:
         if is_awaited:
             await _tell_end(address, credentials, asker)
-    return f"{address} answers: same versions and settings, clocks differ by {_near(answer)}"
+    # The largest difference that the times of the call allow.
+    apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
+    same = "same versions and settings"
+    return f"{address} answers: {same}, clocks differ by {apart_s:.2f} s at most"
 
 
 async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
@@ -433,14 +436,6 @@ async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
             await status_pb2_grpc.StatusServiceStub(channel).GetSetup(
                 request, timeout=GOODBYE_S, metadata=call_metadata(credentials)
             )
-
-
-def _near(answer: Answer) -> str:
-    """Returns, as text, the largest difference of the two clocks that the answer's times allow."""
-    least, most = sorted(
-        (answer.asked_s - answer.setup.unix_time_s, answer.answered_s - answer.setup.unix_time_s)
-    )
-    return f"{max(abs(least), abs(most)):.2f} s at most"
 
 
 async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:

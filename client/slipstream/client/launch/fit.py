@@ -146,11 +146,9 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
             f"without {others}",
         )
     ranks = config.learner.ranks_per_node or config.learner.world_size
-    servers = config.rollout_server.count
-    if share is not None:
-        ranks, servers = len(share.ranks), share.servers
+    whole = Share(range(ranks), config.rollout_server.count)
     try:
-        config, placement, transport = fit_here(config, ranks=ranks, servers=servers)
+        config, placement, transport = fit_here(config, share or whole)
     except ConfigError as error:
         if share is not None:
             yield problem("placement", str(error), "ask the scheduler for what the role needs")
@@ -169,6 +167,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
         yield advice("drafts", undrafted, remedy)
     if needs is None:
         return
+    ranks = len((share or whole).ranks)
     if placement.learner:
         yield from _memory(config, placement, needs, gpus)
         if config.checkpoint.every_steps:

@@ -144,14 +144,13 @@ async def _carry_out(
     """
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
-    ranks, servers = len(share.ranks), share.servers
     if dry_run:
-        return await show_dry_run(scene, ranks=ranks, servers=servers, profile=profile)
-    config, placement = await _place(scene, ranks=ranks, servers=servers)
+        return await show_dry_run(scene, profile)
+    config, placement = await _place(scene)
     async with AsyncExitStack() as stack:
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
         queue = None
-        if servers and config.queue.kind == "redis" and config.queue.redis_url is None:
+        if share.servers and config.queue.kind == "redis" and config.queue.redis_url is None:
             queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
             config = _with_queue(config, queue)
         credentials = Credentials.load(config.security)
@@ -160,20 +159,20 @@ async def _carry_out(
         if queue is not None:
             processes.keep_queue(queue)
         if share.has_controller:
-            processes.start_controller(num_servers=servers)
+            processes.start_controller(num_servers=share.servers)
         processes.keep_trainers(share.ranks)
-        for number in range(servers):
+        for number in range(share.servers):
             processes.keep_rollout_server(number)
         return await processes.wait()
 
 
-async def _place(scene: Scene, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement]:
+async def _place(scene: Scene) -> tuple[Config, Placement]:
     """Makes the checks of `PLACE` and `START`; returns the settings and the placement.
 
     `gpu_memory_utilization` is filled in for GPUs that ranks and servers share.
     """
     await require(scene, Stage.PLACE)
-    config, placement, _ = fit_here(scene.config, ranks=ranks, servers=servers)
+    config, placement, _ = fit_here(scene.config, scene.share)
     await require(replace(scene, config=config), Stage.START)
     return config, placement
 
@@ -199,8 +198,8 @@ async def run_rollout_server(
     scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     if dry_run:
-        return await show_dry_run(scene, servers=1)
-    config, placement = await _place(scene, servers=1)
+        return await show_dry_run(scene)
+    config, placement = await _place(scene)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)
     folder = config.run_dir / "servers" / name
@@ -394,13 +393,7 @@ def scene_of(
     if connect_timeout_s is None:
         # Further nodes of the learner wait for the first one as long as their ranks would.
         connect_timeout_s = QUEUE_LIMIT_S if share.has_controller else config.learner.timeout_s
-    return Scene(
-        config,
-        parts,
-        dry_run=dry_run,
-        node_rank=share.node_rank,
-        connect_timeout_s=connect_timeout_s,
-    )
+    return Scene(config, parts, share, dry_run, connect_timeout_s=connect_timeout_s)
 
 
 def learner_overrides(master: str | None) -> list[str]:
@@ -428,9 +421,7 @@ def _with_queue(config: Config, server: EmbeddedServer) -> Config:
     return parse_config(table, source="queue")
 
 
-async def show_dry_run(
-    scene: Scene, *, ranks: int = 0, servers: int = 0, profile: Path | None = None
-) -> int:
+async def show_dry_run(scene: Scene, profile: Path | None = None) -> int:
     """Prints the plan, then checks the run's folder and addresses.
 
     `profile` is the folder of an earlier run, whose measured times predict this run's speed.
@@ -438,7 +429,7 @@ async def show_dry_run(
     Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
     """
     predicted = [] if profile is None else profile_lines(scene.config, profile)
-    text, obstacles = describe_dry_run(scene.config, ranks=ranks, servers=servers)
+    text, obstacles = describe_dry_run(scene.config, scene.share)
     say(text.rstrip("\n"))
     if predicted:
         say("\n".join(f"# {line}" for line in ("", *predicted)))
@@ -449,24 +440,22 @@ async def show_dry_run(
     return 0
 
 
-def describe_dry_run(
-    config: Config, *, ranks: int = 0, servers: int = 0
-) -> tuple[str, tuple[str, ...]]:
-    """Returns the plan of a command that would start `ranks` and `servers` here, and its obstacles.
+def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]]:
+    """Returns the plan of a command that would start `share` here, and its obstacles.
 
     The plan is TOML that `load_config` reads, without passwords; everything but settings is a
     comment. An obstacle is a change that this machine needs first. Of the model's files, only
     config.json is read. Raises ConfigError like `check_sizes`.
     """
     missing = check_sizes(config)
-    config, gpus, misfit = place_dry(config, ranks=ranks, servers=servers)
-    notes = [*(_describe_ranks(config) if ranks else ()), *gpus]
+    config, gpus, misfit = place_dry(config, share)
+    notes = [*(_describe_ranks(config) if share.ranks else ()), *gpus]
     for warning in (*config.algorithms.staleness_warnings, *model_warnings(config)):
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]
     # Servers that other commands start may have GPUs.
-    lacking = processor_problems(config) if servers else ()
+    lacking = processor_problems(config) if share.servers else ()
     comments = "".join(f"# {note}".rstrip() + "\n" for note in notes)
     text = f"{dump_config(without_password(config))}\n{comments}"
     return text, (*missing, *misfit, *lacking)
@@ -482,18 +471,16 @@ def _describe_ranks(config: Config) -> Iterator[str]:
         yield from (title, *layout.describe(has_experts=has_experts).splitlines(), "")
 
 
-def place_dry(
-    config: Config, *, ranks: int, servers: int
-) -> tuple[Config, list[str], tuple[str, ...]]:
+def place_dry(config: Config, share: Share) -> tuple[Config, list[str], tuple[str, ...]]:
     """Returns the settings, lines that say which process gets which GPU, and the obstacles.
 
     The settings are adjusted to a shared GPU. An obstacle says why the processes do not fit here;
     it is not an error, because a dry run needs no GPU.
     """
     on_cpu = not uses_gpus()
-    engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if servers else []
+    engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if share.servers else []
     try:
-        config, placement, transport = fit_here(config, ranks=ranks, servers=servers)
+        config, placement, transport = fit_here(config, share)
     except ConfigError as error:
         return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
     sharing = describe_sharing(config, placement)

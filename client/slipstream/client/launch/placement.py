@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.client.launch.roles import Share
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
@@ -134,16 +135,16 @@ def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement
     return place(config, visible, ranks=ranks, servers=servers)
 
 
-def fit_here(config: Config, *, ranks: int = 0, servers: int = 0) -> tuple[Config, Placement, str]:
+def fit_here(config: Config, share: Share) -> tuple[Config, Placement, str]:
     """Assigns this machine's GPUs to the processes that start here.
 
     Returns the settings adjusted to a shared GPU, the placement, and the transport of weights
     between ranks and servers, "" if only one of the two starts here. Raises ConfigError if the
     processes do not fit.
     """
-    placement = place_here(config, ranks=ranks, servers=servers)
+    placement = place_here(config, ranks=len(share.ranks), servers=share.servers)
     config = share_memory(config, placement)
-    transport = check_transport(config, placement) if ranks and servers else ""
+    transport = check_transport(config, placement) if share.ranks and share.servers else ""
     return config, placement, transport
 
 
@@ -213,11 +214,8 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
     ]
     if episodes is not None:
         sharing = [number for number, _ in enumerate(placement.servers) if placement.shares(number)]
-        who = (
-            f"rollout server {', '.join(map(str, sharing))}"
-            if sharing
-            else "no rollout server here"
-        )
+        numbers = f" {', '.join(map(str, sharing))}"
+        who = f"rollout server{numbers}" if sharing else "no rollout server here"
         lines.append(f"rollout_server.shared_max_episodes = {episodes} applies to {who}")
     if undrafted := draft_problem(config, placement):
         lines.append(undrafted)

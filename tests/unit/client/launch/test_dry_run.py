@@ -4,6 +4,7 @@ from pathlib import Path
 
 from slipstream.client.launch import fit
 from slipstream.client.launch.launcher import describe_dry_run
+from slipstream.client.launch.roles import Share
 from slipstream.core.configuration.config_file import parse_config
 from support.fakes.small_configs import config_of
 
@@ -33,7 +34,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "learner": {"world_size": 2, "parallel": {"tp": 2}},
         "critic": {"learning_rate": 1e-3, "parallel": {"pp": 2}},
     }
-    text, _ = describe_dry_run(parse_config(table, source="test"), ranks=2, servers=1)
+    text, _ = describe_dry_run(parse_config(table, source="test"), Share(range(2), 1))
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
     assert notes[:17] == [
@@ -66,8 +67,8 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     config = config.model_copy(update={"model": model, "rollout_server": server})
     monkeypatch.setattr(fit, "uses_gpus", lambda: False)
     lack = "no kernel there that quantises experts"
-    assert lack in describe_dry_run(config, ranks=1, servers=1)[1][-1]
-    assert lack in describe_dry_run(config, servers=1)[1][-1]
+    assert lack in describe_dry_run(config, Share(range(1), 1))[1][-1]
+    assert lack in describe_dry_run(config, Share(servers=1))[1][-1]
     # A learner's servers compute elsewhere.
-    _, obstacles = describe_dry_run(config, ranks=1)
+    _, obstacles = describe_dry_run(config, Share(range(1)))
     assert not [obstacle for obstacle in obstacles if lack in obstacle]

@@ -19,6 +19,7 @@ from slipstream.client.launch.placement import (
     place,
     share_memory,
 )
+from slipstream.client.launch.roles import Share
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu
@@ -278,7 +279,7 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (launcher, placement):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    _, lines, obstacles = launcher.place_dry(config_of(), ranks=1, servers=1)
+    _, lines, obstacles = launcher.place_dry(config_of(), Share(range(1), 1))
     assert not obstacles
     assert lines == [
         "The GPUs of what starts here:",
@@ -288,11 +289,11 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         "weights travel by nccl",
         ENGINE_LINE,
     ]
-    _, (line, engine), (obstacle,) = launcher.place_dry(config_of(), ranks=1, servers=2)
+    _, (line, engine), (obstacle,) = launcher.place_dry(config_of(), Share(range(1), 2))
     assert line.startswith("The GPUs here do not fit: 3 GPUs are needed here")
     assert (line.endswith(obstacle), engine) == (True, ENGINE_LINE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    config, lines, _ = launcher.place_dry(config_of(), ranks=1, servers=1)
+    config, lines, _ = launcher.place_dry(config_of(), Share(range(1), 1))
     assert config.rollout_server.gpu_memory_utilization == 0.4
     assert lines[-4].startswith("the learner and 1 rollout server share GPU 2; ")
     assert lines[-3] == "turns: pause, because rollout server 0 shares GPU 2 with the learner"
