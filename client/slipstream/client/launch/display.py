@@ -48,8 +48,6 @@ class Display:
         self.told_failure = ""
         # Whether somebody has stopped the run, which ends now.
         self.is_stopping = False
-        # Whether the run was stopped; set by `summary`.
-        self.is_stopped = False
 
     def show(self, event: status_pb2.Event) -> None:
         """Shows one event of the controller."""
@@ -101,26 +99,26 @@ class Display:
             return ""
         return f"; {first}resume it with: {this_command()}"
 
-    def summary(self) -> None:
+    def summary(self) -> bool:
         """Shows the table at the end, from summary.json, and how to resume an unfinished run.
 
-        Sets `is_stopped`. Does nothing if there is no summary.
+        Returns whether the run was stopped; shows nothing if there is no summary.
         """
         folder = self._config.run_dir
         summary = read_summary(folder)
         if summary is None:
-            return
+            return False
         if summary["steps"]:
             rows = table_rows(summary)
             width = max(len(name) for name, _ in rows)
             lines = [f"  {name:<{width}}  {plain(value)}\n" for name, value in rows]
             files = [name for name in FILES if (folder / name).exists()]
             self._write("\n" + "".join(lines) + f"\n  {folder}/: {', '.join(files)}\n")
-        self.is_stopped = summary["state"] == "stopped"
         if summary["state"] != "finished":
             ended = f"{summary['state']} at version {summary['steps']} of {self._config.run.steps}"
             first = "mend the cause, then " if summary["state"] == "failed" else ""
             self._write(f"\n  {ended}{self.resuming(first)}\n")
+        return bool(summary["state"] == "stopped")
 
     def _write(self, text: str) -> None:
         """Writes to `out`; a closed terminal or a reader that has ended does not end the run."""

@@ -283,8 +283,7 @@ class RunProcesses:
         if self._ended_controller and self._failure:
             raise RunFailed(with_full_disk(self._failure, self._logs))
         if controller.process.returncode == 0:
-            self._display.summary()
-            return self._signalled if self._display.is_stopped else 0
+            return self._signalled if self._display.summary() else 0
         if self._ended_controller:
             return self._signalled
         # A controller whose disk is full may have reported the cause, but not the end.

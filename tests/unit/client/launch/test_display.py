@@ -46,18 +46,17 @@ SUMMARY = {
 }
 
 
-def shown(config: Config, **changes: object) -> tuple[Display, str]:
+def shown(config: Config, **changes: object) -> tuple[bool, str]:
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "summary.json").write_text(json.dumps(SUMMARY | changes))
     out = io.StringIO()
-    display = Display(config, out)
-    display.summary()
-    return display, out.getvalue()
+    is_stopped = Display(config, out).summary()
+    return is_stopped, out.getvalue()
 
 
 def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
-    display, text = shown(config_of(tmp_path), steps=10)
-    assert not display.is_stopped
+    is_stopped, text = shown(config_of(tmp_path), steps=10)
+    assert not is_stopped
     assert "goes on" not in text
     assert "0.500 in the first 5 steps, 0.750 in the last 5 steps" in text
     _, text = shown(config_of(tmp_path), reward_steps=1)
@@ -73,8 +72,8 @@ def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch)
     how = "resume it with: .venv/bin/slipstream run a.toml run.steps=10"
     # What has failed would fail again as it is.
     how = f"mend the cause, then {how}" if state == "failed" else how
-    display, text = shown(config_of(tmp_path), state=state)
-    assert display.is_stopped == (state == "stopped")
+    is_stopped, text = shown(config_of(tmp_path), state=state)
+    assert is_stopped == (state == "stopped")
     assert text.endswith(f"\n  {state} at version 3 of 10; {how}\n")
     # Before the first step there is nothing for a table.
     _, text = shown(config_of(tmp_path), state=state, steps=0)
@@ -87,8 +86,8 @@ def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
 
 
 def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
-    display, text = shown(config_of(tmp_path), solved=True)
-    assert not display.is_stopped
+    is_stopped, text = shown(config_of(tmp_path), solved=True)
+    assert not is_stopped
     assert "goes on" not in text
 
 
