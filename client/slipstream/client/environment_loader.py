@@ -152,12 +152,8 @@ class CallTracker:
 
 def running_place(thread: int) -> str:
     """Returns file, line and function of the code that the thread with the id `thread` executes."""
-    frames = []
-    frame: types.FrameType | None = sys._current_frames()[thread]
-    while frame is not None:
-        frames.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return _describe(frames)
+    walk = traceback.walk_stack(sys._current_frames()[thread])
+    return _describe([(frame.f_code, line) for frame, line in walk])
 
 
 def awaited_place(task: asyncio.Task[object]) -> str:

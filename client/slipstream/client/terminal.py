@@ -18,8 +18,13 @@ def plain(text: str, *, indent: int = 0) -> str:
     Every character that is not printable is escaped: controls, characters that turn the writing
     direction, and lone surrogates. Lines after the first are indented by `indent` spaces.
     """
-    lines = text.split("\n")
-    return ("\n" + " " * indent).join(map(_visible, lines))
+    shown = (
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+    return "".join(shown).replace("\n", "\n" + " " * indent)
 
 
 def say(text: str) -> None:
@@ -70,12 +75,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def _visible(line: str) -> str:
-    if line.isprintable():
-        return line
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in line
-    )

@@ -77,11 +77,6 @@ def process_table(command: int) -> dict[str, list[psutil.Process]]:
     return found
 
 
-async def kill(process: psutil.Process) -> bool:
-    """Kills a process; returns False if it had already ended, or does not die within `EFFECT_S`."""
-    return await _shows(process, signal.SIGKILL, psutil.STATUS_ZOMBIE)
-
-
 async def stop(process: psutil.Process, for_s: float) -> bool:
     """Stops a process for `for_s`, then continues it; returns False if it could not be stopped."""
     try:
@@ -420,7 +415,8 @@ class Chaos:
         if rng.random() < STOPPED and role != "command":
             for_s = rng.uniform(0.5, MAX_STOP_S)
             return f"stop {role}" if await stop(victim, for_s) else ""
-        return f"kill {role}" if await kill(victim) else ""
+        is_dead = await _shows(victim, signal.SIGKILL, psutil.STATUS_ZOMBIE)
+        return f"kill {role}" if is_dead else ""
 
     async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
         """Waits up to `limit_s` for a new journal record of `kind`.

@@ -104,6 +104,9 @@ class Pods:
             jobs += self._job(further, FURTHER_LEARNER, self.nodes - 1)
             secrets[FURTHER_LEARNER] = further
         secrets[ROLLOUT_SERVER] = server
+        # The controller's port and the trainer's, which Prometheus scrapes.
+        first, last = self.metrics_port, self.metrics_port + 1
+        rule = f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
         files = {
             "kustomization.yaml": self._kustomization(folder, secrets),
             "learner.yaml": self._filled(
@@ -118,7 +121,7 @@ class Pods:
                 count=server.count.usual,
                 pod=indent(self._pod(server, ROLLOUT_SERVER), "      "),
             ),
-            "network.yaml": self._filled("network.yaml", metrics=self._metrics_rule()),
+            "network.yaml": self._filled("network.yaml", metrics=rule),
             "claims.yaml": self._claims(),
             "config.toml": self.text,
             ".gitignore": "secrets/\n",
@@ -129,7 +132,8 @@ class Pods:
                 files[name] = self._filled(name)
         if self.has_queue:
             files["queue.yaml"] = self._filled("queue.yaml")
-        return files | {f"code/{name}": text for name, text in self.code.copies.items()}
+        copies = {} if self.code.in_place else self.code.files
+        return files | {f"code/{name}": text for name, text in copies.items()}
 
     def commands(self, folder: Path) -> list[list[str]]:
         """Returns the commands that make the secrets and start the run, from files in `folder`."""
@@ -143,17 +147,6 @@ class Pods:
     def _filled(self, name: str, **values: object) -> str:
         path = TEMPLATES / name
         return filled_template(path, run=self.run, host=self.host, **values).rstrip() + "\n"
-
-    def _metrics_ports(self) -> str:
-        """Returns the container ports that Prometheus scrapes, as YAML."""
-        ports = {"controller": self.metrics_port, "trainer": self.metrics_port + 1}
-        each = [f"{{name: {name}, containerPort: {port}}}" for name, port in ports.items()]
-        return f"    ports: [{', '.join(each)}]\n"
-
-    def _metrics_rule(self) -> str:
-        """Returns, as YAML, the network rule that admits Prometheus; "" if there are no metrics."""
-        first, last = self.metrics_port, self.metrics_port + 1
-        return f"    - ports: [{{port: {first}, endPort: {last}}}]\n" if first else ""
 
     def _job(self, role: Role, name: str, replicas: int) -> str:
         pod = indent(self._pod(role, name), "          ")
@@ -170,6 +163,8 @@ class Pods:
                 f'tracking.prometheus="${{HOST_ADDRESS}}:{self.metrics_port}"',
                 f"security.metrics_token_file={SECRETS}/{METRICS_TOKEN}",
             ]
+        scraped = {"controller": self.metrics_port, "trainer": self.metrics_port + 1}
+        ports = [f"{{name: {each}, containerPort: {port}}}" for each, port in scraped.items()]
         claim = f"persistentVolumeClaim: {{claimName: {self.run}-runs}}"
         gpus = f"      limits:\n        nvidia.com/gpu: {role.gpus}\n"
         models = "  - name: models\n    persistentVolumeClaim: {claimName: models}\n"
@@ -182,7 +177,7 @@ class Pods:
             command=_items([_reference(word) for word in command], 6),
             env=self._env(role, "HOST_ADDRESS" if has_metrics else ""),
             cpus=role.cpus,
-            ports=self._metrics_ports() if has_metrics else "",
+            ports=f"    ports: [{', '.join(ports)}]\n" if has_metrics else "",
             unprivileged=UNPRIVILEGED,
             gpus=gpus if role.gpus else "",
             probes="" if name == FURTHER_LEARNER else _probes(role, name),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -94,11 +95,8 @@ def _processors(*, has_gpu: bool) -> Finding:
 
 def _cpu_flags() -> set[str]:
     path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return set(value.split())
-    return set()
+    found = re.search(r"^flags\s*:(.*)", path.read_text() if path.is_file() else "", re.MULTILINE)
+    return set(found[1].split()) if found else set()
 
 
 def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:

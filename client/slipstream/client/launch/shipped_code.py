@@ -25,11 +25,6 @@ class ShippedCode:
     # Whether the files are already in the folder from which they are shipped.
     in_place: bool = False
 
-    @property
-    def copies(self) -> dict[str, str]:
-        """The files to copy, by name; empty if they are already in place."""
-        return {} if self.in_place else self.files
-
 
 def read_code(folder: Path | None, place: Path, *, most_bytes: int | None) -> ShippedCode:
     """Returns the text files of `folder`, or no files if it is None.

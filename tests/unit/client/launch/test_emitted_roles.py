@@ -446,7 +446,7 @@ def test_a_file_that_can_be_no_key_is_refused(name: str) -> None:
 
 def test_code_that_lies_where_it_is_shipped_from_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "task.py").touch()
-    assert read_code(tmp_path, tmp_path, most_bytes=None).copies == {}
+    assert read_code(tmp_path, tmp_path, most_bytes=None).in_place
 
 
 def test_the_command_names_what_it_leaves_behind(tmp_path, monkeypatch, capsys):
