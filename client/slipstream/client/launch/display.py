@@ -161,6 +161,7 @@ def step_line(event: status_pb2.Event, num_steps: int) -> str:
 def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the rows of the table: names and values from a summary."""
     ledger = summary["ledger"]
+    generated, difference = f"{ledger['generated']:,}", ledger["difference"]
     shares = {
         fleet: ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
         for fleet, parts in summary["time"].items()
@@ -173,20 +174,20 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     several = summary["reward_steps"]
     span = f"{several} steps" if several > 1 else "step"
+    first, last = _number(summary["reward_first"]), _number(summary["reward_last"])
+    mixed, probes = summary["trajectories_with_several_versions"], summary["publishes_verified"]
+    publishes = f"{summary['publishes']} since the last start"
+    gap, most_gap = (_number(summary[f"logprob_gap_{k}"], ".1e") for k in ("mean", "max"))
     rows = [
         ("steps", f"{summary['steps']}"),
-        (
-            "reward",
-            f"{_number(summary['reward_first'])} in the first {span}, "
-            f"{_number(summary['reward_last'])} in the last {span}",
-        ),
+        ("reward", f"{first} in the first {span}, {last} in the last {span}"),
     ]
     if summary["reward_heldout"] is not None:
-        first, last = summary["reward_heldout_first"], summary["reward_heldout"]
         begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
         # With a single round there is nothing to compare.
-        earlier = f"{_number(first)} at version {begun}, " if begun != ended else ""
-        rows.append(("reward held out", f"{earlier}{_number(last)} at version {ended}"))
+        earlier = f"{_number(summary['reward_heldout_first'])} at version {begun}, "
+        newest = f"{_number(summary['reward_heldout'])} at version {ended}"
+        rows.append(("reward held out", f"{earlier if begun != ended else ''}{newest}"))
     rows += [
         ("suspended", f"{name}: {cause}")
         for name, cause in summary["suspended_environments"].items()
@@ -194,24 +195,10 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
-        (
-            "new weights",
-            f"came in the middle of {summary['trajectories_with_several_versions']:,} trajectories",
-        ),
-        (
-            "generated tokens",
-            f"{ledger['generated']:,} = {fates or 'none'}; difference {ledger['difference']}",
-        ),
-        (
-            "publishes",
-            f"{summary['publishes']} since the last start, "
-            f"{counted(summary['publishes_verified'], 'probe')} compared",
-        ),
-        (
-            "log-probability gap",
-            f"{_number(summary['logprob_gap_mean'], '.1e')} mean, "
-            f"{_number(summary['logprob_gap_max'], '.1e')} largest",
-        ),
+        ("new weights", f"came in the middle of {mixed:,} trajectories"),
+        ("generated tokens", f"{generated} = {fates or 'none'}; difference {difference}"),
+        ("publishes", f"{publishes}, {counted(probes, 'probe')} compared"),
+        ("log-probability gap", f"{gap} mean, {most_gap} largest"),
         *((f"time of the {fleet}", share) for fleet, share in shares.items()),
         *_advice_rows(summary["advice"]),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
