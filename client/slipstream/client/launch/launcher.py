@@ -20,12 +20,7 @@ from pathlib import Path
 from slipstream.client.advice import profile_lines
 from slipstream.client.launch import roles
 from slipstream.client.launch.checks import CONTROLLER, LEARNER, SERVER, Scene, Stage, require
-from slipstream.client.launch.children import (
-    first_failed,
-    show_lines,
-    start_child,
-    stop_signal,
-)
+from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
 from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.placement import (
     Placement,
@@ -204,27 +199,20 @@ async def run_rollout_server(
     make_run_folder(config)
     folder = config.run_dir / "servers" / name
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
+    address, log = config.controller.address, folder / "server.log"
     with hold_folder(folder, refusal=refusal):
-        return await _run_server(config, name, folder, placement, connect_timeout_s)
-
-
-async def _run_server(
-    config: Config, name: str, folder: Path, placement: Placement, connect_timeout_s: float
-) -> int:
-    resolved = write_config(config, folder)
-    arguments = ["--config", str(resolved), "--controller", config.controller.address]
-    arguments += ["--connect-timeout-s", str(connect_timeout_s), "--server-id", name]
-    child = await start_child(
-        *(name, roles.SERVER.module, arguments),
-        log_path=folder / "server.log",
-        environ=placement.server_environment(0),
-    )
-    say(f"rollout server {name} joins {config.controller.address}; its log is {child.log_path}")
-    stop = asyncio.ensure_future(stop_signal())
-    ended = asyncio.ensure_future(child.process.wait())
-    await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    await child.stop(roles.server_grace_s(config))
+        arguments = ["--config", str(write_config(config, folder)), "--controller", address]
+        arguments += ["--connect-timeout-s", str(connect_timeout_s), "--server-id", name]
+        environ = placement.server_environment(0)
+        child = await start_child(
+            name, roles.SERVER.module, arguments, log_path=log, environ=environ
+        )
+        say(f"rollout server {name} joins {address}; its log is {log}")
+        stop = asyncio.ensure_future(stop_signal())
+        ended = asyncio.ensure_future(child.process.wait())
+        await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        await child.stop(roles.server_grace_s(config))
     if child.process.returncode == 0:
         say(f"rollout server {name} has left")
         return 0
