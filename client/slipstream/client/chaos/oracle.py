@@ -98,7 +98,7 @@ class _Oracle:
         self._gave_up: dict[str, set[int]] = {}
         self._batches: dict[int, Record] = {}
         self._versions: set[tuple[int, int]] = {(0, 0)}
-        # Of the batches: the number of tokens by their lag, and the trained members of groups.
+        # The number of trained tokens by their lag, and the trained members of groups.
         self._lags = Counter[int]()
         self._members: set[tuple[str, int]] = set()
 
