@@ -22,7 +22,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import ADVICE
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
-from slipstream.core.step_simulation import Profile, Setting
+from slipstream.core.step_simulation import Setting
 
 
 def time_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -75,7 +75,14 @@ def profile_lines(config: Config, run: Path) -> list[str]:
 
     `run` is that run's folder. Raises ConfigError if it has no profile.
     """
-    profile = _read_profile(run / ADVICE)
+    path = run / ADVICE
+    try:
+        profile = profile_from_json(json.loads(path.read_text())["profile"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(
+            f"--profile needs the folder of a run of some 20 steps or more, "
+            f"{path} is missing or damaged"
+        ) from None
     layout = RankLayout.of(config.learner.parallel, config.learner.world_size)
     setting = Setting(
         servers=config.rollout_server.count,
@@ -99,16 +106,6 @@ def profile_lines(config: Config, run: Path) -> list[str]:
         f"the servers' places are taken; rollout servers wanted: {advice.wanted_servers}",
         *_gain_lines(gains),
     ]
-
-
-def _read_profile(path: Path) -> Profile:
-    try:
-        return profile_from_json(json.loads(path.read_text())["profile"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(
-            f"--profile needs the folder of a run of some 20 steps or more, "
-            f"{path} is missing or damaged"
-        ) from None
 
 
 def _gain_lines(gains: Mapping[str, float]) -> list[str]:

@@ -62,7 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if arguments.check is not None and arguments.python:
-        _become_other(arguments.python, [*given, "--python", ""])
+        from slipstream.core.machine.other_python import worker_program
+
+        python = arguments.python
+        try:
+            os.execvp(python, [*worker_program(python), *given, "--python", ""])
+        except OSError as error:
+            cause = f"--python must be an interpreter, got {python}: {error.strerror}"
+            print(cause, file=sys.stderr)
+            return 2
     # The environment's prints go to stderr.
     report = os.dup(1)
     sys.stdout.flush()
@@ -70,17 +78,6 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.check is not None:
         _check(arguments, report)
     return _serve(arguments.connect, arguments.record)
-
-
-def _become_other(python: str, arguments: list[str]) -> NoReturn:
-    """Replaces this process by a worker on the interpreter `python`, or exits with 2."""
-    from slipstream.core.machine.other_python import worker_program
-
-    try:
-        os.execvp(python, [*worker_program(python), *arguments])
-    except OSError as error:
-        print(f"--python must be an interpreter, got {python}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _serve(address: str, record: int | None) -> int:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 from inspect import isawaitable
@@ -454,7 +454,7 @@ async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
 INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 
 
-def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
+def check_interfaces(config: Config) -> str | None:
     """Returns a line on the interface to the rendezvous, or None if one node has all ranks.
 
     Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
@@ -465,7 +465,7 @@ def check_interfaces(config: Config, environ: Mapping[str, str] = os.environ) ->
         return None
     present = psutil.net_if_addrs()
     for variable, takes_beginning in INTERFACES.items():
-        value = environ.get(variable, "")
+        value = os.environ.get(variable, "")
         if value and not _match(value, list(present), takes_beginning=takes_beginning):
             raise ConfigError(
                 f"{variable}={value} names no interface of this host, which has "

@@ -50,7 +50,7 @@ def slurm_files(
             **common,
             **_sizes(roles, server),
             last=server.count.usual - 1,
-            learner_job=shell_word(_job(roles, learner)),
+            learner_job=shell_word(f"{roles.run}-{LEARNER}"),
             look=LOOK_S,
             watch=watch_s,
             restarts=server.restarts,
@@ -62,11 +62,7 @@ def slurm_files(
 def _sizes(roles: Roles, role: Role) -> dict[str, object]:
     gpus = f"#SBATCH --gpus-per-node={role.gpus}\n" if role.gpus else ""
     grace = f"{role.grace_s:.0f}"
-    return {"job": _job(roles, role), "cpus": role.cpus, "gpus": gpus, "grace": grace}
-
-
-def _job(roles: Roles, role: Role) -> str:
-    return f"{roles.run}-{role.name}"
+    return {"job": f"{roles.run}-{role.name}", "cpus": role.cpus, "gpus": gpus, "grace": grace}
 
 
 def ray_program(roles: Roles, file: str, *, controller_port: int, master_port: int) -> str:

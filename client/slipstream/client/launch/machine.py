@@ -83,20 +83,17 @@ def _python() -> Finding:
 
 def _processors(*, has_gpu: bool) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    flags = _cpu_flags()
-    found = next((flag for flag in CPU_FLAGS if flag in flags), None)
+    described = Path("/proc/cpuinfo")
+    text = described.read_text() if described.is_file() else ""
+    found = next(
+        (flag for flag in CPU_FLAGS if re.search(rf"^flags\b.* {flag}\b", text, re.M)), None
+    )
     seen = f"{cores} cores, {found or 'neither avx512f nor avx2'}, {platform.machine()}"
     if cores < 2:
         return problem("processors", seen, "two cores at least: one for each fleet")
     if found is None and not has_gpu:
         return problem("processors", seen, "vLLM's CPU build needs AVX2 or AVX-512")
     return ok("processors", seen)
-
-
-def _cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)", path.read_text() if path.is_file() else "", re.MULTILINE)
-    return set(found[1].split()) if found else set()
 
 
 def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:
