@@ -136,7 +136,6 @@ chosen, and a run that goes on keeps it. With P parameters and W bytes of weight
 - `sampling.max_episode_tokens`: 4,096 or what replies need, at most the model's context.
 - `sampling.max_reply_tokens`: three quarters of it.
 - `learner.micro_batch_tokens`: a rank's share of two episodes, 4,096 to 8,192; one at least.
-- `sequence_parallel`: true with `tp` > 1.
 - `learner.offload.gradients` and `optimizer`: true with `controller.turns` sleep.
 - `learner.threads`: 4 if P >= 1e9, else 1.
 - `learner.timeout_s`: 1,800 if P >= 1e8, else 600.

@@ -46,7 +46,7 @@ class Layout:
 
 
 ALL = (0, 1, 2, 3)
-SP = {"tp": 2, "sequence_parallel": True}
+SP = {"tp": 2}
 # NCCL joins no two ranks on one GPU, and ipc takes weights from one rank: where the learner has all
 # GPUs they go over gloo.
 LAYOUTS = {

@@ -19,7 +19,8 @@ from support.ranks import checkpoint_ranks
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
 
 PROGRAM = Path(checkpoint_ranks.__file__)
-TP2 = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
+TP2 = {"world_size": 2, "parallel": {"tp": 2}}
+SAME_TOKENS = TP2 | {"transformer": {"sequence_parallel": False}}
 ETP1 = {"world_size": 2, "parallel": TP2["parallel"] | {"etp": 1}}
 PP2 = {"world_size": 2, "parallel": {"pp": 2}}
 DP2 = {"world_size": 2}
@@ -51,7 +52,7 @@ SAVED = {
     "tp2-qwen3-next": {"learner": TP2, "model": "qwen3-next"},
     "tp2-nemotron-h": {"learner": TP2, "model": "nemotron-h"},
     # A vision tower, and delta nets whose ranks do not share the tokens.
-    "tp2-qwen35": {"learner": {"world_size": 2, "parallel": {"tp": 2}}, "model": "qwen35"},
+    "tp2-qwen35": {"learner": SAME_TOKENS, "model": "qwen35"},
 }
 # Stopped in the middle of the schedule, with several passes and mini-batches.
 SAVED["cosine-epochs"] = {

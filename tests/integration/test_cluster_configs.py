@@ -247,7 +247,6 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
         "qwen3-8b": 1,
     }.get(name, 2)
     assert settings["rollout_server"]["max_episodes"] == (32 if "128k" in name else 256)
-    assert settings["learner"]["parallel"]["sequence_parallel"] is True
     found = tuple(weights[key] for key in ("bucket_mib", "bucket_deadline_s", "join_deadline_s"))
     assert found == (512, 60.0, 120.0)
     assert len([line for line in lines_of(name) if line and not line.startswith("#")]) < 15

@@ -251,13 +251,13 @@ def test_a_layout_that_is_not_in_force_is_refused(swapped: list[dict]) -> None:
         assert found["refused_nested"]
 
 
-def test_sequence_parallelism_needs_no_groups_of_its_own(swapped: list[dict]) -> None:
+def test_a_layout_that_is_there_needs_no_groups_of_its_own(swapped: list[dict]) -> None:
     for found in swapped:
         assert found["tp_of_same_groups"] == 2
         assert found["groups_again"] == 0
 
 
-SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "tp2-sp2-dp2-offload", "dp2-dp2-dp2-overlap")
+SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "sp2-sp2-dp2-offload", "dp2-dp2-dp2-overlap")
 # The checkpoint, and the layout into which it is loaded.
 LOADED = (
     "one:one",
@@ -265,7 +265,7 @@ LOADED = (
     "tp2-pp2-dp2:tp2-pp2-dp2",
     "tp2-pp2-dp2:dp2-sp2-sp2",
     "sp2-pp2-pp2-tied:one-tied",
-    "tp2-sp2-dp2-offload:tp2-sp2-dp2-offload",
+    "sp2-sp2-dp2-offload:sp2-sp2-dp2-offload",
     "dp2-dp2-dp2-overlap:dp2-dp2-dp2-overlap",
 )
 

@@ -13,7 +13,7 @@ pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
 
 LAYOUTS = {
     "two replicas with a distributed optimizer": {},
-    "tensor parallel": {"learner__parallel": {"tp": 2, "sequence_parallel": True}},
+    "tensor parallel": {"learner__parallel": {"tp": 2}},
     "expert parallel with router replay": {
         "learner__parallel": {"ep": 2},
         "algorithm__router_replay": "rollout",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.weights.published import Published
 
 RANK, ALPHA = 4, 8.0
-SP = {"tp": 2, "sequence_parallel": True}
+SP = {"tp": 2}
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -36,7 +36,7 @@ JOBS: dict[str, tuple[int, str, dict]] = {
     "one": (1, "llama", {}),
     "one-tied": (1, "tied", {}),
     "one-qwen3": (1, "qwen3", {}),
-    "tp2": (2, "llama", {"parallel": {"tp": 2}}),
+    "tp2": (2, "llama", {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}),
     "tp2-sp-qwen3": (2, "qwen3", {"parallel": SP}),
     "dp2-distributed": (2, "llama", {"ddp": {"use_distributed_optimizer": True}}),
     "pp2-tied": (2, "tied", {"parallel": {"pp": 2}}),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NAMES = ("code", "idle", "math")
 ALL = "all"
 ALL_AWAY = dict.fromkeys(("parameters", "gradients", "optimizer"), True)
+# Dropout draws alike on ranks that have the same tokens.
+TP2 = {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}
 # name -> (ranks, model, changes of sections)
 LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
@@ -40,7 +42,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
         },
     ),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
-    "tp2-dropout": (2, "llama", {"learner": {"parallel": {"tp": 2}}, "lora": {"dropout": 0.25}}),
+    "tp2-dropout": (2, "llama", {"learner": TP2, "lora": {"dropout": 0.25}}),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
     "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),

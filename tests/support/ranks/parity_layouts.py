@@ -49,7 +49,8 @@ class Layout:
 # The second step has moments, and ratios to the policy before it.
 PARITY_STEPS = 2
 SLOW_NETWORK = "slow-network"
-SP = {"tp": 2, "sequence_parallel": True}
+SEQUENCE_PARALLEL = "sp"
+SP = {"tp": 2}
 VPP = {"pp": 2, "vpp": 2}
 DISTRIBUTED_OPTIMIZER = {"ddp": {"use_distributed_optimizer": True}}
 OVERLAP = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}}
@@ -119,7 +120,7 @@ WORDS = {
     "reverse-top-k": {"algorithm": REVERSE},
     "trees-shared": {"sampling": TREES, "learner": SHARED},
     "trees": {"sampling": TREES},
-    "sp": {"parallel": {"sequence_parallel": True}},
+    SEQUENCE_PARALLEL: {},
 }
 SIZE = re.compile(r"(?:^|-)(dp|tp|pp|vpp|cp|ep|etp)(\d+)")
 # The first layout of one rank with the same model, algorithm and sampling is the reference.
@@ -182,6 +183,9 @@ def layout_of(name: str) -> Layout:
     model = re.sub(SIZE, "", rest).removeprefix("-") or "llama"
     tp, pp, cp = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
     dense = sizes.pop("dp", 1) * tp * pp * cp
+    if tp > 1 and f"-{SEQUENCE_PARALLEL}" not in name:
+        transformer = tables["learner"].get("transformer", {})
+        tables["learner"]["transformer"] = transformer | {"sequence_parallel": False}
     world_size = max(dense, pp * sizes.get("ep", 1) * sizes.get("etp", tp))
     tables["parallel"] |= sizes
     return Layout(world_size, model, is_slow_network=SLOW_NETWORK in name, **tables)

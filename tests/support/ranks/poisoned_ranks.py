@@ -100,7 +100,7 @@ JOBS = {
 }
 for layout, learner in {
     "dp": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-    "tp": {"parallel": {"tp": 2, "sequence_parallel": True}},
+    "tp": {"parallel": {"tp": 2}},
     "pp": {"parallel": {"pp": 2}},
     "cp": {"parallel": {"cp": 2}},
 }.items():

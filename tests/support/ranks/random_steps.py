@@ -28,7 +28,6 @@ from slipstream.learner.trainer.batches.batch import Batch
 
 from support.fakes.fake_controller import make_trajectory
 from support.fakes.parity_models import VOCAB
-from support.ranks.parity_layouts import SP
 from support.ranks.rank_program import kept, opened, weights_of
 
 Table = dict[str, JsonValue]
@@ -38,8 +37,8 @@ ALL_TOKENS = 4096
 MOST_TOKENS = 40
 GROUPS, STEP, RATE = 4, 2, 0.05
 ENVIRONMENTS = ("a", "b", "c")
-LAYOUTS: tuple[Table, ...] = ({}, {"dp": 2}, {"tp": 2}, SP, {"pp": 2}, {"cp": 2})
-MIXTURE_LAYOUTS: tuple[Table, ...] = ({}, {"dp": 2}, {"ep": 2}, SP)
+LAYOUTS: tuple[Table, ...] = ({}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2})
+MIXTURE_LAYOUTS: tuple[Table, ...] = ({}, {"dp": 2}, {"ep": 2}, {"tp": 2})
 
 
 class RandomStep:
@@ -96,6 +95,8 @@ class RandomStep:
             "grad_clip": 0.0,
             "timeout_s": 300.0,
         }
+        if model != "moe":
+            learner["transformer"] = self._one({}, {"sequence_parallel": False})
         if model == "moe" and ranks == 1:
             learner["transformer"] = {"moe_aux_loss_coeff": 0.5}
             learner["micro_batch_tokens"] = ALL_TOKENS

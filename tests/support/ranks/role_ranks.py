@@ -70,16 +70,18 @@ OFFLOAD = {
     "offload": {"parameters": True, "gradients": True, "optimizer": True},
 }
 
+# Tensor parallel ranks have the same tokens.
+SAME_TOKENS = {"transformer": {"sequence_parallel": False}}
 LAYOUTS = {
     "one": RoleLayout(1),
     "one-tied": RoleLayout(1, "tied"),
     "one-trees": RoleLayout(1, sampling=TREES),
     "sp2-dp2-cp2-trees": RoleLayout(2, policy=SP, critic={"cp": 2}, sampling=TREES),
-    "tp2-pp2-dp2": RoleLayout(2, policy={"tp": 2}, reference={"pp": 2}),
+    "tp2-pp2-dp2": RoleLayout(2, policy=SP, reference={"pp": 2}, learner=SAME_TOKENS),
     "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
     "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
     "dp2-dp2-dp2-overlap": RoleLayout(2, learner=OVERLAP),
-    "tp2-sp2-dp2-offload": RoleLayout(2, "llama", {"tp": 2}, SP, learner=OFFLOAD),
+    "sp2-sp2-dp2-offload": RoleLayout(2, "llama", SP, SP, learner=OFFLOAD),
     "sp2-pp2-pp2-tied": RoleLayout(2, "tied", SP, {"pp": 2}, {"pp": 2}),
 }
 
@@ -339,7 +341,7 @@ def groups(folder: Path) -> None:
     stages = ranks.placed(ParallelSection(pp=2))
     before = dict(vars(parallel_state))
     made = len(parallel_state._global_process_group_list)
-    again = ranks.placed(ParallelSection(tp=2, sequence_parallel=True))
+    again = ranks.placed(ParallelSection(tp=2))
     threads = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
     found = {
         "gloo_threads": threads.count("gloo_tcp_loop\n"),

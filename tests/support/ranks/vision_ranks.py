@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LAYOUTS = {
     "one": {},
     "tp2": {"tp": 2},
-    "sp2": {"tp": 2, "sequence_parallel": True},
+    "sp2": {"tp": 2},
     "pp2": {"pp": 2},
     "dp2": {},
     "ep2": {"ep": 2},
@@ -101,6 +101,7 @@ def config_of(folder: Path, layout: str):
         "learner": {
             "world_size": 1 if layout == "one" else 2,
             "parallel": parallel,
+            "transformer": {"sequence_parallel": layout == "sp2"},
             "micro_batch_tokens": MAX_TOKENS,
             "weight_decay": 0.0,
             "optimizer": {"adam_eps": ADAM_EPS},

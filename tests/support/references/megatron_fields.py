@@ -125,6 +125,7 @@ FREE = frozenset(
         "recompute_method",
         "recompute_modules",
         "recompute_num_layers",
+        "sequence_parallel",
         "seq_length",
         "should_pad_vocab",
         "symmetric_ar_type",

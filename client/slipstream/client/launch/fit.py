@@ -232,7 +232,7 @@ def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
     if not is_dense or others or config.model.dtype == "float32":
         return None
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    entering = 2 * sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    entering = 2 * sizes.hidden / (parallel.tp if learner.sequence_parallel else 1)
     split = 2 * queries + 2 * keys + 3 * sizes.ffn
     of_layer = 3 * entering + 2 * split / parallel.tp
     # The first stage of a pipeline keeps as many micro batches as there are stages.

@@ -133,10 +133,6 @@ def chosen_settings(
     share = math.ceil(longest / cp)
     packed = max(4096, share, min(2 * share, 8192))
     choice("learner.micro_batch_tokens", packed + packed % 2)
-    for place in ("learner", "reference", "critic"):
-        section = getattr(tables, place)
-        if section is not None and section.parallel is not None:
-            choice(f"{place}.parallel.sequence_parallel", section.parallel.tp > 1)
     choice("learner.threads", 4 if is_large else 1)
     # Engines that take the whole GPU in turn need the learner's memory.
     sleeps = tables.controller.turns == "sleep"

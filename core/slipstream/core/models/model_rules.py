@@ -167,10 +167,10 @@ def _expert_problems(
             f"learner.parallel.etp (None: tp) must divide the experts' intermediate size of "
             f"{sizes.expert_ffn}, got {etp}"
         )
-    if parallel.tp > 1 and not parallel.sequence_parallel:
+    if parallel.tp > 1 and not transformer.get("sequence_parallel", True):
         yield (
-            "learner.parallel.sequence_parallel must be true: Megatron trains mixtures of experts "
-            f"with tp > 1 in no other way, got tp = {parallel.tp}"
+            "learner.transformer.sequence_parallel must be true: Megatron trains mixtures of "
+            f"experts with tp > 1 in no other way, got tp = {parallel.tp}"
         )
 
 

@@ -153,8 +153,8 @@ def world_problems(learner: LearnerSection) -> Iterator[str]:
             f"learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each "
             f"sequence is cut into 2 * cp equal chunks, got {learner.micro_batch_tokens}"
         )
-    if parallel.sequence_parallel and parallel.tp == 1:
-        yield "learner.parallel.sequence_parallel needs tp > 1, got tp = 1"
+    if learner.sequence_parallel and parallel.tp == 1:
+        yield "learner.transformer.sequence_parallel needs tp > 1, got tp = 1"
     if parallel.vpp is not None and parallel.pp == 1:
         yield f"learner.parallel.vpp needs pp > 1, got vpp = {parallel.vpp} and pp = 1"
     elif parallel.vpp == 1:

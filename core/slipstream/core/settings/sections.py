@@ -313,8 +313,6 @@ class ParallelSection(Section):
     etp: Positive | None = None
     # Virtual pipeline stages of each rank.
     vpp: Positive | None = None
-    # Split the tokens of norms and dropout over the tensor parallel ranks.
-    sequence_parallel: bool = False
 
 
 class OffloadSection(Section):
@@ -377,7 +375,8 @@ class LearnerSection(Section):
     # Passed by name to Megatron's OptimizerConfig. `adam_beta1`, `adam_beta2` and `adam_eps` are by
     # default 0.9, 0.95 and 1e-8.
     optimizer: dict[str, JsonValue] = {}
-    # Passed by name to the model provider.
+    # Passed by name to the model provider. `sequence_parallel`, which splits the tokens of norms
+    # and dropout over the tensor parallel ranks, is by default true with several of them.
     transformer: dict[str, JsonValue] = {}
     # Write the trained model as a Hugging Face folder at the end, unless the run failed.
     export_final: bool = True
@@ -396,6 +395,11 @@ class LearnerSection(Section):
         has_replicas = self.world_size > self.parallel.tp * self.parallel.pp
         splits = has_replicas and self.optimizer.get("optimizer", "adam") == "adam"
         return bool(self.ddp.get("use_distributed_optimizer", splits))
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the tokens of norms and dropout are split over the tensor parallel ranks."""
+        return bool(self.transformer.get("sequence_parallel", self.parallel.tp > 1))
 
     @property
     def plans_recompute(self) -> bool:

@@ -19,7 +19,7 @@ from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_m
 # does not need them, and many contradict a single rank.
 _OF_RANKS = {"parallel", "ranks_per_node", "ddp", "optimizer"}
 # Parts of names of Megatron's model settings that depend on the layout.
-_OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "context_parallel", "token_dispatcher")
+_OF_LAYOUT = ("pipeline", "_vp_stage", "_comm", "_parallel", "token_dispatcher")
 
 
 def main() -> int:

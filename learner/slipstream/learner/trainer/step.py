@@ -230,7 +230,7 @@ class TrainingStep:
         totals = _Totals(StepStatistics(epochs, self._reports))
         one_pass = list(zip(mini_batches, shares, old_logprobs, strict=True))
         for members, share, old in one_pass * epochs:
-            seeds = (batch.step, len(totals.grad_norms), self._policy.ranks.rank_of_inputs)
+            seeds = (batch.step, len(totals.grad_norms), self._policy.rank_of_inputs)
             gradients = functools.partial(self._add_gradients, share, old, seeds)
             started = time.monotonic()
             losses = gradients()

@@ -101,15 +101,6 @@ def test_weights_have_time_and_room_by_their_bytes(tmp_path: Path) -> None:
     assert found(LARGE | {"num_hidden_layers": 320}) == (512, 60.0, 120.0, 1800.0, 4)
 
 
-def test_ranks_share_what_they_can(tmp_path: Path) -> None:
-    def found(**learner: Any) -> bool:
-        return chosen(tmp_path, learner=learner).learner.parallel.sequence_parallel
-
-    assert not found()
-    assert found(world_size=2, parallel={"tp": 2})
-    assert not found(world_size=4, parallel={"tp": 2, "sequence_parallel": False})
-
-
 def test_settings_that_need_others_bring_them(tmp_path: Path) -> None:
     assert not chosen(tmp_path).learner.offload.gives_memory_back
     assert chosen(tmp_path, controller={"turns": "sleep"}).learner.offload.gives_memory_back

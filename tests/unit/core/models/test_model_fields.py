@@ -337,8 +337,8 @@ def test_ministrals_sequences_stay_where_both_programs_scale_queries_alike(tmp_p
         check_model(config_with({"model.path": str(model)}))
 
 
-TWO_RANKS = {"world_size": 2, "parallel": {"tp": 2, "sequence_parallel": True}}
-THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3, "sequence_parallel": True}}
+TWO_RANKS = {"world_size": 2, "parallel": {"tp": 2}}
+THREE_RANKS = {"world_size": 3, "parallel": {"tp": 3}}
 
 
 @pytest.mark.parametrize(

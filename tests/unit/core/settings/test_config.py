@@ -122,7 +122,7 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
             "--run.name=other",
             "environments.0.weight=2.5",
             'environments.0.args={digits = 3, operations = ["+"]}',
-            "learner.parallel.sequence_parallel=false",
+            "learner.offload.gradients=false",
             "queue.kind=redis",
         ],
     )

@@ -42,19 +42,19 @@ def problems(learner: dict[str, Any], sizes: dict[str, Any]) -> list[str]:
 POSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {}, DENSE),
     (6, {"tp": 2}, DENSE),
-    (8, {"tp": 4, "sequence_parallel": True, "pp": 2, "vpp": 4}, DENSE),
+    (8, {"tp": 4, "pp": 2, "vpp": 4}, DENSE),
     (16, {"tp": 2, "cp": 4, "pp": 2}, DENSE),
     (2, {"tp": 2, "etp": 2}, DENSE),
     (1, {}, MIXTURE),
     (8, {"ep": 8}, MIXTURE),
-    (8, {"tp": 2, "sequence_parallel": True, "ep": 4}, MIXTURE),
-    (8, {"tp": 2, "sequence_parallel": True, "ep": 8, "etp": 1}, MIXTURE),
-    (16, {"tp": 2, "sequence_parallel": True, "cp": 2, "pp": 2, "ep": 4}, MIXTURE),
+    (8, {"tp": 2, "ep": 4}, MIXTURE),
+    (8, {"tp": 2, "ep": 8, "etp": 1}, MIXTURE),
+    (16, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}, MIXTURE),
     # DP 4, TP 2, EP 8 on 32 ranks, in each of its readings.
-    (32, {"tp": 2, "sequence_parallel": True, "cp": 4, "ep": 8}, MIXTURE),
-    (32, {"tp": 2, "sequence_parallel": True, "ep": 8}, MIXTURE),
-    (32, {"tp": 2, "sequence_parallel": True, "ep": 8, "etp": 1}, MIXTURE),
-    (32, {"tp": 2, "sequence_parallel": True, "pp": 4, "ep": 8, "etp": 1}, MIXTURE),
+    (32, {"tp": 2, "cp": 4, "ep": 8}, MIXTURE),
+    (32, {"tp": 2, "ep": 8}, MIXTURE),
+    (32, {"tp": 2, "ep": 8, "etp": 1}, MIXTURE),
+    (32, {"tp": 2, "pp": 4, "ep": 8, "etp": 1}, MIXTURE),
 ]
 
 
@@ -69,13 +69,12 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
     (4, {"ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 8, got 4"),
     (
         8,
-        {"tp": 2, "sequence_parallel": True, "ep": 8},
+        {"tp": 2, "ep": 8},
         MIXTURE,
         "a multiple of ep * etp * pp = 16, got 8",
     ),
     (8, {"pp": 2, "ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 16, got 8"),
     (3, {"tp": 1, "etp": 2}, MIXTURE, "a multiple of ep * etp * pp = 2, got 3"),
-    (2, {"sequence_parallel": True}, DENSE, "sequence_parallel needs tp > 1, got tp = 1"),
     (2, {"vpp": 2}, DENSE, "learner.parallel.vpp needs pp > 1, got vpp = 2 and pp = 1"),
     (2, {"pp": 2, "vpp": 1}, DENSE, "learner.parallel.vpp must be 2 or more, or left out, got 1"),
     (3, {"tp": 3}, DENSE, "learner.parallel.tp must divide the model's 8 attention heads, got 3"),
@@ -102,13 +101,6 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
         {"etp": 16},
         MIXTURE,
         "learner.parallel.etp (None: tp) must divide the experts' intermediate size of 24, got 16",
-    ),
-    (
-        2,
-        {"tp": 2},
-        MIXTURE,
-        "learner.parallel.sequence_parallel must be true: Megatron trains mixtures of experts "
-        "with tp > 1 in no other way, got tp = 2",
     ),
 ]
 
@@ -278,6 +270,22 @@ def test_replicas_split_adams_state_unless_a_setting_decides_it(learner, expecte
     assert LearnerSection(**learner).use_distributed_optimizer is expected
 
 
+def test_tensor_parallel_ranks_split_the_tokens_unless_a_setting_decides_it() -> None:
+    learner: dict[str, Any] = {"world_size": 2, "parallel": {"tp": 2}}
+    same = {"transformer": {"sequence_parallel": False}}
+    assert not LearnerSection().sequence_parallel
+    assert LearnerSection(**learner).sequence_parallel
+    assert not LearnerSection(**learner, **same).sequence_parallel
+    assert problems(learner | same, DENSE) == []
+    assert problems(learner | same, MIXTURE) == [
+        "learner.transformer.sequence_parallel must be true: Megatron trains mixtures of experts "
+        "with tp > 1 in no other way, got tp = 2"
+    ]
+    assert problems({"transformer": {"sequence_parallel": True}}, DENSE) == [
+        "learner.transformer.sequence_parallel needs tp > 1, got tp = 1"
+    ]
+
+
 # What differs in config.json, part of the message.
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None}, "of architecture without a name, which cannot be loaded"),
@@ -327,7 +335,7 @@ def test_mixtral_normalizes_experts_without_saying_so() -> None:
 
 
 def test_a_shared_expert_is_split_evenly() -> None:
-    learner = {"world_size": 4, "parallel": {"tp": 4, "sequence_parallel": True}}
+    learner = {"world_size": 4, "parallel": {"tp": 4}}
     assert problems(learner, MIXTURE | {"shared_expert_intermediate_size": 32}) == []
     (found,) = problems(learner, MIXTURE | {"shared_expert_intermediate_size": 30})
     assert found.endswith("must divide the shared expert's intermediate size of 30, got 4")

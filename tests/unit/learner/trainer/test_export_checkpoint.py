@@ -28,7 +28,7 @@ def config(learner: dict, **sections: dict) -> Config:
 @pytest.mark.parametrize(
     "learner",
     [
-        {"world_size": 4, "parallel": {"tp": 2, "sequence_parallel": True}, "ranks_per_node": 2},
+        {"world_size": 4, "parallel": {"tp": 2}, "ranks_per_node": 2},
         {"world_size": 4, "parallel": {"cp": 4}, "micro_batch_tokens": 16},
         {"world_size": 2, "parallel": {"pp": 2}, "transformer": STAGES},
         {

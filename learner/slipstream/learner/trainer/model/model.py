@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer import Megatron
@@ -64,9 +65,23 @@ class ParallelModel:
         return 2 * self.parallel.cp if self.parallel.cp > 1 else 1
 
     @property
+    def splits_tokens(self) -> bool:
+        """Whether sequence parallelism splits the tokens over the tensor parallel ranks."""
+        return bool(self.chunks[0].config.sequence_parallel)
+
+    @property
+    def rank_of_inputs(self) -> int:
+        """The lowest rank whose layers get the same inputs as this rank's.
+
+        Tensor parallel ranks have the same inputs, unless their tokens are split.
+        """
+        ranks = self.ranks
+        return ranks.rank if self.splits_tokens else dist.get_process_group_ranks(ranks.tp_group)[0]
+
+    @property
     def token_multiple(self) -> int:
         """Number that must divide the number of tokens of each micro batch."""
-        shards = self.parallel.tp if self.parallel.sequence_parallel else 1
+        shards = self.parallel.tp if self.splits_tokens else 1
         aligned = token_alignment(self.chunks[0].config) * shards * self.parallel.cp
         return math.lcm(self.sequence_multiple * shards, aligned)
 

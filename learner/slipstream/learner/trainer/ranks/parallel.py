@@ -129,15 +129,6 @@ class Ranks:
         return group
 
     @property
-    def rank_of_inputs(self) -> int:
-        """The lowest rank whose layers get the same inputs as this rank's.
-
-        Tensor parallel ranks have the same inputs, unless sequence parallelism splits the tokens.
-        """
-        shared = not self._parallel.sequence_parallel
-        return dist.get_process_group_ranks(self.tp_group)[0] if shared else self.rank
-
-    @property
     def cp_rank(self) -> int:
         """The rank of this process in its context parallel group."""
         return int(self._grid.groups.get_context_parallel_rank())
@@ -295,11 +286,9 @@ class Grids:
 
     def for_layout(self, parallel: ParallelSection) -> Grid:
         """Returns the grid of a layout, created if new; the layout in force does not change."""
-        # Sequence parallelism has no groups of its own.
-        sizes = parallel.model_copy(update={"sequence_parallel": False})
-        if sizes not in self._by_sizes:
-            self._by_sizes[sizes] = Grid(self, self._make(sizes))
-        return self._by_sizes[sizes]
+        if parallel not in self._by_sizes:
+            self._by_sizes[parallel] = Grid(self, self._make(parallel))
+        return self._by_sizes[parallel]
 
     def close(self) -> None:
         """Destroys the groups of all layouts; the caller destroys the default process group."""
