@@ -13,7 +13,6 @@ from slipstream.core.advice import (
     LEASE_WAITS,
     SERVER_SHARES,
     TRAINER_PARTS,
-    Advice,
     advise,
     profile_from_json,
     waits_for,
@@ -98,7 +97,7 @@ def profile_lines(config: Config, run: Path) -> list[str]:
         places=config.rollout_server.max_episodes,
         training_token_s=profile.training_token_s * share,
     )
-    advice: Advice = advise(planned)
+    advice = advise(planned)
     gains = {each.name: each.gain for each in advice.alternatives}
     return [
         f"By the profile of {run}: {advice.now.steps_per_s:.3g} steps/s, the trainer waits for "

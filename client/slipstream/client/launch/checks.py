@@ -69,8 +69,6 @@ UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # there was none.
 SHOW_LIMIT_S = 5.0
 GOODBYE_S = 5.0
-
-
 CONNECT_LIMIT_S = 3.0
 # `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
 Part = Literal["controller", "learner", "rollout_server", "replay"]

@@ -72,8 +72,7 @@ def compose_file(path: Path, overrides: Sequence[str], config_file: str) -> str:
         learner_node=_service(further, probe=False).replace("${NODE_RANK}", "${NODE_RANK:-unset}"),
         rollout_server=_service(server, *PATIENT),
     )
-    meanings = {variable.name: variable.meaning for variable in learner.variables}
-    meanings |= {variable.name: variable.meaning for variable in server.variables}
+    meanings = {each.name: each.meaning for each in (*learner.variables, *server.variables)}
     for name, meaning in (meanings | VARIABLES).items():
         # If the variable is not set, Compose stops with these words.
         text = text.replace(f"${{{name}}}", f"${{{name}:?{meaning}}}", 1)

@@ -34,8 +34,8 @@ from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.settings.sections import EnvironmentSection, SecuritySection
+from slipstream.core.settings.measurement_sections import PlayedSection
+from slipstream.core.settings.sections import SecuritySection
 
 TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
@@ -291,12 +291,11 @@ async def check_environments(config: Config, *, play: bool = True, keeps_log: bo
     If `keeps_log`, the last lines that each environment printed replace the run's preflight.log:
     when all environments have played, or when one that printed something fails.
     """
-    sections: list[EnvironmentSection | EvaluationSection] = [*config.environments]
     places = asyncio.Semaphore(CHECKS_AT_ONCE)
     printed: list[str] = []
     checks = [
         asyncio.create_task(_check_environment(section, config, play, places))
-        for section in [*sections, *config.evaluations]
+        for section in (*config.environments, *config.evaluations)
     ]
     try:
         for check in checks:
@@ -316,10 +315,7 @@ async def check_environments(config: Config, *, play: bool = True, keeps_log: bo
 
 
 async def _check_environment(
-    section: EnvironmentSection | EvaluationSection,
-    config: Config,
-    play: bool,
-    places: asyncio.Semaphore,
+    section: PlayedSection, config: Config, play: bool, places: asyncio.Semaphore
 ) -> tuple[str, str, tuple[str, ...]]:
     """Checks one environment; returns its name, the cause of a failure, and the lines it printed.
 
