@@ -40,6 +40,10 @@ REFUSED = {
         {"transformer": {"num_moe_experts": 8}},
         "learner.transformer.num_moe_experts cannot be passed through: set model.path instead",
     ),
+    "owned-by-the-learner": (
+        {"optimizer": {"weight_decay": 0.1}},
+        "learner.optimizer.weight_decay cannot be passed through: set learner.weight_decay instead",
+    ),
     "owned-by-us": ({"transformer": {"variable_seq_lengths": False}}, "the trainer depends on its"),
     "fusion": (
         {"transformer": {"moe_router_fusion": True}},

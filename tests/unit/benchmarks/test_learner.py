@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import load_config
+from slipstream.learner.trainer.batches.checks import check_staleness
 
 from benchmarks.common import measure
 from benchmarks.learner import loops as learner_loops
@@ -30,7 +31,7 @@ def test_table_holds_medians_and_what_they_are_of_peer_and_limit() -> None:
 def test_batch_is_as_large_as_the_quickstarts() -> None:
     config = load_config(ROOT / "deploy" / "configs" / "quickstart.toml")
     batch = learner_loops.quickstart_batch(config, 2)
-    batch.check(config.algorithm.max_staleness)
+    check_staleness(batch, config.algorithm.max_staleness)
     assert len(batch.trajectories) == 256
     assert {len(t.token_ids) for t in batch.trajectories} == {8}
 
@@ -38,7 +39,7 @@ def test_batch_is_as_large_as_the_quickstarts() -> None:
 def test_replies_are_lognormal_and_groups_fill_the_micro_batches() -> None:
     load = dataclasses.replace(learner_loops.LOADS["0.6B"], micro_batches=400)
     batch = learner_loops.lognormal_batch(load, 151936, 3)
-    batch.check(1)
+    check_staleness(batch, 1)
     replies = [t.num_sampled_tokens for t in batch.trajectories]
     mean = sum(replies) / len(replies)
     deviation = (sum((reply - mean) ** 2 for reply in replies) / len(replies)) ** 0.5

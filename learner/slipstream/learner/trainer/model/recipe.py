@@ -345,6 +345,8 @@ OWNED = {
     "rotary_base": "model.path",
     "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
+    "weight_decay": "learner.weight_decay",
+    "clip_grad": "learner.grad_clip",
     "calculate_per_token_loss": None,
     # `logprobs` replaces Megatron's projection to the vocabulary.
     "defer_embedding_wgrad_compute": None,
