@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
@@ -82,6 +82,16 @@ class Sampling:
     def total_tokens(self) -> int:
         """The most tokens that an episode can have, all branches together."""
         return self.max_total_tokens or self.max_episode_tokens
+
+    def check_images(self, images: Collection[bytes]) -> None:
+        """Raises ValueError if an episode may not have these encoded images."""
+        if len(images) > self.max_images:
+            most = f"{self.max_images} images (sampling.max_images)"
+            raise ValueError(f"an episode may have {most}, got {len(images)}")
+        largest = max(map(len, images), default=0)
+        if largest > self.max_image_bytes:
+            most = f"{self.max_image_bytes} bytes (sampling.max_image_bytes)"
+            raise ValueError(f"an image may have {most}, got {largest}")
 
     @property
     def distribution(self) -> dict[str, float]:

@@ -72,58 +72,55 @@ class Answering:
     async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
         """Yields the parts of the answer to `http`; `recorder` records the tokens of the reply."""
         path = http.path.partition("?")[0]
-        most = _OTHER_BYTES + _BYTES_PER_TOKEN * recorder.sampling.max_episode_tokens
-        if len(http.body) > most:
-            recorder.was_refused = True
-            what = (
-                f"prompt is too long: the request has {len(http.body)} bytes; with "
-                f"sampling.max_episode_tokens = {recorder.sampling.max_episode_tokens} it may have "
-                f"{most}"
-            )
-            yield _error(path, Refusal(_BAD, "context_length_exceeded", what))
-        elif path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
-            try:
-                ruled = self._ruled(path, http.body, recorder)
-                previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
-                body = _encoded(ruled.body)
-            except RefusedRequest as error:
-                yield _refused(path, error)
-                return
-            recorder.ignored.update(ruled.ignored)
-            opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
-            opened.previous = previous
-            opened.has_tools = _uses_tools(ruled.body)
-            if path == RESPONSES_PATH and ruled.body.get("store") is not False:
-                opened.stored_items = items_of(ruled.body)
-            async for part in self._reply(recorder, opened, body, ruled.told):
-                yield part
-        elif path in (COUNT_PATH, MODELS_PATH):
-            try:
+        most_tokens = recorder.sampling.max_episode_tokens
+        most = _OTHER_BYTES + _BYTES_PER_TOKEN * most_tokens
+        try:
+            if len(http.body) > most:
+                recorder.was_refused = True
+                raise RefusedRequest(
+                    f"prompt is too long: the request has {len(http.body)} bytes; with "
+                    f"sampling.max_episode_tokens = {most_tokens} it may have {most}",
+                    code="context_length_exceeded",
+                )
+            if path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
+                parts = self._reply(recorder, http, path)
+            elif path in (COUNT_PATH, MODELS_PATH):
                 model = {"model": self._model}
                 body = _encoded(_asked(http.body) | model) if http.body else b""
-            except RefusedRequest as error:
-                yield _refused(path, error)
+                exchange = _Exchange(http.method, path, body, asyncio.Event())
+                parts = exchange.run(self._plain, copy_context())
+            else:
+                known = (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH)
+                what = f"{http.method} {path} is no path of agents; there are {', '.join(known)}"
+                yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
                 return
-            exchange = _Exchange(http.method, path, body, asyncio.Event())
-            async for part in exchange.run(self._plain, copy_context()):
+            async for part in parts:
                 yield part
-        else:
-            known = ", ".join((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH))
-            what = f"{http.method} {path} is no path of agents; there are {known}"
-            yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
+        except RefusedRequest as error:
+            yield _error(path, Refusal(_BAD, error.code, str(error), error.param))
 
     async def _reply(
-        self, recorder: Recorder, opened: ServedCall, body: bytes, told: str
+        self, recorder: Recorder, http: HttpCall, path: str
     ) -> AsyncGenerator[HttpPart, None]:
+        """Yields the parts of a reply; raises RefusedRequest before the first part, or never."""
+        ruled = self._ruled(path, http.body, recorder)
+        previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
+        body = _encoded(ruled.body)
+        recorder.ignored.update(ruled.ignored)
+        opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
+        opened.previous = previous
+        opened.has_tools = _uses_tools(ruled.body)
+        if path == RESPONSES_PATH and ruled.body.get("store") is not False:
+            opened.stored_items = items_of(ruled.body)
         context = copy_context()
         context.run(self._current.set, (recorder, opened))
-        extra: Headers = ((SAMPLING_HEADER, told),) if told else ()
+        extra: Headers = ((SAMPLING_HEADER, ruled.told),) if ruled.told else ()
         application = self._with_tools if opened.has_tools else self._plain
-        exchange = _Exchange("POST", opened.path, body, opened.hung_up, extra)
+        exchange = _Exchange("POST", path, body, opened.hung_up, extra)
         try:
             async for part in exchange.run(application, context):
                 if opened.refusal is not None:
-                    yield _error(opened.path, opened.refusal)
+                    yield _error(path, opened.refusal)
                     return
                 opened.status = part.status or opened.status
                 opened.body += part.body
@@ -180,7 +177,20 @@ class _Exchange:
         self, method: str, path: str, body: bytes, hung_up: asyncio.Event, extra: Headers = ()
     ) -> None:
         """`extra` has more headers for the answer; `hung_up` is set when the client hangs up."""
-        self._scope = _scope(method, path)
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+        }
         self._body: bytes | None = body
         self._hung_up = hung_up
         self._start: Message | None = None
@@ -262,27 +272,6 @@ async def _ended(work: asyncio.Task[None]) -> None:
         log.exception("an agent's call ended with an error")
 
 
-def _scope(method: str, path: str) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json")],
-        "client": None,
-        "server": None,
-    }
-
-
-def _refused(path: str, error: RefusedRequest) -> HttpPart:
-    return _error(path, Refusal(_BAD, error.code, str(error), error.param))
-
-
 def _error(path: str, refusal: Refusal) -> HttpPart:
     """Returns the refusal as an error answer in the format of the API at `path`."""
     kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
@@ -293,5 +282,4 @@ def _error(path: str, refusal: Refusal) -> HttpPart:
         body: dict[str, object] = {"type": "error", "error": error}
     else:
         body = {"error": error | {"param": refusal.param, "code": refusal.code}}
-    headers = _JSON + (_RETRY if refusal.status == _BUSY else ())
-    return HttpPart(json.dumps(body).encode(), True, refusal.status, headers)
+    return HttpPart(json.dumps(body).encode(), True, refusal.status, _JSON)

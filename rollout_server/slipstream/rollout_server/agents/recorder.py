@@ -45,6 +45,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
+from slipstream.rollout_server.inference.usage import UseClock
 
 # Turns a reply in the form of the API at a path into chat messages.
 AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
@@ -91,9 +92,8 @@ class Recorder:
         self.sampling, self.template_values, self.is_judge = sampling, template_values, is_judge
         # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
-        # Seconds with at least one reply under way.
-        self.generation_s = 0.0
-        self._num_sampling, self._since_s = 0, 0.0
+        # The time with at least one reply under way.
+        self.clock = UseClock()
         # Called when a reply has been sampled, with its Unix time of start and number of tokens.
         self.on_reply: Callable[[float, int], None] = lambda _begin_s, _num_tokens: None
         # Whether a call was refused for a limit.
@@ -185,10 +185,11 @@ class Recorder:
         if not call.is_append:
             why = self.conversations.why_branch(opened.settings, opened.keys)
             call.branch.began = "template" if turn is None and opened.found is not None else why
+        known = {image.data for branch in self.conversations.branches for image in branch.images}
         try:
-            self._check_images(call.images)
+            self.sampling.check_images(known | {image.data for image in call.images})
             await check_pixels(images)
-        except (LimitReached, ValueError) as error:
+        except ValueError as error:
             self._release(opened)
             raise LimitReached(str(error)) from error
         while True:
@@ -234,9 +235,7 @@ class Recorder:
         call = opened.call
         assert call is not None
         begun_s = time.time()
-        if not self._num_sampling:
-            self._since_s = time.monotonic()
-        self._num_sampling += 1
+        self.clock.enter()
         try:
             async for part in self._engine.stream(
                 opened.request_id,
@@ -247,11 +246,11 @@ class Recorder:
                 experts_from=call.branch.num_routed,
                 images=call.images,
             ):
-                if part.generation is not None:
-                    self._sampled(len(part.generation.token_ids))
-                    self.on_reply(begun_s, len(part.generation.token_ids))
-                    opened.turn = self.conversations.finish(call, part.generation)
-                    is_cut = part.generation.finish_reason is FinishReason.LENGTH
+                if (reply := part.generation) is not None:
+                    self._sampled(len(reply.token_ids))
+                    self.on_reply(begun_s, len(reply.token_ids))
+                    opened.turn = self.conversations.finish(call, reply)
+                    is_cut = reply.finish_reason is FinishReason.LENGTH
                     is_ours = opened.room is not None and max_tokens == opened.room.new_tokens
                     self._is_cut[call.branch] = is_cut and is_ours
                 parts.put_nowait(part)
@@ -263,20 +262,8 @@ class Recorder:
             log.exception("call %s of an agent", opened.request_id)
             parts.put_nowait(error)
         finally:
-            self._num_sampling -= 1
-            if not self._num_sampling:
-                self.generation_s += time.monotonic() - self._since_s
+            self.clock.leave()
             self._release(opened)
-
-    def _check_images(self, images: Sequence[PlacedImage]) -> None:
-        """Raises LimitReached if there are too many images, or an image has too many bytes."""
-        known = {image.data for branch in self.conversations.branches for image in branch.images}
-        known |= {image.data for image in images}
-        most, largest = self.sampling.max_images, self.sampling.max_image_bytes
-        if len(known) > most:
-            raise LimitReached(f"an episode may have {most} images (sampling.max_images)")
-        if any(len(image.data) > largest for image in images):
-            raise LimitReached(f"an image may have {largest} bytes (sampling.max_image_bytes)")
 
     def _release(self, opened: ServedCall) -> None:
         if opened.call is not None and not opened.call.is_over:
@@ -316,16 +303,15 @@ class Recorder:
         waiting = []
         for opened in self._unread:
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
-            found = None
-            is_readable = opened.status == _OK and (opened.is_stream or opened.is_whole)
-            if opened.turn is not None and is_readable and opened.body:
-                found = self._read_reply(opened)
+            found = None if opened.turn is None else self._read_reply(opened)
             if found is not None and opened.turn is not None:
                 reply, keys = found
                 self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
                 if opened.stored_items is not None:
-                    response_id = response_id_of(bytes(opened.body), is_stream=opened.is_stream)
-                    self._responses.keep(response_id, opened.stored_items, reply, opened.turn)
+                    response = _response(bytes(opened.body), is_stream=opened.is_stream)
+                    assert response is not None, "its output has just been read"
+                    items = [*opened.stored_items, *reply]
+                    self._responses.keep(str(response["id"]), items, opened.turn)
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)
@@ -339,6 +325,9 @@ class Recorder:
         A tool call that is malformed or cut off cannot be sent back as it was sampled; the next
         request then begins a branch.
         """
+        is_readable = opened.status == _OK and (opened.is_stream or opened.is_whole)
+        if not is_readable or not opened.body:
+            return None
         try:
             reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
             if reply is None:
@@ -365,29 +354,21 @@ def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa:
     Returns None if the answer was cut off or has no reply. Raises ValueError for a tool call with
     invalid JSON arguments in an API that sends arguments parsed.
     """
-    events = list(_events(body)) if is_stream else [json.loads(body)]
-    match path, is_stream:
-        case "/v1/chat/completions", False:
-            return events[0]["choices"][0]["message"]
-        case "/v1/chat/completions", True:
-            return _chat_message(events)
-        case "/v1/messages", False:
-            return events[0]["content"]
-        case "/v1/messages", True:
-            return _content_blocks(events)
-        case "/v1/responses", False:
-            return events[0]["output"]
-        case _:
-            ends = [event for event in events if event.get("type") == "response.completed"]
-            return ends[-1]["response"]["output"] if ends else None
+    if path == CHAT_PATH:
+        return _chat_message(body) if is_stream else json.loads(body)["choices"][0]["message"]
+    if path == MESSAGES_PATH:
+        return _content_blocks(body) if is_stream else json.loads(body)["content"]
+    response = _response(body, is_stream=is_stream)
+    return None if response is None else response["output"]
 
 
-def response_id_of(body: bytes, *, is_stream: bool) -> str:
-    """Returns the id of a complete answer of /v1/responses."""
+def _response(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
+    """Returns the response in an answer of /v1/responses, or None if the answer was cut off."""
     if not is_stream:
-        return str(json.loads(body)["id"])
+        response: dict[str, Any] = json.loads(body)
+        return response
     ends = [event for event in _events(body) if event.get("type") == "response.completed"]
-    return str(ends[-1]["response"]["id"])
+    return ends[-1]["response"] if ends else None
 
 
 def _events(body: bytes) -> Iterator[dict[str, Any]]:
@@ -398,10 +379,10 @@ def _events(body: bytes) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _chat_message(body: bytes) -> dict[str, Any] | None:
     content, reasoning, is_whole = "", "", False
     calls: dict[int, dict[str, str]] = {}
-    for event in events:
+    for event in _events(body):
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content += delta.get("content") or ""
@@ -416,11 +397,7 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not is_whole:
         return None
     tool_calls = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call["arguments"]},
-        }
+        {"id": call.pop("id"), "type": "function", "function": call}
         for _, call in sorted(calls.items())
     ]
     return {
@@ -431,10 +408,11 @@ def _chat_message(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _content_blocks(events: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def _content_blocks(body: bytes) -> list[dict[str, Any]] | None:
     blocks: dict[int, dict[str, Any]] = {}
     inputs: dict[int, str] = {}
-    for event in events:
+    event: dict[str, Any] = {}
+    for event in _events(body):
         index = event.get("index")
         if event.get("type") == "content_block_start" and isinstance(index, int):
             blocks[index] = dict(event["content_block"])
@@ -444,7 +422,7 @@ def _content_blocks(events: list[dict[str, Any]]) -> list[dict[str, Any]] | None
                 if name in delta:
                     block[name] = (block.get(name) or "") + delta[name]
             inputs[index] = inputs.get(index, "") + (delta.get("partial_json") or "")
-    if not events or events[-1].get("type") != "message_stop":
+    if event.get("type") != "message_stop":
         return None
     for index, text in inputs.items():
         if text:

@@ -148,14 +148,6 @@ def _word(value: object) -> str:
 PREVIOUS = "previous_response_id"
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """All items of a conversation up to and including a response, and the turn of the response."""
-
-    items: list[Any]
-    turn: AgentTurn
-
-
 class StoredResponses:
     """Stores responses by id for as long as the episode lasts, as OpenAI's API does.
 
@@ -164,11 +156,11 @@ class StoredResponses:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Stored] = {}
+        self._known: dict[str, tuple[list[Any], AgentTurn]] = {}
 
-    def keep(self, response_id: str, asked: list[Any], output: list[Any], turn: AgentTurn) -> None:
-        """Stores a response: the items `asked` in its request, its `output` items and its turn."""
-        self._known[response_id] = _Stored([*asked, *output], turn)
+    def keep(self, response_id: str, items: list[Any], turn: AgentTurn) -> None:
+        """Stores a response: all `items` up to and including its output, and its turn."""
+        self._known[response_id] = items, turn
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
         """Expands `body` in place to its whole input; returns the turn that it continues.
@@ -178,16 +170,16 @@ class StoredResponses:
         """
         if not isinstance(previous := body.get(PREVIOUS), str):
             return None
-        found = self._known.get(previous)
-        if found is None:
+        if previous not in self._known:
             raise RefusedRequest(
                 f"Previous response with id {previous[:200]!r} not found.",
                 code="previous_response_not_found",
                 param=PREVIOUS,
             )
         del body[PREVIOUS]
-        body["input"] = found.items + items_of(body)
-        return found.turn
+        items, turn = self._known[previous]
+        body["input"] = items + items_of(body)
+        return turn
 
 
 def items_of(body: dict[str, Any]) -> list[Any]:

@@ -168,19 +168,8 @@ class EnvironmentTalk:
 
     async def _check_images(self, new: Sequence[PlacedImage]) -> None:
         images = {*self._recording.images, *(image.data for image in new)}
-        sampling = self._sampling
-        if len(images) > sampling.max_images:
-            raise RenderingFailed(
-                f"an episode has {len(images)} images, more than sampling.max_images = "
-                f"{sampling.max_images}"
-            )
-        largest = max(map(len, images), default=0)
-        if largest > sampling.max_image_bytes:
-            raise RenderingFailed(
-                f"an image has {largest} bytes, more than sampling.max_image_bytes = "
-                f"{sampling.max_image_bytes}"
-            )
         try:
+            self._sampling.check_images(images)
             await check_pixels(new)
         except ValueError as error:
             raise RenderingFailed(str(error)) from error

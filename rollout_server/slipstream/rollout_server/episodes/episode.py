@@ -324,8 +324,8 @@ class Episode:
             recording.reward, shares, rewards = end.reward, end.shares, end.rewards
             recording.metrics.update(end.metrics)
         finally:
-            recording.generation_s = recorder.generation_s
-            recording.environment_s = max(0.0, recording.environment_s - recorder.generation_s)
+            recording.generation_s = recorder.clock.busy_s
+            recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
             recording.take_branches(recorder.conversations, shares, rewards)
             for each in filter(None, (recorder, judge)):
                 recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
