@@ -24,7 +24,7 @@ from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.episode import RETRY_S, EpisodeServices
+from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.renderer import Renderer
@@ -121,8 +121,7 @@ class Session:
                 self._ledger,
                 services.agents,
                 services.reference,
-                retry_s=RETRY_S,
-                traces=services.traces,
+                services.traces,
             ),
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,
@@ -150,14 +149,12 @@ class Session:
         publishing = self._group.create_task(self._orders.run())
         heart = self._group.create_task(self._beat())
         reader = self._group.create_task(self._read(call))
-        stopping = self._group.create_task(_first(stop, self._drain_ordered))
-        await asyncio.wait((reader, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await _any_of(reader, stop, self._drain_ordered)
         if not reader.done():
             await self._let_finish(reader)
         if reader.done():
             log.warning("lost the controller; running episodes may end within its heartbeat limit")
-            await _within(self._dispatcher.wait_idle(), self._welcome.heartbeat_timeout_s)
+            await _within(self._dispatcher.idle.wait(), self._welcome.heartbeat_timeout_s)
             await self._end_episodes(publishing, carry_out=False)
             heart.cancel()
             return End.LOST
@@ -173,7 +170,7 @@ class Session:
     @property
     def is_idle(self) -> bool:
         """Whether no lease is open, so that all trajectories of this epoch are in the queue."""
-        return self._dispatcher.is_idle
+        return self._dispatcher.idle.is_set()
 
     def abandon(self) -> None:
         """Drops trajectories that still wait for room in the queue: they are lost."""
@@ -189,17 +186,7 @@ class Session:
         self._outbox.put(fleet_pb2.ServerMessage(draining=draining))
         self._dispatcher.drain()
         limit_s = self._services.config.rollout_server.drain_timeout_s
-        waits = [
-            asyncio.create_task(wait)
-            for wait in (self._dispatcher.wait_idle(), self._leave_at_once.wait())
-        ]
-        try:
-            await asyncio.wait(
-                (reader, *waits), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await _within(_any_of(reader, self._dispatcher.idle, self._leave_at_once), limit_s)
 
     async def _read(self, call: JoinCall) -> None:
         """Reads and executes orders until the stream ends, with or without an error."""
@@ -240,7 +227,7 @@ class Session:
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self._dispatcher.cancel_all()
-        await _within(self._dispatcher.wait_idle(), CANCEL_S)
+        await _within(self._dispatcher.idle.wait(), CANCEL_S)
 
     async def _flush(self) -> None:
         while self._services.sender.queued_bytes:
@@ -290,10 +277,12 @@ def hello(
     )
 
 
-async def _first(*events: asyncio.Event) -> None:
-    async with asyncio.TaskGroup() as group:
-        waits = [group.create_task(event.wait()) for event in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+async def _any_of(reader: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Waits until `reader` has ended or one of `events` is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait((reader, *waits), return_when=asyncio.FIRST_COMPLETED)
+    finally:
         for wait in waits:
             wait.cancel()
 

@@ -9,10 +9,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import numpy as np
 from slipstream.core.errors import WeightSyncError
@@ -98,7 +97,7 @@ class WeightOrders:
         self._aborted = deque[str](maxlen=_MAX_ABORTED)
         self._committed = ""
         # The engine's preparation waits for the publish's other members; an abort cancels it.
-        self._preparing = Abandonable()
+        self._preparing: asyncio.Task[None] | None = None
         self._pauses, self._rest = PauseClock(), PauseClock()
         # Whether the engine rests: neither `wake` nor new weights came since the order to rest.
         self._rests = False
@@ -122,7 +121,7 @@ class WeightOrders:
         if kind == "abort":
             self._aborted.append(order.abort.publish_id)
             if self._publish is not None and self._publish.publish_id == order.abort.publish_id:
-                self._preparing.abandon()
+                self._stop_preparing()
         elif kind == "commit" and not order.commit.HasField("probe"):
             self._committed = order.commit.publish_id
         self._orders.put_nowait(order)
@@ -133,9 +132,9 @@ class WeightOrders:
         A draining server uses `carry_out`, since the other members of a publish wait for it.
         """
         if not carry_out:
-            self._preparing.abandon()
-        while not (carry_out or self._orders.empty()):
-            self._orders.get_nowait()
+            self._stop_preparing()
+            while not self._orders.empty():
+                self._orders.get_nowait()
         self._orders.put_nowait(None)
 
     async def run(self) -> None:
@@ -215,9 +214,19 @@ class WeightOrders:
         """
         if order.order.publish_id in self._aborted:
             raise WeightSyncError("the publish was abandoned")
-        preparing = self._engine.prepare_weights(order.order, order.layout, order.first_rank)
-        if not await self._preparing.run(preparing):
-            raise WeightSyncError("the publish was abandoned")
+        call = self._engine.prepare_weights(order.order, order.layout, order.first_rank)
+        self._preparing = asyncio.create_task(call)
+        try:
+            await self._preparing
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise WeightSyncError("the publish was abandoned") from None
+
+    def _stop_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
         publish, publish_id = self._publish, order.publish_id
@@ -364,31 +373,3 @@ class PauseClock:
         self._ended_s += seconds
         self.begun_s = None
         return seconds
-
-
-class Abandonable:
-    """Runs one call at a time, which `abandon` can cancel."""
-
-    def __init__(self) -> None:
-        self._abandoned: asyncio.Future[None] | None = None
-
-    def abandon(self) -> None:
-        """Cancels the current call, if there is one."""
-        if self._abandoned is not None and not self._abandoned.done():
-            self._abandoned.set_result(None)
-
-    async def run(self, call: Coroutine[Any, Any, None]) -> bool:
-        """Awaits `call` and raises its error; returns True, or False if `abandon` cancelled it."""
-        abandoned = self._abandoned = asyncio.get_running_loop().create_future()
-        running = asyncio.create_task(call)
-        try:
-            await asyncio.wait((running, abandoned), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                return False
-            running.result()
-            return True
-        finally:
-            self._abandoned = None
-            if not running.done():
-                running.cancel()
-                await asyncio.wait((running,))

@@ -13,7 +13,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
 from slipstream.learner.trainer.tiny_model import make_tokenizer
-from slipstream.rollout_server import session
+from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.reference_server import (
     ReferenceFailed,
@@ -190,7 +190,7 @@ async def test_episodes_carry_what_the_reference_says(config, endpoint, start_se
 async def test_an_episode_whose_reference_fails_has_failed(
     config, endpoint, start_server, monkeypatch
 ) -> None:
-    monkeypatch.setattr(session, "RETRY_S", 0.01)
+    monkeypatch.setattr(dispatcher, "RETRY_S", 0.01)
     endpoint.answers = [(400, {"error": {"message": "too long"}})]
     settings = with_server(config, section(endpoint))
     async with start_server(settings) as server:

@@ -6,6 +6,7 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
 from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
@@ -355,7 +356,7 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
 async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
     start_server, monkeypatch
 ):
-    monkeypatch.setattr(session, "RETRY_S", 1.0)
+    monkeypatch.setattr(dispatcher, "RETRY_S", 1.0)
     async with start_server() as server:
         client, server.fleet.client = server.fleet.client, None
         connection = await server.leased(members=[0], max_attempts=3)

@@ -86,17 +86,16 @@ class StreamSession:
         episode_key: str,
         timeout_s: float,
         *,
-        on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]],
-        on_close: Callable[[bool], None],
+        on_timeout: Callable[[EnvironmentFailed], Awaitable[EnvironmentFailed]] | None = None,
+        on_close: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`on_timeout` gets the error of a call that timed out, and returns the error to raise.
 
         `on_close` is called with True if the environment answered a step or, for an agent, gave a
         result; otherwise with False.
         """
-        self._table = table
-        self._key = episode_key
-        self._timeout_s, self._on_timeout, self._on_close = timeout_s, on_timeout, on_close
+        self._table, self._key, self._timeout_s = table, episode_key, timeout_s
+        self._on_timeout, self._on_close = on_timeout, on_close
         self._was_judged = False
         # The calls and the result of an agent, once they were asked for.
         self._answers: Answers | None = None
@@ -182,7 +181,7 @@ class StreamSession:
 
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
         """Returns the error for the timeout `late`, which says where the agent hangs, if known."""
-        return await self._on_timeout(late)
+        return late if self._on_timeout is None else await self._on_timeout(late)
 
     def close(self) -> None:
         """Tells the environment to drop the episode, whether it is over or not; does not wait."""
@@ -202,7 +201,7 @@ class StreamSession:
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 raise
-            raise await self._on_timeout(error) from None
+            raise await self.examine(error) from None
         return _expected(answer, expected)
 
 

@@ -25,6 +25,10 @@ from slipstream.v1 import fleet_pb2
 log = logging.getLogger(__name__)
 
 _QUEUE_WARNING_S = 10.0
+# Seconds between two attempts after an infrastructure failure, so that a lost client or controller
+# can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
+# which the controller removes a silent server.
+RETRY_S = 10.0
 
 
 @dataclass(eq=False)
@@ -43,8 +47,8 @@ class Dispatcher:
 
     A lease begins with `start`. Its episodes run, and their trajectories are put into the queue;
     then `closed(report)` is called. `cancel` ends a lease earlier. For new weights, `hold` makes
-    trajectories wait until `settle(passed=...)`. At the end call `drain`, then `wait_idle`, or
-    `cancel_all` and, if the queue stays full, `abandon`.
+    trajectories wait until `settle(passed=...)`. At the end call `drain`, then wait for `idle`, or
+    call `cancel_all` and, if the queue stays full, `abandon`.
     """
 
     def __init__(
@@ -65,8 +69,9 @@ class Dispatcher:
         self._groups: dict[GroupId, _Group] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        # Set while no lease is open; all trajectories are then in the queue.
+        self.idle = asyncio.Event()
+        self.idle.set()
         # Set while new weights wait for their verdict; its result is whether they passed.
         self._verdict: asyncio.Future[bool] | None = None
 
@@ -77,7 +82,7 @@ class Dispatcher:
             return
         group = _Group(lease, set(lease.members), lease.first_attempt)
         self._groups[lease.group_id] = group
-        self._idle.clear()
+        self.idle.clear()
         task = self._tasks.create_task(self._run_group(group))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -100,21 +105,12 @@ class Dispatcher:
         for group_id in tuple(self._groups):
             await self.cancel(group_id)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no lease is open."""
-        return self._idle.is_set()
-
     def abandon(self) -> None:
         """Drops trajectories that still wait for room in the queue: they are lost."""
         for task in self._running:
             task.cancel()
         if self._running:
             log.warning("trajectories of %d groups found no room and are lost", len(self._running))
-
-    async def wait_idle(self) -> None:
-        """Waits until no lease is open; all trajectories are then in the queue."""
-        await self._idle.wait()
 
     def hold(self) -> None:
         """Makes trajectories wait until `settle` says whether the new weights passed the probe."""
@@ -135,16 +131,15 @@ class Dispatcher:
             for member in group.lease.members:
                 members.create_task(self._run_member(group, member))
         del self._groups[group.lease.group_id]
-        self._closed(
-            fleet_pb2.LeaseReport(
-                group_id=group.lease.group_id,
-                closed=True,
-                unfinished=sorted(group.unfinished),
-                next_attempt=group.next_attempt,
-            )
+        report = fleet_pb2.LeaseReport(
+            group_id=group.lease.group_id,
+            closed=True,
+            unfinished=sorted(group.unfinished),
+            next_attempt=group.next_attempt,
         )
+        self._closed(report)
         if not self._groups:
-            self._idle.set()
+            self.idle.set()
 
     async def _run_member(self, group: _Group, member: int) -> None:
         attempt = group.lease.first_attempt
@@ -171,7 +166,7 @@ class Dispatcher:
                 return
             if failure is not None and failure.kind is FailureKind.INFRASTRUCTURE:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._services.retry_s):
+                    async with asyncio.timeout(RETRY_S):
                         await group.cancelled.wait()
             if group.cancelled.is_set() or self._draining:
                 # Another server makes the next attempt.

@@ -44,13 +44,6 @@ class Ask(Protocol):
         """Returns the answer to `call`."""
 
 
-class Give(Protocol):
-    """A function that records the tokens of a reply that the environment gives."""
-
-    def __call__(self, tokens: Sequence[int], /, *, is_cut: bool) -> Generation:
-        """Returns the tokens as a `Generation`; `is_cut` says that a limit cut the reply off."""
-
-
 class EnvironmentTalk:
     """Alternates between one environment and the model; `run` may be called once."""
 
@@ -64,9 +57,12 @@ class EnvironmentTalk:
         agents: Agents,
         ask: Ask,
         generate: Callable[[int], Awaitable[Generation]],
-        give: Give,
+        give: Callable[[Sequence[int], FinishReason], Generation],
     ) -> None:
-        """`generate` samples and records a reply; its argument is the limit in tokens."""
+        """`generate` samples and records a reply; its argument is the limit in tokens.
+
+        `give` records the tokens of a reply that the environment gives.
+        """
         self._session, self._recording, self._sampling = session, recording, sampling
         self._renderer, self._agents, self._ask = renderer, agents, ask
         self._generate, self._give = generate, give
@@ -98,7 +94,8 @@ class EnvironmentTalk:
             most = min(room, reply_limit)
             if given:
                 tokens = history.reply(given)
-                generation = self._give(tokens[:most], is_cut=len(tokens) > most)
+                end = FinishReason.LENGTH if len(tokens) > most else FinishReason.STOP
+                generation = self._give(tokens[:most], end)
             else:
                 generation = await self._generate(most)
             truncated = generation.finish_reason is FinishReason.LENGTH

@@ -164,11 +164,15 @@ class ClientEnvironments:
         """Opens a session of an episode with the client that serves `environment`."""
         table = self._tables.get(environment)
         if table is None:
-            table = self._tables[environment] = CallTable(self._sender(environment), self._numbers)
+            calls = self._calls
+
+            def send(command: environment_pb2.WorkerCommand) -> None:
+                call = fleet_pb2.EnvironmentCall(environment=environment, command=command)
+                calls.put_nowait(call)
+
+            table = self._tables[environment] = CallTable(send, self._numbers)
         self._wanted.set()
-        return StreamSession(
-            table, episode_key, timeout_s, on_timeout=_as_it_is, on_close=lambda _: None
-        )
+        return StreamSession(table, episode_key, timeout_s)
 
     async def run(self) -> None:
         """Opens the stream whenever a session needs it, until this call is cancelled.
@@ -199,14 +203,6 @@ class ClientEnvironments:
             if this is not None and this.cancelling():
                 # A stream that fails while it is cancelled swallows the cancellation.
                 return
-
-    def _sender(self, environment: str) -> Callable[[environment_pb2.WorkerCommand], None]:
-        queue = self._calls
-
-        def send(command: environment_pb2.WorkerCommand) -> None:
-            queue.put_nowait(fleet_pb2.EnvironmentCall(environment=environment, command=command))
-
-        return send
 
     async def _outgoing(self) -> AsyncIterator[fleet_pb2.EnvironmentCall]:
         queue = self._calls
@@ -266,10 +262,6 @@ class Environments:
         return await hosted[0].open(episode_key, task_index, attempt, timeout_s)
 
 
-async def _as_it_is(error: EnvironmentFailed) -> EnvironmentFailed:
-    return error
-
-
 class LoneWorkers:
     """Runs workers that serve one episode at a time.
 
@@ -314,12 +306,8 @@ class LoneWorkers:
             if first.worker.cancelled():
                 continue
             worker, loaded = self._make(), asyncio.Event()
-
-            def on_load(_: int, loaded: asyncio.Event = loaded) -> None:
-                loaded.set()
-
             async with asyncio.TaskGroup() as group:
-                running = group.create_task(worker.run(index, on_load))
+                running = group.create_task(worker.run(index, lambda _: loaded.set()))  # noqa: B023
                 serving = group.create_task(self._serve(worker, loaded, first))
                 await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
                 serving.cancel()

@@ -47,10 +47,6 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 # Requests under this prefix go to the initial model, which is frozen.
 JUDGE_PATH = "/judge/"
-# Seconds between two attempts after an infrastructure failure, so that a lost client or controller
-# can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
-# which the controller removes a silent server.
-RETRY_S = 10.0
 
 
 class AgentTalk:
@@ -71,6 +67,7 @@ class AgentTalk:
         """
         self._session, self._answering = session, answering
         self._recorder, self._judge = recorder, judge
+        self.recorders = [recorder] if judge is None else [recorder, judge]
         self._num_judge_calls = 0
         self._timeout_s = timeout_s
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -92,7 +89,12 @@ class AgentTalk:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not done:
-                    raise await self._session.examine(self._late())
+                    late = (
+                        f"the agent neither called the model nor returned a result within "
+                        f"{self._timeout_s:g} s, the environment's timeout_s"
+                    )
+                    kind = trajectory_pb2.FAILURE_KIND_TIMEOUT
+                    raise await self._session.examine(EnvironmentFailed(kind, late))
                 self._forget_answered()
                 if not waiting.done():
                     continue
@@ -102,31 +104,21 @@ class AgentTalk:
                 self._take(message)
                 waiting = asyncio.ensure_future(self._session.next_call())
         finally:
-            recorders = [each for each in (self._recorder, self._judge) if each is not None]
-            for recorder in recorders:
+            for recorder in self.recorders:
                 recorder.cancel()
             open_tasks = [waiting, *self._calls.values()]
             for task in open_tasks:
                 task.cancel()
             await asyncio.wait(open_tasks)
-            for recorder in recorders:
+            for recorder in self.recorders:
                 await recorder.settled()
-
-    def _late(self) -> EnvironmentFailed:
-        return EnvironmentFailed(
-            trajectory_pb2.FAILURE_KIND_TIMEOUT,
-            f"the agent neither called the model nor returned a result within "
-            f"{self._timeout_s:g} s, the environment's timeout_s",
-        )
 
     def _take(self, message: environment_pb2.AgentCall) -> None:
         if message.is_abandoned:
-            task = self._calls.get(message.call)
-            self._recorder.hang_up(message.call)
-            if self._judge is not None:
-                self._judge.hang_up(message.call)
-            if task is not None:
-                task.cancel()
+            for recorder in self.recorders:
+                recorder.hang_up(message.call)
+            if message.call in self._calls:
+                self._calls[message.call].cancel()
             return
         if message.call <= self._last_call:
             raise misused(
@@ -135,14 +127,12 @@ class AgentTalk:
         self._last_call = message.call
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
-    def _recorder_of(self, path: str) -> Recorder:
-        """Returns the recorder of a call to `path`: the agent's or the judge's.
+    def _judge_of_call(self) -> Recorder:
+        """Returns the judge's recorder for one more call.
 
         Raises EnvironmentFailed if there is no judge, or the judge was called too often. The same
         call would fail again, so the episode ends with the cause.
         """
-        if not path.startswith(JUDGE_PATH):
-            return self._recorder
         if self._judge is None:
             raise misused(
                 "endpoint.judge() needs lora.publish = adapters: without adapters a server holds "
@@ -162,10 +152,9 @@ class AgentTalk:
                     task.result()
 
     async def _answer(self, message: environment_pb2.AgentCall) -> None:
-        recorder = self._recorder_of(message.path)
-        path = message.path
-        if recorder is self._judge:
-            path = f"/{path.removeprefix(JUDGE_PATH)}"
+        recorder, path = self._recorder, message.path
+        if path.startswith(JUDGE_PATH):
+            recorder, path = self._judge_of_call(), f"/{path.removeprefix(JUDGE_PATH)}"
         http = HttpCall(message.call, message.method, path, message.body, message.branch)
         async with contextlib.aclosing(self._answering.answer(recorder, http)) as parts:
             async for part in parts:
@@ -189,7 +178,6 @@ class EpisodeServices:
     agents: Agents
     # The server of the reference model; None if the run has none.
     reference: ReferenceServer | None = None
-    retry_s: float = RETRY_S
     traces: ServerTraces = NO_TRACES
 
 
@@ -327,7 +315,7 @@ class Episode:
             recording.generation_s = recorder.clock.busy_s
             recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
             recording.take_branches(recorder.conversations, shares, rewards)
-            for each in filter(None, (recorder, judge)):
+            for each in talk.recorders:
                 recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
         if not recording.num_sampled:
             raise misused("the agent returned a result without any reply of the model")
@@ -373,7 +361,7 @@ class Episode:
         traces = self._services.traces
         traces.call(self._task, self._num_calls, begin_s=begin_s, num_tokens=num_tokens)
 
-    def _give(self, tokens: Sequence[int], *, is_cut: bool) -> Generation:
+    def _give(self, tokens: Sequence[int], finish_reason: FinishReason) -> Generation:
         """Records a reply that the environment gave in place of the model.
 
         The reply's log-probabilities are 0, since the environment would give the same reply again.
@@ -387,7 +375,7 @@ class Episode:
             np.asarray(tokens, dtype=np.uint32),
             np.zeros(len(tokens), dtype=np.float32),
             (VersionSpan(len(tokens), version),),
-            FinishReason.LENGTH if is_cut else FinishReason.STOP,
+            finish_reason,
         )
         self._recording.add_reply(generation)
         self._services.ledger.given(len(tokens))
