@@ -148,7 +148,7 @@ def test_between_engine_and_record(times: int) -> None:
     """The record of a server has the tokens of its engine's third reply, or not, or twice."""
     start = EngineUse(generated_tokens=0, returned_tokens=0, open_requests=0, busy_s=0.0)
     counters, third = EpochCounters(start), Third(times)
-    counters.opened()
+    counters.open_episodes += 1
     for _ in range(4):
         for _ in third:
             counters.sampled(TOKENS)

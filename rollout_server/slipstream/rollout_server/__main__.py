@@ -35,7 +35,7 @@ from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import become_reaper, die_with_parent
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
-from slipstream.core.settings.config import Config, RolloutServerSection, address_parts
+from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
@@ -160,12 +160,13 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        server_id = ServerId(options.server_id)
+        server_id, gib = ServerId(options.server_id), settings.environment_memory_gib
+        memory_bytes = available_bytes() // 2 if gib is None else int(gib * (1 << 30))
         gateway = WorkerGateway(
             config.run_dir / LOGS,
             server=server_id,
             log_bytes=WORKER_LOG_BYTES,
-            limits=_worker_limits(settings),
+            limits=WorkerLimits(memory_bytes, settings.environment_processes),
             takes_tools=settings.tool_parser is not None,
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
@@ -189,12 +190,6 @@ def _metrics(
 
     collector = EngineCollector(engine.requests)
     return metrics_endpoint(config, "rollout_server", [collector], server=server_id)
-
-
-def _worker_limits(settings: RolloutServerSection) -> WorkerLimits:
-    gib = settings.environment_memory_gib
-    memory_bytes = available_bytes() // 2 if gib is None else int(gib * (1 << 30))
-    return WorkerLimits(memory_bytes, settings.environment_processes)
 
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:

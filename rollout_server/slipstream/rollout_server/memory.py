@@ -61,17 +61,12 @@ class ProcessMemory:
         now = time.monotonic()
         if now - self._looked_s >= _LOOK_S:
             self._looked_s = now
-            below = self._process.children(recursive=True)
-            self._bytes = sum(_resident(process) for process in (self._process, *below))
+            self._bytes = 0
+            for process in (self._process, *self._process.children(recursive=True)):
+                # A process may end after it was listed.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._bytes += int(process.memory_info().rss)
         return self._bytes
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        # The process ended after it was listed.
-        return 0
 
 
 # Greatest part of the engine's share that "auto" takes from the KV cache for arriving weights.

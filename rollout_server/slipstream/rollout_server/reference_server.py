@@ -169,6 +169,8 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
 
     Raises a ConfigError that says what the server lacks.
     """
+    from transformers import AutoTokenizer
+
     assert config.reference is not None
     top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
     max_tokens = config.sampling.max_episode_tokens
@@ -176,7 +178,7 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
         settings, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens, max_retries=1
     )
     try:
-        tokenizer = _tokenizer(config)
+        tokenizer = AutoTokenizer.from_pretrained(str(config.model.path), local_files_only=True)
         with faults_as(ConfigError, f"reference.server: {server.name}"):
             await _check_length(server, settings, max_tokens + 1)
             await _check_tokenizer(server, settings, tokenizer)
@@ -231,12 +233,6 @@ async def _check_tokenizer(
 def _short(text: object) -> str:
     shown = repr(text)
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-
-
-def _tokenizer(config: Config) -> Any:  # noqa: ANN401 - transformers has no type for it
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(config.model.path), local_files_only=True)
 
 
 def main() -> int:

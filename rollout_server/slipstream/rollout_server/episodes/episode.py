@@ -204,7 +204,7 @@ class Episode:
         Raises only EngineDied, which ends the server.
         """
         ledger = self._services.ledger
-        ledger.opened()
+        ledger.open_episodes += 1
         session: StreamSession | None = None
         status, failure = Status.CANCELLED, None
         try:
@@ -232,20 +232,15 @@ class Episode:
         except ReferenceFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.INFRASTRUCTURE, str(error))
         except BaseException:
-            ledger.broke_off()
+            ledger.is_broken_off = True
             raise
         finally:
             if session is not None:
                 session.close()
         ledger.ended(self._recording.num_sampled)
-        services = self._services
+        renderer, num_experts = self._services.renderer, self._services.engine.num_experts
         return trajectory_of(
-            self._task,
-            self._recording,
-            status,
-            failure,
-            renderer=services.renderer,
-            num_experts=services.engine.num_experts,
+            self._task, self._recording, status, failure, renderer=renderer, num_experts=num_experts
         )
 
     async def cancel(self) -> None:

@@ -30,13 +30,10 @@ class EpochCounters:
         self.recorded_tokens = 0
         self.open_episodes = 0
         self.waiting_episodes = 0
-        # Whether an episode ended without a trajectory, since the engine died or the server ends.
-        self._is_broken_off = False
+        # Whether an episode ended without a trajectory, since the engine died or the server ends;
+        # its tokens still count as open.
+        self.is_broken_off = False
         self._memory = ProcessMemory()
-
-    def opened(self) -> None:
-        """Counts an episode that began."""
-        self.open_episodes += 1
 
     def sampled(self, num_tokens: int) -> None:
         """Counts `num_tokens` that a generation of an open episode returned."""
@@ -53,10 +50,6 @@ class EpochCounters:
         self.recorded_tokens -= num_tokens
         self.all_ended = self.all_ended.plus(num_tokens)
 
-    def broke_off(self) -> None:
-        """Records that an episode ended without a trajectory; its tokens still count as open."""
-        self._is_broken_off = True
-
     def report(
         self, use: EngineUse, *, sent: Amount, queued_bytes: int, paused_s: float
     ) -> fleet_pb2.ServerReport:
@@ -68,7 +61,7 @@ class EpochCounters:
         # the counters is an error, which must show.
         inside = use.generated_tokens - use.returned_tokens
         inside -= self._start.generated_tokens - self._start.returned_tokens
-        if not use.open_requests and not self._is_broken_off:
+        if not use.open_requests and not self.is_broken_off:
             inside = 0
         waiting = Amount(len(self.delivering), sum(self.delivering.values()))
         return fleet_pb2.ServerReport(

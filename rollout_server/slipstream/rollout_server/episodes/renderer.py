@@ -34,18 +34,9 @@ _LONG_TOKEN = 128
 _SHOWN = 40
 
 # A tool with which a template is tried.
-TOOLS = json.dumps(
-    [
-        {
-            "type": "function",
-            "function": {
-                "name": "add",
-                "description": "Adds two numbers.",
-                "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-            },
-        }
-    ]
-)
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
+_ADD = {"name": "add", "description": "Adds two numbers.", "parameters": _PARAMETERS}
+TOOLS = json.dumps([{"type": "function", "function": _ADD}])
 
 
 class RenderingFailed(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from slipstream.core.types import Purpose, Status, Trajectory
+from slipstream.core.types import Purpose, Trajectory
 from slipstream.rollout_server.episodes.lease import EpisodeTask
 from slipstream.v1 import fleet_pb2
 
@@ -54,14 +54,13 @@ class ServerTraces:
             "slipstream.generation_s": trajectory.generation_s,
             "slipstream.environment_s": trajectory.environment_s,
         }
-        failed = trajectory.status is Status.FAILED and trajectory.failure is not None
         self._traces.span(
             f"group/{trajectory.group_id}",
             "episode",
             f"episode/{trajectory.member}.{trajectory.attempt}",
             begin_s=begin_s,
             attributes=attributes,
-            error=trajectory.failure.message if failed and trajectory.failure else "",
+            error=trajectory.failure.message if trajectory.failure is not None else "",
         )
 
     def delivery(self, trajectory: Trajectory, *, begin_s: float) -> None:

@@ -37,7 +37,7 @@ def use(generated: int, returned: int, open_requests: int) -> EngineUse:
 
 def test_tokens_inside_the_engine_are_in_flight() -> None:
     ledger = EpochCounters(use(100, 100, 0))
-    ledger.opened()
+    ledger.open_episodes += 1
     ledger.sampled(4)
     report = ledger.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 7, 0)
@@ -49,7 +49,7 @@ def test_tokens_inside_the_engine_are_in_flight() -> None:
 
 def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     ledger = EpochCounters(use(0, 0, 0))
-    ledger.opened()
+    ledger.open_episodes += 1
     ledger.ended(0)
     report = ledger.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0, paused_s=0.0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
