@@ -90,7 +90,7 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised
 
     linears = fp8_linears(fresh)
     live = dict(fresh.named_parameters())
-    proof = Fp8Check(Fp8Plan.of(plan, linears), live)
+    proof = Fp8Check(Fp8Plan(plan.buckets, plan.copies, linears), live)
     kept = []
     for bucket in buckets:
         kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
@@ -103,7 +103,7 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised
     altered = []
     for linear in linears.values():
         for tensor in (linear.weight.view(torch.uint8), linear.scale):
-            check = Fp8Check(Fp8Plan.of(plan, linears), live)
+            check = Fp8Check(Fp8Plan(plan.buckets, plan.copies, linears), live)
             old = tensor.clone()
             tensor.view(-1)[-1] += 1
             for place, buffer in enumerate(kept):

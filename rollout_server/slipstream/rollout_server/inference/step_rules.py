@@ -20,22 +20,6 @@ REPLIES_PER_PROMPT = 32
 MOST_STEPS = 32
 
 
-def prompts_wait(
-    *,
-    num_ready: int,
-    num_replies: int,
-    num_steps: int,
-    most_steps: int,
-    replies_per_prompt: int = REPLIES_PER_PROMPT,
-) -> bool:
-    """Returns whether the `num_ready` prompts must wait, although the next step has room for them.
-
-    The first of these prompts has waited for `num_steps` steps. No prompt waits in an engine
-    without replies.
-    """
-    return num_steps < most_steps and 0 < num_ready * replies_per_prompt < num_replies
-
-
 class PromptGathering:
     """Decides whether prompts wait to be prefilled together; call `holds` before each step.
 
@@ -49,14 +33,12 @@ class PromptGathering:
         self._num_steps = 0
 
     def holds(self, *, num_ready: int, num_replies: int) -> bool:
-        """Returns whether prompts must wait in the step that is planned now; counts that step."""
-        waits = prompts_wait(
-            num_ready=num_ready,
-            num_replies=num_replies,
-            num_steps=self._num_steps,
-            most_steps=self.most_steps,
-            replies_per_prompt=self.replies_per_prompt,
-        )
+        """Returns whether prompts must wait in the step that is planned now; counts that step.
+
+        `num_ready` prompts have room in that step. Without replies no prompt waits.
+        """
+        is_early = 0 < num_ready * self.replies_per_prompt < num_replies
+        waits = is_early and self._num_steps < self.most_steps
         self._num_steps = self._num_steps + 1 if waits else 0
         return waits
 

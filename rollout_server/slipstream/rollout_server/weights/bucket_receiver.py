@@ -72,7 +72,8 @@ class BucketReceiver(ABC):
         Returns [] if the update was not `digested`.
         """
         assert self._digests is not None
-        return [bucket_digest(tensors) for tensors in self._digests.read(self._handle)]
+        handle = stream_handle(self._device)
+        return [bucket_digest(tensors) for tensors in self._digests.read(handle)]
 
     def take_wire(self) -> Wire:
         """Returns seconds and bytes of the last `receive`'s broadcasts; both are 0 if unknown.
@@ -85,12 +86,6 @@ class BucketReceiver(ABC):
     def close(self) -> None:
         """Leaves the communicator, even if its other members are gone."""
 
-    @property
-    def _handle(self) -> int:
-        """The CUDA handle of the device's current stream, as an integer; 0 on a CPU."""
-        is_gpu = self._device.type == "cuda"
-        return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
-
     def _open_digests(self, incoming: Incoming) -> BucketDigests:
         """Returns the object that computes an update's digests; reuses it for the same buckets."""
         kind = incoming.buckets, incoming.digested
@@ -98,6 +93,11 @@ class BucketReceiver(ABC):
             self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
             self._digested = kind
         return self._digests
+
+
+def stream_handle(device: torch.device) -> int:
+    """Returns the CUDA handle of the device's current stream, as an integer; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 class NoDigests:

@@ -20,6 +20,7 @@ faster. Waits for: the answers. Unblocked by: the answers, vLLM's errors, or the
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import socket
 import threading
@@ -104,7 +105,7 @@ class DirectLine:
         _inherited[:] = [theirs for _, theirs in pairs]
         for ours in self._sockets:
             ours.setblocking(False)
-        self._num_calls = 0
+        self._numbers = itertools.count(1)
         # The answers so far and the future of all answers, by the number of each call under way, or
         # by the mark.
         self._heard: dict[int | str, tuple[list[Any], asyncio.Future[list[Any]]]] = {}
@@ -129,7 +130,8 @@ class DirectLine:
         error of `call`, unless the workers answered first. A call that was made runs to its end,
         even if its caller no longer waits.
         """
-        with self._open() as (number, found):
+        number = next(self._numbers)
+        with self.marked(number) as found:
             through_vllm = asyncio.ensure_future(call(number))
             through_vllm.add_done_callback(functools.partial(_pass_on, found))
             return await found
@@ -139,7 +141,8 @@ class DirectLine:
 
         Call it only if the line `is_up`, one call after another.
         """
-        with self._open() as (number, found):
+        number = next(self._numbers)
+        with self.marked(number) as found:
             self._alone = found
             try:
                 for ours in self._sockets:
@@ -149,10 +152,11 @@ class DirectLine:
             return await found
 
     @contextlib.contextmanager
-    def marked(self, mark: str) -> Iterator[asyncio.Future[list[Any]]]:
+    def marked(self, mark: int | str) -> Iterator[asyncio.Future[list[Any]]]:
         """Yields a future that is done when all workers have sent `mark` during the block.
 
-        The future's result has a None for each worker.
+        An answer has the number of its call in place of a mark. The future's result has each
+        worker's answer, or None for a mark.
         """
         found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._heard[mark] = [], found
@@ -170,17 +174,6 @@ class DirectLine:
             if ours.fileno() >= 0:
                 asyncio.get_running_loop().remove_reader(ours)
                 ours.close()
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[tuple[int, asyncio.Future[list[Any]]]]:
-        self._num_calls += 1
-        number = self._num_calls
-        found: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._heard[number] = [], found
-        try:
-            yield number, found
-        finally:
-            del self._heard[number]
 
     def _read(self, ours: socket.socket) -> None:
         if self._hear(ours):

@@ -29,7 +29,7 @@ from slipstream.protocol.weights.deltas import (
     travels_whole,
 )
 from slipstream.protocol.weights.digests import bucket_digest
-from slipstream.rollout_server.weights.bucket_receiver import open_digests
+from slipstream.rollout_server.weights.bucket_receiver import open_digests, stream_handle
 from slipstream.rollout_server.weights.copy_plan import (
     CopyPlan,
     NotCopied,
@@ -78,7 +78,12 @@ class LiveBase:
         # Names of a bucket's shares, 8 bytes in hex for each tensor: equal where workers hold the
         # same share.
         self._names = ["".join(map(_name_of, of_bucket)) for of_bucket in views]
-        kernels = _open_kernels(device)
+        kernels: CudaChanges | None = None
+        if device.type == "cuda":
+            from slipstream.protocol.weights.cuda_changes import CudaChanges
+
+            with torch.cuda.device(device):
+                kernels = CudaChanges()
         parts = [
             live_parts(plan, place, parameters, kernels) if replay.only_copies(place) else None
             for place in range(len(views))
@@ -119,11 +124,11 @@ class LiveBase:
         Nothing outside the bucket is written, whatever the payload contains.
         """
         bucket, changed, parts = self._buckets[place], self._changed[place], self._parts[place]
-        is_whole = travels_whole(bucket, changed)
+        is_whole, handle = travels_whole(bucket, changed), stream_handle(self._device)
         if parts is not None and not is_whole:
             # Over gloo, the payload is in main memory.
-            parts.put(payload.to(self._device), bucket, changed, self._handle)
-            self._digests.add(place, parts.pointer, self._handle)
+            parts.put(payload.to(self._device), bucket, changed, handle)
+            self._digests.add(place, parts.pointer, handle)
             return
         room = self._bucket(place)
         if is_whole:
@@ -137,11 +142,12 @@ class LiveBase:
         if not self._holds_all[place]:
             # Elements of other workers' shares were put there too.
             self._collect(place)
-        self._digests.add(place, self._where(place), self._handle)
+        self._digests.add(place, self._where(place), handle)
 
     def read(self) -> list[Share]:
         """Returns the digest sums and shard names of each bucket; waits for the current stream."""
-        found = [b"".join(tensors).hex() for tensors in self._digests.read(self._handle)]
+        sums = self._digests.read(stream_handle(self._device))
+        found = [b"".join(tensors).hex() for tensors in sums]
         return list(zip(found, self._names, strict=True))
 
     def read_unchanged(self) -> list[Share]:
@@ -149,7 +155,7 @@ class LiveBase:
         for place, parts in enumerate(self._parts):
             if parts is None:
                 self._collect(place)
-            self._digests.add(place, self._where(place), self._handle)
+            self._digests.add(place, self._where(place), stream_handle(self._device))
         found = self.read()
         self._replay.forget_buffers()
         self._room = None
@@ -174,20 +180,6 @@ class LiveBase:
             size = blocks * BLOCK_ELEMENTS * ELEMENT_BYTES
             self._room = torch.zeros(size, dtype=torch.uint8, device=self._device)
         return self._room
-
-    @property
-    def _handle(self) -> int:
-        is_gpu = self._device.type == "cuda"
-        return torch.cuda.current_stream(self._device).cuda_stream if is_gpu else 0
-
-
-def _open_kernels(device: torch.device) -> CudaChanges | None:
-    if device.type != "cuda":
-        return None
-    from slipstream.protocol.weights.cuda_changes import CudaChanges
-
-    with torch.cuda.device(device):
-        return CudaChanges()
 
 
 def put_changes(payload: Tensor, bucket: Bucket, changed: int, elements: Tensor) -> None:
@@ -248,11 +240,15 @@ class LiveParts:
         `changed` is the number of these elements. A GPU does the work on `stream`, a CUDA handle.
         """
         first, second, _ = payload_parts(bucket, changed)
-        counts = payload[:first].view(_ELEMENT)
         if self._kernels is None:
-            self._put_on_host(payload, changed, places_of(payload, bucket, changed), first)
+            places = places_of(payload, bucket, changed)
+            values = payload[first:second].view(_ELEMENT)
+            for offset, view in zip(self._offsets, self._views, strict=True):
+                within = places - offset // _ELEMENT.itemsize
+                is_here = (within >= 0) & (within < len(view))
+                view[within[is_here]] = values[is_here]
             return
-        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        ends = torch.cumsum(payload[:first].view(_ELEMENT), 0, dtype=torch.int32)
         self._kernels.put(
             (payload.data_ptr() + first, payload.data_ptr() + second),
             ends=ends.data_ptr(),
@@ -261,13 +257,6 @@ class LiveParts:
             targets=self._targets,
             stream=stream,
         )
-
-    def _put_on_host(self, payload: Tensor, changed: int, places: Tensor, first: int) -> None:
-        values = payload[first : first + _ELEMENT.itemsize * changed].view(_ELEMENT)
-        for offset, view in zip(self._offsets, self._views, strict=True):
-            within = places - offset // _ELEMENT.itemsize
-            is_here = (within >= 0) & (within < len(view))
-            view[within[is_here]] = values[is_here]
 
 
 def live_parts(

@@ -19,7 +19,12 @@ from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.shared_buffers import open_buffers
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import (
+    BucketReceiver,
+    Incoming,
+    Seat,
+    stream_handle,
+)
 from torch._C import _distributed_c10d as c10d
 
 
@@ -49,15 +54,11 @@ class HostReceiver(BucketReceiver):
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """Yields each bucket in main memory, or in `incoming.memory`; see `BucketReceiver`."""
         digests, memory = self._open_digests(incoming), self.prepare(incoming)
-        self._begin(incoming)
         for place, bucket in enumerate(incoming.buckets):
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._take(bucket, buffer, incoming.bucket_deadline_s)
             digests.add(place, buffer.data_ptr(), 0)
             yield incoming.memory[place].copy_(buffer) if incoming.memory else buffer
-
-    def _begin(self, incoming: Incoming) -> None:
-        """Prepares for the first bucket of an update."""
 
     def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
         """Fills `buffer` with the next bucket. Raises WeightSyncError after `deadline_s`."""
@@ -140,8 +141,10 @@ class StorageReceiver(HostReceiver):
         if file is not None:
             os.close(file)
 
-    def _begin(self, incoming: Incoming) -> None:
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        """Yields each bucket from the start of the file on; see `HostReceiver`."""
         self._next = 0
+        return super().receive(incoming)
 
     def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
         if self._file is None:
@@ -220,11 +223,11 @@ class IpcReceiver(BucketReceiver):
                 with self._copying:
                     data = self._place(place, bucket)
                     data = incoming.memory[place].copy_(data) if incoming.memory else data.clone()
-                    digests.add(place, data.data_ptr(), self._handle)
+                    digests.add(place, data.data_ptr(), stream_handle(self._device))
                     self._wait_done(incoming.bucket_deadline_s)
             else:
                 data = self._place(place, bucket)
-                digests.add(place, data.data_ptr(), self._handle)
+                digests.add(place, data.data_ptr(), stream_handle(self._device))
                 yield data
                 # The work that is enqueued so far is the last to read the buffer.
                 self._wait_done(incoming.bucket_deadline_s)

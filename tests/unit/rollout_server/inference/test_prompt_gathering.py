@@ -3,19 +3,13 @@
 from itertools import product
 
 import pytest
-from slipstream.rollout_server.inference.step_rules import (
-    REPLIES_PER_PROMPT,
-    PromptGathering,
-    prompts_wait,
-)
+from slipstream.rollout_server.inference.step_rules import REPLIES_PER_PROMPT, PromptGathering
 
 PLACES = 3 * REPLIES_PER_PROMPT
 
 
-def waits(num_ready: int, num_replies: int, num_steps: int = 0, most_steps: int = 4) -> bool:
-    return prompts_wait(
-        num_ready=num_ready, num_replies=num_replies, num_steps=num_steps, most_steps=most_steps
-    )
+def waits(num_ready: int, num_replies: int) -> bool:
+    return PromptGathering(4).holds(num_ready=num_ready, num_replies=num_replies)
 
 
 def test_prompts_wait_until_there_is_one_for_each_32_replies() -> None:
@@ -31,8 +25,9 @@ def test_nothing_waits_beside_few_replies(num_replies: int) -> None:
 
 @pytest.mark.parametrize("most_steps", range(5))
 def test_nothing_waits_for_more_steps_than_it_may(most_steps: int) -> None:
-    held = [steps for steps in range(9) if waits(1, 512, steps, most_steps)]
-    assert held == list(range(most_steps))
+    gathering = PromptGathering(most_steps)
+    held = [gathering.holds(num_ready=1, num_replies=512) for _ in range(most_steps + 1)]
+    assert held == [True] * most_steps + [False]
 
 
 @pytest.mark.parametrize("most_steps", range(4))

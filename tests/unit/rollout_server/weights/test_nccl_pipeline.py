@@ -35,13 +35,13 @@ def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
     def broadcast(group, pointer, num_bytes, root, stream, *, deadline_s):
         fake_streams.Stream.by_handle[stream].work(BROADCAST)
 
-    nccl_receiver._streams.cache_clear()
+    nccl_receiver._STREAMS.clear()
     with fake_cupy.installed(), fake_streams.installed() as consumer:
         monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
         monkeypatch.setattr(NcclGroup, "_warm_up", lambda group, deadline_s: None)
         monkeypatch.setattr(NcclReceiver, "_room", lambda _, size: torch.empty(size).byte())
         yield consumer
-    nccl_receiver._streams.cache_clear()
+    nccl_receiver._STREAMS.clear()
 
 
 @pytest.mark.parametrize("own_buffers", [False, True])
@@ -67,7 +67,7 @@ def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.S
     incoming = Incoming(BUCKETS, bucket_deadline_s=1.0, own_buffers=False)
     transport.prepare(incoming)
     transport._digests = Digests()
-    (link,) = nccl_receiver._streams(torch.device("cuda", 0))
+    (link,) = nccl_receiver._STREAMS[torch.device("cuda", 0)]
     consumer.work(100.0)
     ended = []
     for _ in transport.receive(incoming):
@@ -82,5 +82,5 @@ def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.S
 def test_broadcasts_come_before_copies_where_processors_are_scarce(consumer):
     membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
     NcclReceiver(membership, torch.device("cuda", 0)).close()
-    (stream,) = nccl_receiver._streams(torch.device("cuda", 0))
+    (stream,) = nccl_receiver._STREAMS[torch.device("cuda", 0)]
     assert stream.priority < consumer.priority

@@ -145,17 +145,9 @@ class Fp8Plan(CopyPlan):
     # Whether the unquantised matrices are kept too, each in a landing of its own.
     keeps_plain: bool = False
 
-    @classmethod
-    def of(
-        cls, plan: CopyPlan, linears: Mapping[str, Fp8Linear], *, keeps_plain: bool = False
-    ) -> Fp8Plan:
-        """Returns the plan; raises NotCopied unless copies of quantised matrices fill whole rows.
-
-        With `keeps_plain` the unquantised matrices are kept too, each in its own landing.
-        """
-        found = cls(plan.buckets, plan.copies, linears, keeps_plain)
-        found.parts()
-        return found
+    def __post_init__(self) -> None:
+        """Raises NotCopied unless copies of quantised matrices fill whole rows."""
+        self.parts()
 
     def parts(self) -> dict[str, list[_Part]]:
         """Returns the parts of each quantised matrix in the order in which they arrive."""

@@ -166,7 +166,7 @@ def recorded_plan(
             plan = record(load_weights, parameters, buckets, device)
         transfer = vllm_config.weight_transfer_config
         keeps_plain = transfer is not None and transfer.backend == KEEPING_BACKEND
-        return Fp8Plan.of(plan, linears, keeps_plain=keeps_plain)
+        return Fp8Plan(plan.buckets, plan.copies, linears, keeps_plain)
     except NotCopied as error:
         log_loader(str(error))
     except _LOADER_ERRORS as error:

@@ -5,8 +5,8 @@ the deadline of each bucket; the worker's thread waits once, in `digests`.
 """
 
 import contextlib
-import functools
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -159,10 +159,8 @@ class NcclReceiver(BucketReceiver):
         return room
 
 
-@functools.cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Returns the list of streams that receivers of this process use; callers may append to it."""
-    return []
+# The streams that receivers of this process use.
+_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:
@@ -171,7 +169,7 @@ def _idle_stream(device: torch.device) -> torch.cuda.Stream:
     The stream of a communicator that could not be aborted stays busy. Torch has 32 streams in all:
     with a new stream for each communicator, two users would sooner or later share a stream.
     """
-    streams = _streams(device)
+    streams = _STREAMS[device]
     for stream in streams:
         if stream.query():
             return stream

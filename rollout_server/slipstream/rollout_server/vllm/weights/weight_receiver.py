@@ -195,8 +195,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
-        if self._joining is None or self._joining.communicator_id != _id_of(order):
-            raise WeightSyncError(f"not a member of communicator {_id_of(order)!r}")
+        communicator_id = order.communicator.communicator_id
+        if self._joining is None or self._joining.communicator_id != communicator_id:
+            raise WeightSyncError(f"not a member of communicator {communicator_id!r}")
         buckets = self._weights + self._adapters.buckets
         self._delta = self._live if order.HasField("delta") and self._is_whole else None
         if self._delta is not None:
@@ -382,10 +383,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def _wait_for_device(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-
-
-def _id_of(order: weights_pb2.PublishOrder) -> str:
-    return order.communicator.communicator_id
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

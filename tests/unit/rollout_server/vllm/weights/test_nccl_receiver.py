@@ -36,10 +36,10 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.FakeCupy]:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(Stream, "made", [])
-    nccl_receiver._streams.cache_clear()
+    nccl_receiver._STREAMS.clear()
     with fake_cupy.installed() as cupy:
         yield cupy
-    nccl_receiver._streams.cache_clear()
+    nccl_receiver._STREAMS.clear()
 
 
 def join() -> NcclReceiver:

@@ -12,7 +12,7 @@ from slipstream.rollout_server.vllm.weights.weight_receiver import (
     UpdateInfo,
 )
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
-from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, View
+from slipstream.rollout_server.weights.copy_plan import Copy, View
 from vllm.model_executor.model_loader import reload
 
 NUM_ELEMENTS = 8
@@ -68,7 +68,7 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     receiver.refresh_kept_linears = False
     receiver._weights, receiver._receiver = tuple(BUCKETS), sender
     receiver._incoming = Incoming(buckets=tuple(BUCKETS), bucket_deadline_s=1.0, own_buffers=True)
-    receiver._plan = Fp8Plan.of(CopyPlan(tuple(BUCKETS), (copies,)), {})
+    receiver._plan = Fp8Plan(tuple(BUCKETS), (copies,), {})
     receiver.start_weight_update()
     receiver.receive_weights(UpdateInfo())
     receiver.finish_weight_update()
