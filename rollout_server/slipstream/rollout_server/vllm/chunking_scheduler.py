@@ -137,8 +137,8 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
 
 
-class _Chunking(DraftingScheduler):
-    """Outputs the tokens of a reply in chunks.
+class ChunkingScheduler(DraftingScheduler):
+    """vLLM's synchronous scheduler, which outputs the tokens of a reply in chunks.
 
     Requests for top log-probabilities or cumulative outputs get each token at once. For others
     `add_request` opens a chunk, and `update_from_output` fills it and outputs it when it is full or
@@ -264,7 +264,9 @@ class _Chunking(DraftingScheduler):
             outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
             outputs.outputs.append(chunk.pour(output))
         if self.pause_state is PauseState.PAUSED_ALL:
-            self._hand_out(by_client)
+            for request_id, chunk in list(self._held()):
+                outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
+                outputs.outputs.append(chunk.pour(EngineCoreOutput(request_id, [])))
         return self.with_draft_counts(
             {
                 client: outputs
@@ -347,11 +349,6 @@ class _Chunking(DraftingScheduler):
             ready.append(chunk.pour(output))
         return ready
 
-    def _hand_out(self, by_client: dict[int, EngineCoreOutputs]) -> None:
-        for request_id, chunk in list(self._held()):
-            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs(outputs=[]))
-            outputs.outputs.append(chunk.pour(EngineCoreOutput(request_id, [])))
-
     def _held(self) -> Iterator[tuple[str, Chunk]]:
         return ((name, chunk) for name, chunk in self._chunks.items() if chunk.token_ids)
 
@@ -360,11 +357,7 @@ class _Chunking(DraftingScheduler):
         self._streamed.discard(request_id)
 
 
-class ChunkingScheduler(_Chunking):
-    """vLLM's synchronous scheduler with chunks."""
-
-
-class AsyncChunkingScheduler(_Chunking, AsyncScheduler):  # type: ignore[misc]
+class AsyncChunkingScheduler(ChunkingScheduler, AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler with chunks; it plans a step while the previous step runs."""
 
 

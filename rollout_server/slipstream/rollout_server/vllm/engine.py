@@ -83,9 +83,11 @@ class VllmEngine:
         self._files = contextlib.ExitStack()
         self._llm, self._processes, self._adapters = llm, processes, adapters
         self._pauses = EnginePause(llm, line, recompute_context=recompute_context)
-        self._workers = workers = WorkerCalls(llm, line)
-        self._updates = WeightUpdate(workers.call_all, self._pauses.pause_for_update, stage=stage)
-        self._requests = EngineRequests(llm, self._pauses)
+        self._line = line
+        calls = WorkerCalls(llm, line)
+        self._updates = WeightUpdate(calls.call_all, self._pauses.pause_for_update, stage=stage)
+        # The open requests and their counters.
+        self.requests = EngineRequests(llm, self._pauses)
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
@@ -170,14 +172,9 @@ class VllmEngine:
         """The parts that vLLM's HTTP application needs; see `Engine`."""
         return VllmParts(self._llm.vllm_config, self._llm.renderer)
 
-    @property
-    def requests(self) -> EngineRequests:
-        """The open requests and their counters."""
-        return self._requests
-
     def use(self) -> EngineUse:
         """Returns the counters since the engine's start; see `Engine`."""
-        return self._requests.use()
+        return self.requests.use()
 
     async def generate(
         self,
@@ -190,7 +187,7 @@ class VllmEngine:
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
         """Samples a reply, and returns its tokens; see `Engine`."""
-        requests = self._requests
+        requests = self.requests
         asked = parameters(sampling, max_tokens, experts_from=experts_from)
         async with requests.admitted(request_id) as is_wanted:
             if not is_wanted:
@@ -217,7 +214,7 @@ class VllmEngine:
         assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
-        record, requests = ReplyRecord(), self._requests
+        record, requests = ReplyRecord(), self.requests
         text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
         def read(output: RequestOutput) -> list[TextPart]:
@@ -242,7 +239,7 @@ class VllmEngine:
 
     async def cancel(self, request_id: str) -> None:
         """Ends an open generation; see `Engine`."""
-        await self._requests.cancel(request_id)
+        await self.requests.cancel(request_id)
 
     async def pause(self) -> None:
         """Pauses all requests and discards cached prefixes; see `Engine`."""
@@ -262,13 +259,11 @@ class VllmEngine:
         """Prepares to receive new weights; see `Engine`."""
         self._adapters.check(layout)
         await self._pauses.wake_weights()
-        await self._updates.prepare(
-            order, layout, first_rank, is_busy=bool(self._requests.num_open)
-        )
+        await self._updates.prepare(order, layout, first_rank, is_busy=bool(self.requests.num_open))
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """Pauses and loads the weights of `prepare_weights`; see `Engine`."""
-        if self._requests.num_open:
+        if self.requests.num_open:
             # The order to pause waits for late answers; the update must not overtake it.
             await self._pauses.settle()
             return await self._updates.receive(publish_id)
@@ -296,8 +291,8 @@ class VllmEngine:
         self, request_id: str, token_ids: Sequence[int], adapter: str
     ) -> RequestOutput:
         asked, chosen = scoring_parameters(), self._adapters.request(adapter)
-        collector = await self._requests.add(request_id, token_ids, asked, chosen)
-        return await self._requests.next(request_id, collector)
+        collector = await self.requests.add(request_id, token_ids, asked, chosen)
+        return await self.requests.next(request_id, collector)
 
     async def watch(self) -> None:
         """Raises EngineDied when the engine has ended or hangs; see `Engine`."""
@@ -305,13 +300,13 @@ class VllmEngine:
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
             self._pauses.check()
-            waiting = 0 if self._pauses.is_paused else self._requests.num_open
-            watchdog.check(heard_s=self._requests.counter.heard_s, num_requests=waiting)
+            waiting = 0 if self._pauses.is_paused else self.requests.num_open
+            watchdog.check(heard_s=self.requests.counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
         """Stops the engine and all of its processes; see `Engine`."""
-        self._workers.close()
+        self._line.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for each in alive:
@@ -353,10 +348,6 @@ class WorkerCalls:
         return await self._line.answers(
             lambda number: self._through_vllm(method, (number, *arguments))
         )
-
-    def close(self) -> None:
-        """Closes the direct line."""
-        self._line.close()
 
     async def _through_vllm(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         try:

@@ -72,13 +72,6 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     return settings
 
 
-def _memory_share(config: Config) -> float:
-    if current_platform.is_cpu():
-        return config.rollout_server.gpu_memory_utilization
-    # The size comes from the driver: a process with a CUDA context could not fork the engine.
-    return vllm_share(config, wire_bytes(config), current_platform.get_device_total_memory())
-
-
 def check_precision(quantization: str) -> None:
     """Raises ConfigError if this machine's GPUs cannot compute with `quantization`."""
     if quantization != "off" and not current_platform.supports_fp8():
@@ -93,7 +86,11 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     settings, sampling = config.rollout_server, config.sampling
     table = read_model_table(config.model.path)
     longest = table.get("max_position_embeddings", math.inf)
-    on_cpu = current_platform.is_cpu()
+    on_cpu, memory_share = current_platform.is_cpu(), settings.gpu_memory_utilization
+    if not on_cpu:
+        # The size comes from the driver: a process with a CUDA context could not fork the engine.
+        gpu_bytes = current_platform.get_device_total_memory()
+        memory_share = vllm_share(config, wire_bytes(config), gpu_bytes)
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
@@ -107,7 +104,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "distributed_executor_backend": (
             UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
         ),
-        "gpu_memory_utilization": _memory_share(config),
+        "gpu_memory_utilization": memory_share,
         **({"kv_cache_memory_bytes": cpu_cache_bytes(config)} if on_cpu else {}),
         "enforce_eager": settings.is_eager(on_cpu=on_cpu),
         "enable_prefix_caching": settings.caches_prefixes,

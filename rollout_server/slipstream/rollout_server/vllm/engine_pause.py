@@ -30,13 +30,7 @@ class EnginePause:
     `resume` with the previous version.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        line: DirectLine,
-        *,
-        recompute_context: bool = True,
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, line: DirectLine, *, recompute_context: bool = True) -> None:
         """`recompute_context` is the setting of that name in `rollout_server`."""
         self._llm, self._line = llm, line
         # Calls that were carried out, as a mark has told, but that vLLM has not answered yet.

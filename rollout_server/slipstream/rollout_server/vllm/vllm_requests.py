@@ -55,6 +55,9 @@ def parameters(
     text = options or TextOptions(skip_special_tokens=False)
     stop = [*sampling.stop, *text.stop]
     is_streamed = text.is_streamed
+    # vLLM detokenises one token at a time, and the tokens of log-probabilities too. That takes most
+    # of the server's time; `ReplyText` detokenises all new tokens at once.
+    is_read_by_us = text.num_logprobs is None and text.spaces_between_special_tokens
     return SamplingParams(
         **sampling.distribution,
         seed=text.seed,
@@ -65,7 +68,7 @@ def parameters(
         # vLLM looks for these in the text of each chunk, and drops the tokens after them.
         stop=stop,
         include_stop_str_in_output=text.with_stop,
-        detokenize=bool(stop) or (options is not None and not is_read_by_us(options)),
+        detokenize=bool(stop) or not is_read_by_us,
         skip_special_tokens=text.skip_special_tokens,
         spaces_between_special_tokens=text.spaces_between_special_tokens,
         logprobs=text.num_logprobs or 0,
@@ -178,15 +181,6 @@ def scores_of(
         scores = output.prompt_logprobs
         values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
     return np.asarray(values, dtype=np.float32)
-
-
-def is_read_by_us(options: TextOptions) -> bool:
-    """Returns whether `ReplyText`, not vLLM, detokenises a reply without stop texts.
-
-    vLLM detokenises one token at a time, and the tokens of log-probabilities too. That takes most
-    of the server's time; detokenising all new tokens at once takes next to none.
-    """
-    return options.num_logprobs is None and options.spaces_between_special_tokens
 
 
 class ReplyText:

@@ -316,9 +316,12 @@ class RecordingClient:
         if current is None or call is None:
             raise VLLMValidationError("an agent's prompt must be messages", parameter="prompt")
         recorder, opened = current
+        size: PartSize = "large"
+        if opened.has_tools:
+            size = "tokens" if self._tool_parser in ONE_TOKEN_PARSERS else "chunks"
         options = TextOptions(
             is_streamed=sampling_params.output_kind is RequestOutputKind.DELTA,
-            parts=self._part_size(opened),
+            parts=size,
             by_start=recorder.is_judge,
             stop=tuple(sampling_params.stop or ()),
             seed=sampling_params.seed,
@@ -330,11 +333,6 @@ class RecordingClient:
         most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
         parts = recorder.sample(opened, most, options)
         return _outputs(parts, request_id, call.prompt)
-
-    def _part_size(self, opened: ServedCall) -> PartSize:
-        if not opened.has_tools:
-            return "large"
-        return "tokens" if self._tool_parser in ONE_TOKEN_PARSERS else "chunks"
 
 
 async def _outputs(
