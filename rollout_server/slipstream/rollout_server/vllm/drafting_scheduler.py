@@ -7,15 +7,14 @@ before an update is verified by the new weights.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES, RolloutServerSection
 from slipstream.rollout_server.inference.draft_table import MOST_STEP_TOKENS, DraftRule
 from slipstream.rollout_server.weights.direct_line import tell
 from vllm.config import VllmConfig
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -45,7 +44,9 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks
         if not pool._reuse_watchers:
-            pool.blocks = list(_cached_blocks(pool))
+            found = pool.cached_block_hash_to_block._cache.values()
+            groups = (each.values() if isinstance(each, dict) else (each,) for each in found)
+            pool.blocks = list(chain.from_iterable(groups))
         try:
             return bool(super().reset_prefix_cache(*args, **kwargs))
         finally:
@@ -66,14 +67,6 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
             # The mark is sent here, since vLLM's answer may wait for the next plan: Python gives
             # another thread its turn after 5 ms.
             tell(f"resumed {self._num_resumes}")
-
-
-def _cached_blocks(pool: BlockPool) -> Iterator[KVCacheBlock]:
-    for found in pool.cached_block_hash_to_block._cache.values():
-        if isinstance(found, dict):
-            yield from found.values()
-        else:
-            yield found
 
 
 def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:

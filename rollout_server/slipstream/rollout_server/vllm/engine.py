@@ -84,8 +84,7 @@ class VllmEngine:
         self._llm, self._processes, self._adapters = llm, processes, adapters
         self._pauses = EnginePause(llm, line, recompute_context=recompute_context)
         self._line = line
-        calls = WorkerCalls(llm, line)
-        self._updates = WeightUpdate(calls.call_all, self._pauses.pause_for_update, stage=stage)
+        self._updates = WeightUpdate(self._call_all, self._pauses.pause_for_update, stage=stage)
         # The open requests and their counters.
         self.requests = EngineRequests(llm, self._pauses)
 
@@ -329,15 +328,8 @@ class VllmEngine:
         """Turns the repacking of tied heads on or off, to test the probe without repacking."""
         await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
 
-
-class WorkerCalls:
-    """Calls all workers; takes the answers of vLLM or of the direct line, whichever come first."""
-
-    def __init__(self, llm: AsyncLLM, line: DirectLine) -> None:
-        self._llm, self._line = llm, line
-
-    async def call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        """Returns all workers' answers to a call of `method`.
+    async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Returns all workers' answers to `method`, from vLLM or the line, whichever come first.
 
         Raises EngineDied, or WeightSyncError when vLLM's call fails. A call that was made runs to
         its end, even if its caller no longer waits.

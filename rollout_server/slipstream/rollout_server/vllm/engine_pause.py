@@ -71,8 +71,8 @@ class EnginePause:
     async def resume(self, version: PolicyVersion) -> None:
         """Resumes generation with `version`, and admits the held requests; see `Engine`."""
         if self._ahead != version:
-            resuming = asyncio.gather(*self._resuming(version))
-            await self._sooner(f"resumed {self._num_resumes}", self._call(resuming))
+            resuming = self._call(self._resuming(version))
+            await self._sooner(f"resumed {self._num_resumes}", resuming)
         self.version, self.is_paused, self._gave_back = version, False, False
         self._let_all_in()
 
@@ -129,7 +129,7 @@ class EnginePause:
         Its scheduler discards cached prefixes. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
-        await self._call(asyncio.gather(*self._resuming(version)), update_limit_s)
+        await self._call(self._resuming(version), update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
         """Waits until the engine may get requests, or until `release(request_id)` is called."""
@@ -152,17 +152,14 @@ class EnginePause:
         for request_id in self._held:
             self.release(request_id)
 
-    def _resuming(self, version: PolicyVersion) -> tuple[Awaitable[None], Awaitable[object]]:
-        """Returns the two calls to resume, in the order in which the engine takes them.
-
-        Await both at the same time.
-        """
+    def _resuming(self, version: PolicyVersion) -> Awaitable[object]:
+        """Returns the two calls to resume as one, in the order in which the engine takes them."""
         self._num_resumes += 1
         stamping = self._llm.update_weight_version(_stamp(version))
         if self._gave_back:
             # Resumes as soon as all memory is there.
-            return stamping, self._llm.engine_core.wake_up_async(None)
-        return stamping, self._llm.resume_generation()
+            return asyncio.gather(stamping, self._llm.engine_core.wake_up_async(None))
+        return asyncio.gather(stamping, self._llm.resume_generation())
 
     async def settle(self) -> None:
         """Waits for vLLM's outstanding answers, so that the next order reaches the engine at once.

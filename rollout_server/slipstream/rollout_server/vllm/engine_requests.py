@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -58,7 +58,8 @@ class EngineRequests:
 
     def __init__(self, llm: AsyncLLM, pauses: EnginePause) -> None:
         self._llm, self._pauses = llm, pauses
-        self.counter = TokenCounter.among(llm.logger_manager.stat_loggers)
+        loggers = llm.logger_manager.stat_loggers
+        (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
         self._clock = UseClock()
         self._prompts = Prompts(llm.model_config.model)
         self._returned_tokens = self._judged_tokens = 0
@@ -238,12 +239,6 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         pass
-
-    @classmethod
-    def among(cls, loggers: Iterable[object]) -> TokenCounter:
-        """Returns the only TokenCounter among vLLM's stat loggers."""
-        (counter,) = (logger for logger in loggers if isinstance(logger, cls))
-        return counter
 
     def record(
         self,

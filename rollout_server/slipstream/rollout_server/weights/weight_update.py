@@ -33,7 +33,7 @@ _READY_POLL_S = 0.002
 _SHORT_BUCKETS, _SHORT_TENSORS = 256, 2048
 
 Result = TypeVar("Result")
-# Calls a method of all workers (`WorkerCalls.call_all`).
+# Calls a method of all workers (`VllmEngine._call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Pauses all requests between two tokens (`EnginePause.pause_for_update`). Raises EngineDied. The
 # arguments are the time limit of an update that may come first, and the workers' mark, if any.
@@ -82,7 +82,7 @@ class _Announced:
 class WeightUpdate:
     """Carries out the updates of one engine, one after another.
 
-    updates = WeightUpdate(calls.call_all, pauses.pause_for_update, stage=False)
+    updates = WeightUpdate(call_all, pauses.pause_for_update, stage=False)
     await updates.prepare(order, layout, first_rank)  # old weights serve; may be abandoned
     loaded = await updates.receive(order.publish_id)  # now the engine is paused: resume it
     """

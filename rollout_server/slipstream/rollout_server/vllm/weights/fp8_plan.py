@@ -60,11 +60,6 @@ class Fp8Linear:
         """The size in bytes of the matrix before quantising."""
         return self.weight.numel() * self.dtype.itemsize
 
-    def like(self) -> Fp8Linear:
-        """Returns new, uninitialised buffers of the same shapes and types."""
-        weight = torch.empty(self.shape, dtype=self.weight.dtype, device=self.weight.device)
-        return Fp8Linear(weight, torch.empty_like(self.scale), self.dtype)
-
     def quantise(self, plain: torch.Tensor, largest: torch.Tensor) -> None:
         """Quantises `plain` into the buffers, bit for bit like vLLM's loader; never synchronises.
 
@@ -292,7 +287,9 @@ class Fp8Check(PlanCheck):
 
     def _is_found(self, name: str, parts: Sequence[_Part]) -> bool:
         live = self._linears[name]
-        landing, anew = _Landing.of(live), live.like()
+        weight = torch.empty(live.shape, dtype=live.weight.dtype, device=live.weight.device)
+        anew = Fp8Linear(weight, torch.empty_like(live.scale), live.dtype)
+        landing = _Landing.of(live)
         for part, buffer in zip(parts, self._arrived[name], strict=True):
             typed = buffer.view(part.copy.dtype)
             source = part.copy.source.within(typed, int(typed.storage_offset()))

@@ -147,7 +147,13 @@ class WorkerExtension:
         self.synchronize_device = wait_and_tell
 
     def _answer(self, call: int, work: Callable[[], object]) -> dict[str, Any]:
-        answer = _result(work)
+        try:
+            answer = {"value": work()}
+        except WeightSyncError as error:
+            answer = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
+            log.exception("a weight update failed")
+            answer = {"error": f"{type(error).__name__}: {error}"}
         if self._line is not None:
             self._line.answer(call, answer)
         return answer
@@ -190,13 +196,3 @@ def _load(worker: WorkerExtension) -> None:
         with contextlib.suppress(WeightSyncError, RuntimeError):
             worker.update_weights({"abandon": True})
         raise
-
-
-def _result(work: Callable[[], object]) -> dict[str, Any]:
-    try:
-        return {"value": work()}
-    except WeightSyncError as error:
-        return {"error": str(error)}
-    except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
-        log.exception("a weight update failed")
-        return {"error": f"{type(error).__name__}: {error}"}
