@@ -29,6 +29,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
@@ -118,19 +119,19 @@ class RolloutServer:
                     group,
                     self._gateway,
                     clients,
-                    lambda report: self._outbox.put(fleet_pb2.ServerMessage(environment=report)),
+                    lambda report: self._outbox.put_nowait(
+                        fleet_pb2.ServerMessage(environment=report)
+                    ),
                 )
-                services = SessionServices(
-                    self._config,
+                of_episodes = EpisodeServices(
                     self._engine,
-                    self._renderer,
-                    sender,
                     environments,
+                    self._renderer,
                     Agents(self._engine, self._config.rollout_server),
                     self._open_reference(stack),
-                    self._stored,
                     traces,
                 )
+                services = SessionServices(self._config, sender, self._stored, of_episodes)
                 watches = [
                     group.create_task(self._engine.watch()),
                     group.create_task(self._gateway.logs.watch()),
@@ -177,11 +178,11 @@ class RolloutServer:
                 end = await session.serve(following.call, stop)
             finally:
                 following.call.cancel()
-            waiting = [each for each in (*waiting, session) if not each.is_idle]
+            waiting = [each for each in (*waiting, session) if not each.dispatcher.idle.is_set()]
             held = services.sender.undelivered
             following = await self._join(channel, stop, held) if end is End.LOST else None
         for session in waiting:
-            session.abandon()
+            session.dispatcher.abandon()
 
     async def _join(
         self,
@@ -206,7 +207,7 @@ class RolloutServer:
                 self._server_id, epoch, self._config, self._engine, process=self._process
             )
             greeting.undelivered.extend(undelivered[:MAX_UNDELIVERED])
-            self._outbox.put(fleet_pb2.ServerMessage(hello=greeting))
+            self._outbox.put_nowait(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
                 self._outbox.messages(), metadata=call_metadata(self._credentials)
             )

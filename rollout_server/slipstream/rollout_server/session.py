@@ -23,16 +23,11 @@ from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
-from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
 from slipstream.rollout_server.process import is_cpu_build
-from slipstream.rollout_server.reference_server import ReferenceServer
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -54,23 +49,15 @@ class End(Enum):
     LOST = "lost"
 
 
-class OutgoingMessages:
-    """A queue of messages to the controller; adding a message never blocks."""
+class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):
+    """A queue of messages to the controller; None ends the stream after the messages before it."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[fleet_pb2.ServerMessage | None] = asyncio.Queue(_MAX_OUTGOING)
-
-    def put(self, message: fleet_pb2.ServerMessage) -> None:
-        """Adds a message at the end of the queue. Raises asyncio.QueueFull if the queue is full."""
-        self._queue.put_nowait(message)
-
-    def close(self) -> None:
-        """Ends the stream after the messages that are in the queue."""
-        self._queue.put_nowait(None)
+        super().__init__(_MAX_OUTGOING)
 
     async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
-        """Yields the messages in order, until `close`."""
-        while (message := await self._queue.get()) is not None:
+        """Yields the messages in order, until None."""
+        while (message := await self.get()) is not None:
             yield message
 
 
@@ -79,16 +66,10 @@ class SessionServices:
     """The parts of a server that a session uses but does not close."""
 
     config: Config
-    engine: Engine
-    renderer: Renderer
     sender: TrajectorySender
-    environments: Environments
-    agents: Agents
-    # The server of the reference model; None if the run has none.
-    reference: ReferenceServer | None = None
     # What the server fetched from storage; None if it takes weights from the trainer.
-    stored: StoredWeights | None = None
-    traces: ServerTraces = NO_TRACES
+    stored: StoredWeights | None
+    of_episodes: EpisodeServices
 
 
 class Session:
@@ -109,29 +90,23 @@ class Session:
     ) -> None:
         """Runs its tasks in `group`; the engine must be paused and have no open request."""
         self._welcome, self._outbox, self._services = welcome, outbox, services
-        self._ledger = EpochCounters(services.engine.use())
+        self._engine = services.of_episodes.engine
+        self._ledger = EpochCounters(self._engine.use())
         self._epoch = f"{identity.server_epoch:x}"
-        self._dispatcher = Dispatcher(
+        self.dispatcher = Dispatcher(
             group,
             identity,
-            EpisodeServices(
-                services.engine,
-                services.environments,
-                services.renderer,
-                self._ledger,
-                services.agents,
-                services.reference,
-                services.traces,
-            ),
+            services.of_episodes,
+            self._ledger,
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,
-            closed=lambda report: outbox.put(fleet_pb2.ServerMessage(lease=report)),
+            closed=lambda report: outbox.put_nowait(fleet_pb2.ServerMessage(lease=report)),
         )
         self._orders = WeightOrders(
-            services.engine,
-            self._dispatcher,
+            self._engine,
+            self.dispatcher,
             self._publish_report,
-            rested=lambda answer: outbox.put(fleet_pb2.ServerMessage(rested=answer)),
+            rested=lambda answer: outbox.put_nowait(fleet_pb2.ServerMessage(rested=answer)),
         )
         self._fetches = FetchOrders(services.stored, self._tell_publish, group)
         self._group = group
@@ -154,27 +129,18 @@ class Session:
             await self._let_finish(reader)
         if reader.done():
             log.warning("lost the controller; running episodes may end within its heartbeat limit")
-            await _within(self._dispatcher.idle.wait(), self._welcome.heartbeat_timeout_s)
+            await _within(self.dispatcher.idle.wait(), self._welcome.heartbeat_timeout_s)
             await self._end_episodes(publishing, carry_out=False)
             heart.cancel()
             return End.LOST
         await self._end_episodes(publishing, carry_out=True)
         await _within(self._flush(), FLUSH_S)
         heart.cancel()
-        self._outbox.put(fleet_pb2.ServerMessage(drained=self._report()))
-        self._outbox.close()
+        self._outbox.put_nowait(fleet_pb2.ServerMessage(drained=self._report()))
+        self._outbox.put_nowait(None)
         await _within(asyncio.shield(reader), GOODBYE_S)
         reader.cancel()
         return End.DRAINED
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no lease is open, so that all trajectories of this epoch are in the queue."""
-        return self._dispatcher.idle.is_set()
-
-    def abandon(self) -> None:
-        """Drops trajectories that still wait for room in the queue: they are lost."""
-        self._dispatcher.abandon()
 
     async def _let_finish(self, reader: asyncio.Task[None]) -> None:
         """Reports to the controller that the server drains; then lets running episodes end.
@@ -183,10 +149,10 @@ class Session:
         episodes no time, or after `rollout_server.drain_timeout_s`.
         """
         draining = fleet_pb2.Draining(reason=self._reason)
-        self._outbox.put(fleet_pb2.ServerMessage(draining=draining))
-        self._dispatcher.drain()
+        self._outbox.put_nowait(fleet_pb2.ServerMessage(draining=draining))
+        self.dispatcher.drain()
         limit_s = self._services.config.rollout_server.drain_timeout_s
-        await _within(_any_of(reader, self._dispatcher.idle, self._leave_at_once), limit_s)
+        await _within(_any_of(reader, self.dispatcher.idle, self._leave_at_once), limit_s)
 
     async def _read(self, call: JoinCall) -> None:
         """Reads and executes orders until the stream ends, with or without an error."""
@@ -200,12 +166,12 @@ class Session:
         match message.WhichOneof("message"):
             case "lease":
                 defaults = self._services.config.sampling
-                self._dispatcher.start(Lease.from_pb(message.lease, defaults))
+                self.dispatcher.start(Lease.from_pb(message.lease, defaults))
             case "cancel":
                 log.info("lease %s: %s", message.cancel.group_id, message.cancel.reason)
-                await self._dispatcher.cancel(GroupId(message.cancel.group_id))
+                await self.dispatcher.cancel(GroupId(message.cancel.group_id))
             case "environment":
-                self._services.environments.order(message.environment)
+                self._services.of_episodes.environments.order(message.environment)
             case "drain":
                 log.info("draining: %s", message.drain.reason)
                 self._reason = message.drain.reason
@@ -220,14 +186,14 @@ class Session:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._welcome.heartbeat_s)
-            self._outbox.put(fleet_pb2.ServerMessage(heartbeat=self._report()))
+            self._outbox.put_nowait(fleet_pb2.ServerMessage(heartbeat=self._report()))
 
     async def _end_episodes(self, publishing: asyncio.Task[None], *, carry_out: bool) -> None:
         self._fetches.close()
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
-        await self._dispatcher.cancel_all()
-        await _within(self._dispatcher.idle.wait(), CANCEL_S)
+        await self.dispatcher.cancel_all()
+        await _within(self.dispatcher.idle.wait(), CANCEL_S)
 
     async def _flush(self) -> None:
         while self._services.sender.queued_bytes:
@@ -236,7 +202,7 @@ class Session:
     def _report(self) -> fleet_pb2.ServerReport:
         sender = self._services.sender
         return self._ledger.report(
-            self._services.engine.use(),
+            self._engine.use(),
             sent=sender.taken.get(self._epoch, Amount()),
             queued_bytes=sender.queued_bytes,
             paused_s=self._orders.paused_s,
@@ -244,11 +210,11 @@ class Session:
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
         self._fetches.note(report)
-        self._services.traces.publish(report)
+        self._services.of_episodes.traces.publish(report)
         self._tell_publish(report)
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:
-        self._outbox.put(fleet_pb2.ServerMessage(publish=report))
+        self._outbox.put_nowait(fleet_pb2.ServerMessage(publish=report))
 
 
 def hello(

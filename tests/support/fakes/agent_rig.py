@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx2
 from slipstream.core.settings.config import Config
+from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.vllm.agents.agent_services import AgentApi, Agents
+from slipstream.rollout_server.vllm.agents.agent_services import Agents
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
@@ -68,7 +69,7 @@ class AgentRig:
     """One server's API; `begin` starts an episode, whose clients call it."""
 
     engine: Any
-    api: AgentApi
+    api: Answering
     recorder: Recorder = field(init=False)
     sampled_tokens: int = 0
     _number: int = 0
@@ -173,7 +174,7 @@ class _Transport(httpx2.AsyncBaseTransport):
         body = await request.aread()
         path = request.url.raw_path.decode()
         call = HttpCall(_Transport.numbers, request.method, path, body, self._branch)
-        parts = self._rig.api.answering.answer(self._rig.recorder, call)
+        parts = self._rig.api.answer(self._rig.recorder, call)
         first = await anext(parts)
 
         async def rest() -> AsyncIterator[bytes]:

@@ -14,6 +14,7 @@ from slipstream.rollout_server import weight_orders
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.episode import EpisodeServices
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.weight_orders import Phase, WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -66,6 +67,7 @@ class Rig:
             tasks,
             Identity("r", ServerId("a"), 1, b"k" * 32),
             cast(EpisodeServices, None),
+            cast(EpochCounters, None),
             cast(TrajectorySender, None),
             max_episodes=1,
             closed=lambda *_: None,

@@ -17,6 +17,7 @@ from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
+    AsMessages,
     Recorder,
 )
 from slipstream.rollout_server.agents.sampling_rule import (
@@ -55,17 +56,18 @@ class Answering:
         with_tools: Application,
         current: ContextVar[tuple[Recorder, ServedCall] | None],
         *,
+        as_messages: AsMessages,
         model: str,
         has_tools: bool,
-        has_drafts: bool = False,
+        has_drafts: bool,
     ) -> None:
         """Takes the applications for requests without tools (`plain`) and with tools.
 
         Both take the recorder and the state of the present call from the context variable
-        `current`. `has_tools` says that `with_tools` can parse tool calls, `has_drafts` that the
-        engine decodes speculatively.
+        `current`. `as_messages` converts replies for recorders. `has_tools` says that `with_tools`
+        can parse tool calls, `has_drafts` that the engine decodes speculatively.
         """
-        self._plain, self._with_tools = plain, with_tools
+        self._plain, self._with_tools, self.as_messages = plain, with_tools, as_messages
         self._current, self._model = current, model
         self._has_tools, self._has_drafts = has_tools, has_drafts
 

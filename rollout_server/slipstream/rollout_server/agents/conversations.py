@@ -108,11 +108,6 @@ class Conversations:
         # All known replies.
         self._replies: set[MessageKey] = set()
 
-    @property
-    def num_sampled(self) -> int:
-        """The number of tokens that the model sampled in all branches."""
-        return sum(sum(branch.run_lengths[1::2]) for branch in self.branches)
-
     def find(
         self,
         settings: str,

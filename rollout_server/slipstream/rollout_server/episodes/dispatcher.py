@@ -19,6 +19,7 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
 from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import EpisodeTask, Identity, Lease
 from slipstream.v1 import fleet_pb2
 
@@ -56,6 +57,7 @@ class Dispatcher:
         group: asyncio.TaskGroup,
         identity: Identity,
         services: EpisodeServices,
+        ledger: EpochCounters,
         sender: TrajectorySender,
         *,
         max_episodes: int,
@@ -63,7 +65,8 @@ class Dispatcher:
     ) -> None:
         """Runs its tasks in `group`; calls `closed` with the report on each lease that is over."""
         self._tasks = group
-        self._identity, self._services, self._sender = identity, services, sender
+        self._identity, self._services = identity, services
+        self._ledger, self._sender = ledger, sender
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}
@@ -174,18 +177,17 @@ class Dispatcher:
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
         """Runs one attempt; returns None if a cancel or a drain came before the attempt began."""
-        ledger = self._services.ledger
-        ledger.waiting_episodes += 1
+        self._ledger.waiting_episodes += 1
         try:
             await self._slots.acquire()
         finally:
-            ledger.waiting_episodes -= 1
+            self._ledger.waiting_episodes -= 1
         try:
             if group.cancelled.is_set() or self._draining:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
             task = EpisodeTask(self._identity, group.lease, member, attempt)
-            episode = Episode(task, self._services)
+            episode = Episode(task, self._services, self._ledger)
             group.episodes.add(episode)
             begun_s = time.time()
             try:
@@ -201,7 +203,7 @@ class Dispatcher:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
         begun_s, name = time.time(), trajectory.trajectory_id
         tokens = trajectory.num_sampled_tokens
-        self._services.ledger.delivering[name] = tokens
+        self._ledger.delivering[name] = tokens
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
                 trajectory,
@@ -219,6 +221,6 @@ class Dispatcher:
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:
-                del self._services.ledger.delivering[name]
+                del self._ledger.delivering[name]
                 self._services.traces.delivery(trajectory, begin_s=begun_s)
                 return trajectory.status

@@ -174,7 +174,6 @@ class EpisodeServices:
     engine: Engine
     environments: Environments
     renderer: Renderer
-    ledger: EpochCounters
     agents: Agents
     # The server of the reference model; None if the run has none.
     reference: ReferenceServer | None = None
@@ -188,9 +187,9 @@ class _Cancelled(Exception):
 class Episode:
     """One attempt of a group's member; `run` may be called once, and `cancel` ends it early."""
 
-    def __init__(self, task: EpisodeTask, services: EpisodeServices) -> None:
+    def __init__(self, task: EpisodeTask, services: EpisodeServices, ledger: EpochCounters) -> None:
         self._task, self._lease = task, task.lease
-        self._services = services
+        self._services, self._ledger = services, ledger
         self._recording = Recording()
         self._cancelled = False
         # The call to the environment that is being awaited.
@@ -203,8 +202,7 @@ class Episode:
 
         Raises only EngineDied, which ends the server.
         """
-        ledger = self._services.ledger
-        ledger.open_episodes += 1
+        self._ledger.open_episodes += 1
         session: StreamSession | None = None
         status, failure = Status.CANCELLED, None
         try:
@@ -232,12 +230,12 @@ class Episode:
         except ReferenceFailed as error:
             status, failure = Status.FAILED, Failure(FailureKind.INFRASTRUCTURE, str(error))
         except BaseException:
-            ledger.is_broken_off = True
+            self._ledger.is_broken_off = True
             raise
         finally:
             if session is not None:
                 session.close()
-        ledger.ended(self._recording.num_sampled)
+        self._ledger.ended(self._recording.num_sampled)
         renderer, num_experts = self._services.renderer, self._services.engine.num_experts
         return trajectory_of(
             self._task, self._recording, status, failure, renderer=renderer, num_experts=num_experts
@@ -284,7 +282,7 @@ class Episode:
             task.key,
             dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
             as_messages=api.as_messages,
-            sampled=self._services.ledger.sampled,
+            sampled=self._ledger.sampled,
             template_values=values,
         )
         recorder.on_reply = self._trace_call
@@ -299,7 +297,7 @@ class Episode:
                 template_values=values,
                 is_judge=True,
             )
-        talk = AgentTalk(session, api.answering, recorder, judge=judge, timeout_s=lease.timeout_s)
+        talk = AgentTalk(session, api, recorder, judge=judge, timeout_s=lease.timeout_s)
         shares: dict[str, float] = {}
         rewards: dict[str, float] = {}
         try:
@@ -343,7 +341,7 @@ class Episode:
             self._generating = False
             recording.generation_s += time.monotonic() - started_s
         recording.add_reply(generation)
-        self._services.ledger.sampled(len(generation.token_ids))
+        self._ledger.sampled(len(generation.token_ids))
         self._trace_call(begun_s, len(generation.token_ids))
         if self._cancelled:
             raise _Cancelled
@@ -373,7 +371,7 @@ class Episode:
             finish_reason,
         )
         self._recording.add_reply(generation)
-        self._services.ledger.given(len(tokens))
+        self._ledger.given(len(tokens))
         return generation
 
     async def _ask(self, call: Awaitable[Answer]) -> Answer:

@@ -128,7 +128,12 @@ def trajectory_of(
         reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
     else:
         reply_text = recording.last_text or renderer.decode(recording.last_reply)
-    is_trained = task.is_trained(status)
+    is_trained, num_tokens = task.is_trained(status), len(recording.token_ids)
+    routed_experts = None
+    if is_trained and recording.expert_ids:
+        # Only training replays the experts, and they take more bytes than all else.
+        parts = recording.expert_ids
+        routed_experts = RoutedExperts.of_parts(parts, num_experts, num_tokens=num_tokens)
     sampled: dict[str, Any] = recording.sampled_arrays
     return Trajectory(
         run_id=identity.run_id,
@@ -154,8 +159,7 @@ def trajectory_of(
         environment_s=recording.environment_s,
         prompt_text=recording.clip(renderer.decode_prompt(prompt)),
         reply_text=recording.clip(reply_text),
-        # Only training replays the experts, and they take more bytes than all else.
-        routed_experts=_routed_experts(recording, num_experts) if is_trained else None,
+        routed_experts=routed_experts,
         branches=recording.branches,
         is_given=recording.is_given,
         reference=recording.reference if is_trained else None,
@@ -164,10 +168,3 @@ def trajectory_of(
         adapter=lease.sampling.adapter,
         max_reply_tokens=recording.max_reply_tokens,
     )
-
-
-def _routed_experts(recording: Recording, num_experts: int) -> RoutedExperts | None:
-    if not recording.expert_ids:
-        return None
-    num_tokens = len(recording.token_ids)
-    return RoutedExperts.of_parts(recording.expert_ids, num_experts, num_tokens=num_tokens)

@@ -6,13 +6,11 @@ Agents need vLLM's HTTP API; other environments may need vLLM's parsers of repli
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
-from slipstream.rollout_server.agents.recorder import AsMessages
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import Engine
 
@@ -20,20 +18,12 @@ if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
 
 
-@dataclass(frozen=True)
-class AgentApi:
-    """The API for agents: `answering` serves their requests, `as_messages` converts replies."""
-
-    answering: Answering
-    as_messages: AsMessages
-
-
 class Agents:
     """The API of agents and the reader of replies on one server; all episodes share them."""
 
     def __init__(self, engine: Engine, settings: RolloutServerSection) -> None:
         self._engine, self._settings = engine, settings
-        self._opening: asyncio.Future[AgentApi] | None = None
+        self._opening: asyncio.Future[Answering] | None = None
         self._reading: asyncio.Future[ReplyReader] | None = None
 
     @property
@@ -52,7 +42,7 @@ class Agents:
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._open_reader))
         return await asyncio.shield(self._reading)
 
-    async def api(self) -> AgentApi:
+    async def api(self) -> Answering:
         """Returns the API for agents.
 
         The first call opens the API, in a thread; raises ConfigError if it does not start.
@@ -61,7 +51,7 @@ class Agents:
             self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         return await asyncio.shield(self._opening)
 
-    def _open(self) -> AgentApi:
+    def _open(self) -> Answering:
         # This imports vLLM's server, which takes a second.
         from slipstream.rollout_server.vllm.agents.application import (
             CURRENT,
@@ -75,15 +65,15 @@ class Agents:
             plain, with_tools = open_applications(parts, self._settings)
         except Exception as error:
             raise self._wrong("vLLM's application for agents", error) from error
-        answering = Answering(
+        return Answering(
             plain,
             with_tools,
             CURRENT,
+            as_messages=as_messages,
             model=MODEL,
             has_tools=self.takes_tools,
             has_drafts=parts.vllm_config.speculative_config is not None,
         )
-        return AgentApi(answering, as_messages)
 
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
