@@ -20,13 +20,7 @@ from slipstream.rollout_server.agents.recorder import (
     AsMessages,
     Recorder,
 )
-from slipstream.rollout_server.agents.sampling_rule import (
-    SAMPLING_HEADER,
-    RefusedRequest,
-    Ruled,
-    items_of,
-    rule,
-)
+from slipstream.rollout_server.agents.sampling_rule import SAMPLING_HEADER, Ruled, items_of, rule
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +32,7 @@ COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 _JSON: Headers = (("content-type", "application/json"),)
 _RETRY: Headers = (("retry-after", "1"),)
-_BAD, _NOT_FOUND, _BROKEN, _BUSY = 400, 404, 500, 503
+_NOT_FOUND, _BROKEN, _BUSY = 404, 500, 503
 # Bytes of a request for each token that its prompt may have, and for all the rest. Parsing a larger
 # request would delay other episodes, and its prompt is too long anyway.
 _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
@@ -79,7 +73,7 @@ class Answering:
         try:
             if len(http.body) > most:
                 recorder.was_refused = True
-                raise RefusedRequest(
+                raise Refusal(
                     f"prompt is too long: the request has {len(http.body)} bytes; with "
                     f"sampling.max_episode_tokens = {most_tokens} it may have {most}",
                     code="context_length_exceeded",
@@ -94,17 +88,16 @@ class Answering:
             else:
                 known = (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH)
                 what = f"{http.method} {path} is no path of agents; there are {', '.join(known)}"
-                yield _error(path, Refusal(_NOT_FOUND, "not_found", what))
-                return
+                raise Refusal(what, code="not_found", status=_NOT_FOUND)
             async for part in parts:
                 yield part
-        except RefusedRequest as error:
-            yield _error(path, Refusal(_BAD, error.code, str(error), error.param))
+        except Refusal as refusal:
+            yield _error(path, refusal)
 
     async def _reply(
         self, recorder: Recorder, http: HttpCall, path: str
     ) -> AsyncGenerator[HttpPart, None]:
-        """Yields the parts of a reply; raises RefusedRequest before the first part, or never."""
+        """Yields the parts of a reply, or raises Refusal."""
         ruled = self._ruled(path, http.body, recorder)
         previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
         body = _encoded(ruled.body)
@@ -122,8 +115,7 @@ class Answering:
         try:
             async for part in exchange.run(application, context):
                 if opened.refusal is not None:
-                    yield _error(path, opened.refusal)
-                    return
+                    raise opened.refusal
                 opened.status = part.status or opened.status
                 opened.body += part.body
                 opened.is_whole = part.is_last
@@ -136,7 +128,7 @@ class Answering:
         auto = _AUTO.get(path, "auto")
         ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
         if _uses_tools(ruled.body) and not self._has_tools:
-            raise RefusedRequest(NEED_PARSER)
+            raise Refusal(NEED_PARSER)
         if path == MESSAGES_PATH and not ruled.body.get("tools"):
             # vLLM would demand its parser of tool calls for "auto".
             ruled.body.pop("tool_choice", None)
@@ -153,13 +145,13 @@ def _uses_tools(body: dict[str, Any]) -> bool:
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """Returns a request's body parsed as JSON; raises RefusedRequest unless it is an object."""
+    """Returns a request's body parsed as JSON; raises Refusal unless it is an object."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"the body must be JSON: {error}") from None
+        raise Refusal(f"the body must be JSON: {error}") from None
     if not isinstance(asked, dict):
-        raise RefusedRequest(f"the body must be an object, got {type(asked).__name__}")
+        raise Refusal(f"the body must be an object, got {type(asked).__name__}")
     return asked
 
 
@@ -167,9 +159,9 @@ def _encoded(asked: dict[str, Any]) -> bytes:
     try:
         return json.dumps(asked, ensure_ascii=False).encode()
     except RecursionError as error:
-        raise RefusedRequest(f"the body must be JSON: {error}") from None
+        raise Refusal(f"the body must be JSON: {error}") from None
     except UnicodeEncodeError as error:
-        raise RefusedRequest(f"the body must be Unicode: {error.reason}") from None
+        raise Refusal(f"the body must be Unicode: {error.reason}") from None
 
 
 class _Exchange:
@@ -234,7 +226,8 @@ class _Exchange:
         elif self._start is not None:
             yield self._part(b"", is_first=True, is_last=True)
         else:
-            yield _error(self._scope["path"], Refusal(_BROKEN, "internal_error", "no answer"))
+            refusal = Refusal("no answer", code="internal_error", status=_BROKEN)
+            yield _error(self._scope["path"], refusal)
 
     async def _receive(self) -> Message:
         if self._body is not None:

@@ -31,15 +31,22 @@ def judge_sampling(sampling: Sampling) -> Sampling:
     )
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """The error answer to a call: HTTP status, code and message."""
+class Refusal(Exception):
+    """The error answer to a call, raised or returned.
 
-    status: int
-    code: str
-    message: str
-    # The field of the request that is at fault; None if no single field is.
-    param: str | None = None
+    `code` and `param` are the fields of the same names in an error of OpenAI's API.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "invalid_request",
+        param: str | None = None,
+        status: int = 400,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.code, self.param, self.status = message, code, param, status
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,10 @@ def room(
     """
     if use.turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"
-        return Refusal(400, "max_turns_exceeded", f"the episode has reached {limit}")
+        return Refusal(f"the episode has reached {limit}", code="max_turns_exceeded")
     if is_new and use.branches >= sampling.max_branches:
         limit = f"sampling.max_branches = {sampling.max_branches}"
-        return Refusal(400, "max_branches_exceeded", f"the episode has reached {limit}")
+        return Refusal(f"the episode has reached {limit}", code="max_branches_exceeded")
     in_branch = sampling.max_episode_tokens - prompt
     if in_branch < 1:
         return _too_long(prompt, "sampling.max_episode_tokens", sampling.max_episode_tokens)
@@ -101,7 +108,7 @@ def room(
 
 def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
     what = f"{num_tokens} tokens leave no room for a reply within {name} = {limit}"
-    return Refusal(400, "context_length_exceeded", f"prompt is too long: {what}")
+    return Refusal(f"prompt is too long: {what}", code="context_length_exceeded")
 
 
 @dataclass(frozen=True)

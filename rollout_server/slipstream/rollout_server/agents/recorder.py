@@ -35,7 +35,7 @@ from slipstream.rollout_server.agents.limits import (
     Use,
     room,
 )
-from slipstream.rollout_server.agents.sampling_rule import StoredResponses
+from slipstream.rollout_server.agents.sampling_rule import items_of
 from slipstream.rollout_server.engine_interface import (
     Engine,
     EngineDied,
@@ -57,6 +57,7 @@ _Parts: TypeAlias = "asyncio.Queue[TextPart | Exception]"
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+_PREVIOUS = "previous_response_id"
 
 
 class LimitReached(Exception):
@@ -88,7 +89,8 @@ class Recorder:
         the calls are a judge's, to which the initial model replies.
         """
         self.conversations = Conversations()
-        self._responses = StoredResponses()
+        # All items of a conversation up to and including a response, and the response's turn.
+        self._stored: dict[str, tuple[list[Any], AgentTurn]] = {}
         self.sampling, self.template_values, self.is_judge = sampling, template_values, is_judge
         # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
@@ -155,9 +157,22 @@ class Recorder:
             await asyncio.wait(self._tasks)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Expands `body` if it continues a stored response; see `StoredResponses.expand`."""
+        """Expands a request that names a `previous_response_id`, in place, to its whole input.
+
+        All responses of the episode are stored, as OpenAI's API does. Returns the turn that the
+        request continues, or None if it names no response. Raises Refusal if the response is not
+        stored.
+        """
         self._read_replies()
-        return self._responses.expand(body)
+        if not isinstance(previous := body.get(_PREVIOUS), str):
+            return None
+        if previous not in self._stored:
+            what = f"Previous response with id {previous[:200]!r} not found."
+            raise Refusal(what, code="previous_response_not_found", param=_PREVIOUS)
+        del body[_PREVIOUS]
+        items, turn = self._stored[previous]
+        body["input"] = items + items_of(body)
+        return turn
 
     def find(self, opened: ServedCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
         """Returns the turn that a request continues, or None; see `Conversations.find`."""
@@ -311,7 +326,7 @@ class Recorder:
                     response = _response(bytes(opened.body), is_stream=opened.is_stream)
                     assert response is not None, "its output has just been read"
                     items = [*opened.stored_items, *reply]
-                    self._responses.keep(str(response["id"]), items, opened.turn)
+                    self._stored[str(response["id"])] = items, opened.turn
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)

@@ -1,15 +1,14 @@
 """Replaces the sampling settings in agents' requests by the run's, and reports overridden settings.
 
 Tokens that are trained must come from the distribution of the run. A request may only shorten its
-reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed`. `StoredResponses`
-keeps the responses to which later requests of an episode refer by `previous_response_id`.
+reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed`.
 """
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.rollout_server.agents.conversations import AgentTurn
+from slipstream.rollout_server.agents.limits import Refusal
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING_HEADER = "x-slipstream-sampling"
@@ -42,19 +41,6 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority", "vllm_xargs")
 
 
-class RefusedRequest(Exception):
-    """Raised for a request that cannot be served; its message says what is wrong.
-
-    `code` and `param` are the fields of the same names in an error of OpenAI's API.
-    """
-
-    def __init__(
-        self, message: str, *, code: str = "invalid_request", param: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.code, self.param = code, param
-
-
 @dataclass(frozen=True)
 class Ruled:
     """A request `body` after the run's sampling rule, and the settings that the rule overrode.
@@ -71,7 +57,7 @@ class Ruled:
 def rule(
     body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
 ) -> Ruled:
-    """Returns the request to serve for a JSON `body`. Raises RefusedRequest if it cannot be served.
+    """Returns the request to serve for a JSON `body`. Raises Refusal if it cannot be served.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
     engine `has_drafts`, the seed is ignored: drafts repeat earlier replies. With the same random
@@ -79,15 +65,15 @@ def rule(
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
-            raise RefusedRequest(f"{name} must be 1, got {body[name]!r}: send one call for each")
+            raise Refusal(f"{name} must be 1, got {body[name]!r}: send one call for each")
     most = body.get("top_logprobs")
     if isinstance(most, int) and most < 0:
         # vLLM takes a negative number for the whole vocabulary.
-        raise RefusedRequest(f"top_logprobs must be at least 0, got {most}", param="top_logprobs")
+        raise Refusal(f"top_logprobs must be at least 0, got {most}", param="top_logprobs")
     if body.get("use_beam_search"):
-        raise RefusedRequest("use_beam_search is refused: replies are sampled")
+        raise Refusal("use_beam_search is refused: replies are sampled")
     if body.get("background"):
-        raise RefusedRequest("background must be false: an agent gets its reply in the answer")
+        raise Refusal("background must be false: an agent gets its reply in the answer")
     told: dict[str, str] = {}
     kept = dict(body)
     for name in _LENGTHS:
@@ -143,43 +129,6 @@ def _is_forced(choice: object) -> bool:
 def _word(value: object) -> str:
     # JSON has neither control characters nor letters that a header may not hold.
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)[:100]
-
-
-PREVIOUS = "previous_response_id"
-
-
-class StoredResponses:
-    """Stores responses by id for as long as the episode lasts, as OpenAI's API does.
-
-    A request with a `previous_response_id` is expanded to the request of a client that uses no
-    store: all items up to the end of that response, then its own items.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[list[Any], AgentTurn]] = {}
-
-    def keep(self, response_id: str, items: list[Any], turn: AgentTurn) -> None:
-        """Stores a response: all `items` up to and including its output, and its turn."""
-        self._known[response_id] = items, turn
-
-    def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Expands `body` in place to its whole input; returns the turn that it continues.
-
-        Returns None, and changes nothing, if `body` names no earlier response. Raises
-        RefusedRequest if `body` names a response that is not stored.
-        """
-        if not isinstance(previous := body.get(PREVIOUS), str):
-            return None
-        if previous not in self._known:
-            raise RefusedRequest(
-                f"Previous response with id {previous[:200]!r} not found.",
-                code="previous_response_not_found",
-                param=PREVIOUS,
-            )
-        del body[PREVIOUS]
-        items, turn = self._known[previous]
-        body["input"] = items + items_of(body)
-        return turn
 
 
 def items_of(body: dict[str, Any]) -> list[Any]:

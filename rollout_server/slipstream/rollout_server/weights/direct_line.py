@@ -72,19 +72,17 @@ class WorkerEnd:
 
     def serve(self, methods: Mapping[str, Callable[[int], object]]) -> None:
         """Starts a thread that runs the method named by each call, with the call's number."""
-        if self._socket is None or self._thread is not None:
+        line = self._socket
+        if line is None or self._thread is not None:
             return
-        arguments = (self._socket, methods)
-        self._thread = threading.Thread(
-            target=_serve, args=arguments, name="direct-line", daemon=True
-        )
+
+        def answer_calls() -> None:
+            while data := line.recv(_MAX_BYTES):
+                number, method = json.loads(data)
+                methods[method](number)
+
+        self._thread = threading.Thread(target=answer_calls, name="direct-line", daemon=True)
         self._thread.start()
-
-
-def _serve(line: socket.socket, methods: Mapping[str, Callable[[int], object]]) -> None:
-    while data := line.recv(_MAX_BYTES):
-        number, method = json.loads(data)
-        methods[method](number)
 
 
 class DirectLine:
@@ -209,11 +207,8 @@ def _pass_on(found: asyncio.Future[list[Any]], through_vllm: asyncio.Future[list
     """Sets `found` to vLLM's answers or error, unless the line was faster."""
     if through_vllm.cancelled():
         found.cancel()
-        return
-    error = through_vllm.exception()
-    if found.done():
-        return
-    if error is not None:
+    # Reading the error tells asyncio that somebody has seen it.
+    elif (error := through_vllm.exception()) is not None and not found.done():
         found.set_exception(error)
-    else:
+    elif not found.done():
         found.set_result(through_vllm.result())

@@ -1,7 +1,8 @@
 """The run's sampling holds; a request is told what it asked otherwise."""
 
 import pytest
-from slipstream.rollout_server.agents.sampling_rule import RefusedRequest, rule
+from slipstream.rollout_server.agents.limits import Refusal
+from slipstream.rollout_server.agents.sampling_rule import rule
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING = Sampling(1.0, 0.9, 0, 100, 4, 500)
@@ -93,5 +94,5 @@ def test_a_length_holds_below_the_runs(name: str) -> None:
     "asked", [{"n": 2}, {"best_of": 3}, {"use_beam_search": True}, {"background": True}]
 )
 def test_several_replies_and_those_in_the_background_are_refused(asked) -> None:
-    with pytest.raises(RefusedRequest, match=next(iter(asked))):
+    with pytest.raises(Refusal, match=next(iter(asked))):
         rule(asked, SAMPLING)
