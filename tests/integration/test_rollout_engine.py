@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import mmap
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -20,6 +21,7 @@ from slipstream.rollout_server.engine_interface import (
 )
 from slipstream.rollout_server.vllm import engine
 from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, check_outputs
+from slipstream.rollout_server.vllm.weights import loader_update
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.running_replies import until_generated
@@ -32,14 +34,21 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Whatever a random model says, the reply goes on.
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
+# Memory that the engine's process shares: whether it repacks tied heads.
+REPACKS = mmap.mmap(-1, 1)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     # Fewer blocks than 16 long replies need: some are preempted and computed again.
     few = {"num_gpu_blocks_override": 20}
-    async with engine_rig(tmp_path_factory.mktemp("model"), engine=few) as found:
-        yield found
+    REPACKS[0], repack = True, loader_update.repack_kept_linears
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            loader_update, "repack_kept_linears", lambda model: REPACKS[0] and repack(model)
+        )
+        async with engine_rig(tmp_path_factory.mktemp("model"), engine=few) as found:
+            yield found
 
 
 async def test_it_starts_paused_and_takes_its_first_weights(rig) -> None:
@@ -307,11 +316,11 @@ async def test_the_probe_shows_a_tied_head_that_stayed_old(rig) -> None:
 
     await rig.publish(rig.old, 0)
     try:
-        await rig.engine.refresh_kept_linears(enabled=False)
+        REPACKS[0] = False
         await rig.publish(rig.new, 1)
         assert await gap() > 1e-1
     finally:
-        await rig.engine.refresh_kept_linears(enabled=True)
+        REPACKS[0] = True
     await rig.publish(rig.new, 2)
     assert await gap() <= 1e-4
 

@@ -324,10 +324,6 @@ class VllmEngine:
         del self._llm
         gc.collect()
 
-    async def refresh_kept_linears(self, *, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off, to test the probe without repacking."""
-        await self._llm.collective_rpc("slipstream_refresh_kept_linears", args=(enabled,))
-
     async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Returns all workers' answers to `method`, from vLLM or the line, whichever come first.
 

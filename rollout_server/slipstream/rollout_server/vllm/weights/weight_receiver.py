@@ -122,9 +122,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    # False only in the test that shows what goes wrong without it.
-    refresh_kept_linears = True
-
     _joining: Joining | None = None
     _receiver: BucketReceiver | None = None
     _incoming: Incoming | None = None
@@ -377,7 +374,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def _settle(self) -> None:
         """Waits for the device, then repacks weights that a CPU layer also keeps in packed form."""
         self._wait_for_device()
-        if self.device.type == "cpu" and self.refresh_kept_linears and self._weights:
+        if self.device.type == "cpu" and self._weights:
             loader_update.repack_kept_linears(self.model)
 
     def _wait_for_device(self) -> None:

@@ -123,10 +123,6 @@ class WorkerExtension:
 
         return self._answer(call, receive)
 
-    def slipstream_refresh_kept_linears(self, enabled: bool) -> None:
-        """Turns the repacking of tied heads on or off, to test the probe without repacking."""
-        self.weight_transfer_engine.refresh_kept_linears = enabled
-
     def _tell_when_paused(self, mark: str) -> None:
         """Sends `mark` to the server when vLLM synchronises the device, which completes a pause.
 

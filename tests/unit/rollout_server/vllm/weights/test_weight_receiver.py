@@ -65,7 +65,6 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     receiver = object.__new__(SlipstreamWeightTransfer)
     receiver.model, receiver.model_config = model, None
     receiver.device = torch.device("cpu")
-    receiver.refresh_kept_linears = False
     receiver._weights, receiver._receiver = tuple(BUCKETS), sender
     receiver._incoming = Incoming(buckets=tuple(BUCKETS), bucket_deadline_s=1.0, own_buffers=True)
     receiver._plan = Fp8Plan(tuple(BUCKETS), (copies,), {})
