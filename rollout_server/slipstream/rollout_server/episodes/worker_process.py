@@ -129,14 +129,10 @@ class WorkerProcess:
                 await self._process.wait()
         self._keepers.discard(self._process.pid)
         if self.was_killed and is_reaper():
-            await self._end_orphans()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_LIMIT_S):
+                    # A keeper that is being started has its own session, and is not known yet.
+                    while self._num_starting or kill_orphans(self._keepers):
+                        await asyncio.sleep(_LOOK_S)
         os.close(self._record)
         os.close(self._cause)
-
-    async def _end_orphans(self) -> None:
-        """Ends the processes that a killed keeper has left behind."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_LIMIT_S):
-                # A keeper that is being started has a session of its own, and is not known yet.
-                while self._num_starting or kill_orphans(self._keepers):
-                    await asyncio.sleep(_LOOK_S)
