@@ -29,11 +29,10 @@ _SYSTEM = ("system", "developer")
 ASSISTANT = "assistant"
 
 
-@dataclass(eq=False)
-class ConversationBranch:
-    """One token sequence, in which context and sampled tokens alternate, as in a trajectory."""
+@dataclass(eq=False, kw_only=True)
+class TokenRecord:
+    """Tokens in which context and replies alternate, as in a trajectory."""
 
-    name: str
     token_ids: list[int] = field(default_factory=list)
     run_lengths: list[int] = field(default_factory=list)
     # `Generation.sampled_arrays` of each reply.
@@ -41,6 +40,26 @@ class ConversationBranch:
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+
+    def add_tokens(self, token_ids: list[int]) -> None:
+        """Appends a run of tokens: the context of a reply, or the reply itself."""
+        self.token_ids += token_ids
+        self.run_lengths.append(len(token_ids))
+
+    def add_generation(self, generation: Generation) -> None:
+        """Appends a reply exactly as it was sampled."""
+        self.add_tokens(generation.token_ids.tolist())
+        self.sampled.append(generation.sampled_arrays)
+        self.spans += generation.version_spans
+        if generation.expert_ids is not None:
+            self.expert_ids.append(generation.expert_ids)
+
+
+@dataclass(eq=False)
+class ConversationBranch(TokenRecord):
+    """The tokens of one sequence of messages."""
+
+    name: str
     images: list[PlacedImage] = field(default_factory=list)
     # Whether an open call continues the branch at its end.
     is_taken: bool = False
@@ -194,19 +213,13 @@ class Conversations:
             branch.is_taken = False
         if generation is None or not len(generation.token_ids):
             return None
-        tokens = generation.token_ids.tolist()
         if not call.is_append:
             self.branches.append(branch)
         branch.images = call.images
-        branch.token_ids += call.context
-        branch.token_ids += tokens
-        branch.run_lengths += [len(call.context), len(tokens)]
-        branch.sampled.append(generation.sampled_arrays)
-        branch.spans += generation.version_spans
-        if generation.expert_ids is not None:
-            branch.expert_ids.append(generation.expert_ids)
+        branch.add_tokens(call.context)
+        branch.add_generation(generation)
         self.num_turns += 1
-        self.num_tokens += len(call.context) + len(tokens)
+        self.num_tokens += len(call.context) + len(generation.token_ids)
         return AgentTurn(branch, len(branch.token_ids))
 
     def remember(

@@ -15,9 +15,12 @@ from slipstream.core.types import (
     ImagePlace,
     LogprobArray,
     ReferenceLogprobs,
-    VersionSpan,
 )
-from slipstream.rollout_server.agents.conversations import ConversationBranch, Conversations
+from slipstream.rollout_server.agents.conversations import (
+    ConversationBranch,
+    Conversations,
+    TokenRecord,
+)
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.rollout_server.reference_server import ScoredSequence
 
@@ -30,16 +33,9 @@ JUDGE_TOKENS = "judge_tokens"
 
 
 @dataclass
-class Recording:
+class Recording(TokenRecord):
     """Tokens, log-probabilities and the environment's answers, appended turn by turn."""
 
-    token_ids: list[int] = field(default_factory=list)
-    run_lengths: list[int] = field(default_factory=list)
-    # `Generation.sampled_arrays` of each reply.
-    sampled: list[dict[str, LogprobArray]] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    # Experts of consecutive tokens, from the first token on.
-    expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
     # Whether the environment gave the replies.
     is_given: bool = False
     # The environment's own limit of each reply in tokens; 0 means the run's limit.
@@ -136,13 +132,8 @@ class Recording:
         self.num_turns = conversations.num_turns
         self.counts.update(BRANCHES + each.began for each in conversations.branches[1:])
         self.ended_branches = tuple(
-            Branch(
-                len(branch.run_lengths),
-                shares.get(branch.name, 1.0),
-                branch.name,
-                rewards.get(branch.name),
-            )
-            for branch in conversations.branches
+            Branch(len(b.run_lengths), shares.get(b.name, 1.0), b.name, rewards.get(b.name))
+            for b in conversations.branches
         )
 
     def judged(self, num_tokens: int) -> None:
@@ -199,8 +190,7 @@ class Recording:
     def add_context(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> None:
         """Appends tokens for the model to read; offsets of `images` count from the first token."""
         self._place(images)
-        self.token_ids += token_ids
-        self.run_lengths.append(len(token_ids))
+        self.add_tokens(token_ids)
 
     def _place(self, images: Sequence[PlacedImage]) -> None:
         """Records where images are in the tokens that are appended next.
@@ -212,15 +202,10 @@ class Recording:
             self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))
 
     def add_reply(self, generation: Generation) -> None:
-        """Appends the tokens of a reply exactly as they were sampled."""
+        """Appends a reply exactly as it was sampled; it is the last one now."""
+        self.add_generation(generation)
         self.last_reply, self.last_text = generation.token_ids.tolist(), None
-        self.token_ids += self.last_reply
-        self.run_lengths.append(len(self.last_reply))
-        self.sampled.append(generation.sampled_arrays)
-        self.spans += generation.version_spans
         self.num_turns += 1
-        if generation.expert_ids is not None:
-            self.expert_ids.append(generation.expert_ids)
 
 
 def _whole(

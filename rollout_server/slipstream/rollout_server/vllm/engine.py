@@ -344,9 +344,5 @@ class VllmEngine:
             raise EngineDied(str(error)) from error
         except Exception as error:
             # vLLM gives every failed call the same class.
-            raise WeightSyncError(_last_line(error)) from error
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise WeightSyncError(lines[-1] if lines else type(error).__name__) from error

@@ -249,8 +249,15 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     ) -> None:
         """Overrides vLLM's method; counts the tokens of one message, except tokens of probes."""
         self.heard_s = time.monotonic()
-        if scheduler_stats is not None:
-            self._take(scheduler_stats)
+        if (stats := scheduler_stats) is not None:
+            self.steps = stats.step_counter
+            self.running, self.cache_usage = stats.num_running_reqs, stats.kv_cache_usage
+            self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            self.looked_up_tokens += stats.prefix_cache_stats.queries
+            self.found_tokens += stats.prefix_cache_stats.hits
+            if stats.spec_decoding_stats is not None:
+                self.drafted_tokens += stats.spec_decoding_stats.num_draft_tokens
+                self.accepted_tokens += stats.spec_decoding_stats.num_accepted_tokens
         if iteration_stats is None:
             return
         self.prompt_tokens += iteration_stats.num_prompt_tokens
@@ -259,16 +266,6 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         for request in iteration_stats.finished_requests:
             if request.request_id.startswith(PROBE_PREFIX):
                 self.generated_tokens -= request.num_generation_tokens
-
-    def _take(self, stats: Any) -> None:  # noqa: ANN401 - not a stable type of vLLM's
-        self.steps = stats.step_counter
-        self.running, self.cache_usage = stats.num_running_reqs, stats.kv_cache_usage
-        self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self.looked_up_tokens += stats.prefix_cache_stats.queries
-        self.found_tokens += stats.prefix_cache_stats.hits
-        if stats.spec_decoding_stats is not None:
-            self.drafted_tokens += stats.spec_decoding_stats.num_draft_tokens
-            self.accepted_tokens += stats.spec_decoding_stats.num_accepted_tokens
 
     def log_engine_initialized(self) -> None:
         """Overrides vLLM's method; logs nothing."""

@@ -107,7 +107,13 @@ class PromptRenderer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._tokenizer = tokenizer
-        self._image_text = "" if images is None else text_of_an_image(tokenizer, template)
+        # The text that the template renders for an image.
+        self._image_text = ""
+        if images is not None:
+            marks = [{"type": "text", "text": text} for text in (_BEFORE, _AFTER)]
+            message = {"role": "user", "content": [marks[0], {"type": "image"}, marks[1]]}
+            text = tokenizer.apply_chat_template([message], chat_template=template, tokenize=False)
+            self._image_text = str(text).partition(_BEFORE)[2].partition(_AFTER)[0]
         self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
         # Whether results of tools can follow a reply; None before the first result.
         self._has_place: bool | None = None
@@ -270,17 +276,6 @@ def _marked(part: object, images: list[bytes], *, sees_images: bool) -> object:
         url = url.get("url")
     images.append(data_of_url(str(url)))
     return {"type": "text", "text": MARK}
-
-
-def text_of_an_image(
-    tokenizer: Any,  # noqa: ANN401 - transformers' own
-    template: str | None,
-) -> str:
-    """Returns the text that `template` renders for an image; None is the tokenizer's template."""
-    parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
-    message = {"role": "user", "content": parts}
-    text = str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
-    return text.partition(_BEFORE)[2].partition(_AFTER)[0]
 
 
 class RecordingClient:
