@@ -76,7 +76,7 @@ def run_rank(folder: Path, job: str) -> None:
         model = dataclasses.replace(model, recompute=plan)
     if critic is not None:
         # Without a GPU nothing gives a model its plan.
-        critic._model = model
+        critic.model = model
     training = TrainingStep(model, config) if critic is None else None
     recomputed = []
     metrics = []
