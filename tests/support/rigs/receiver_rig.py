@@ -47,7 +47,8 @@ WIDE = {
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3Config", TINY),
     "tied": ("LlamaConfig", TINY | {"tie_word_embeddings": True}),
-    "biased": ("Qwen2Config", TINY),
+    # vLLM's heads of this family are as wide as the hidden size divided by their number.
+    "biased": ("Qwen2Config", TINY | {"head_dim": 32}),
     "moe": (
         "Qwen3MoeConfig",
         TINY
