@@ -159,7 +159,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
             "nothing, if learner and rollout servers have machines of their own",
         )
         return
-    yield ok("placement", "; ".join(placement.describe()))
+    yield ok("placement", "; ".join(placement.describe((share or whole).ranks)))
     if transport:
         yield ok("transport", f"weights travel by {transport}")
     if undrafted := draft_problem(config, placement):

@@ -474,4 +474,5 @@ def place_dry(config: Config, share: Share) -> tuple[Config, list[str], tuple[st
     sharing = describe_sharing(config, placement)
     if transport:
         sharing += [describe_turns(config, placement), f"weights travel by {transport}"]
-    return config, ["The GPUs of what starts here:", *placement.describe(), *sharing, *engine], ()
+    processes = placement.describe(share.ranks)
+    return config, ["The GPUs of what starts here:", *processes, *sharing, *engine], ()

@@ -62,11 +62,17 @@ class Placement:
         """The number of rollout servers that use each GPU."""
         return Counter(gpu for server in self.servers for gpu in set(server))
 
-    def describe(self) -> list[str]:
-        """Returns one line for each process, with the GPUs that it gets."""
+    def describe(self, ranks: range) -> list[str]:
+        """Returns one line for each process, with the GPUs that it gets.
+
+        `ranks` are the trainer ranks of this machine.
+        """
         if not self.learner and not self.servers:
             return ["no GPU is used"]
-        lines = [f"trainer rank {rank}: GPU {gpu}" for rank, gpu in enumerate(self.learner)]
+        lines = [
+            f"trainer rank {rank}: GPU {gpu}"
+            for rank, gpu in zip(ranks, self.learner, strict=False)
+        ]
         for number, gpus in enumerate(self.servers):
             lines.append(f"rollout server {number}: GPU {', '.join(gpus)}")
         return lines

@@ -101,7 +101,12 @@ def test_without_a_gpu_nothing_is_set() -> None:
     got = placed("", {"world_size": 4}, {"count": 3})
     assert got.learner_environment == {}
     assert got.server_environment(2) == {}
-    assert got.describe() == ["no GPU is used"]
+    assert got.describe(range(4)) == ["no GPU is used"]
+
+
+def test_ranks_of_a_later_node_keep_their_numbers() -> None:
+    lines = placed("0 1", {"world_size": 2}, servers=0).describe(range(8, 10))
+    assert lines == ["trainer rank 8: GPU 0", "trainer rank 9: GPU 1"]
 
 
 def test_lists_in_the_settings_go_before_the_order() -> None:
