@@ -114,7 +114,7 @@ def _flat(settings: dict[str, JsonValue], prefix: str = "") -> Iterator[tuple[st
 
 
 def differences(one: ComparedRun, other: ComparedRun) -> Iterator[Row]:
-    """Yields a row for each setting that differs between two runs."""
+    """Yields name and both values of each setting that differs, except those of `_OF_EACH`."""
     for name in dict.fromkeys([*one.settings, *other.settings]):
         texts = [_text(run.settings.get(name)) for run in (one, other)]
         if texts[0] != texts[1] and name not in _OF_EACH:

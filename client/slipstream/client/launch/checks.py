@@ -403,11 +403,12 @@ async def ask_controller(
 async def compare(
     config: Config, limit_s: float, *, of_ranks: bool, asker: str = "", is_awaited: bool = False
 ) -> str:
-    """Compares this host's setup with the controller's; raises ConfigError for a difference.
+    """Compares this host's setup with the controller's; returns a line on the result.
 
-    Waits up to `limit_s` seconds for the controller, and returns a line on the result. `of_ranks`
-    says that this host runs trainer ranks, which must share the run's folder if checkpoints are
-    saved. `is_awaited` says that the answering process waits for the end of the comparison.
+    Raises ConfigError for a difference, or if the controller does not answer within `limit_s`
+    seconds. `of_ranks` says that this host runs trainer ranks, which must share the run's folder if
+    checkpoints are saved. `asker` names this host to the controller. `is_awaited` says that whoever
+    answers waits until this host reports the end of the comparison.
     """
     address = config.controller.address
     credentials = Credentials.load(config.security)

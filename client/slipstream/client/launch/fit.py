@@ -177,7 +177,10 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
 
 
 def needs_of(config: Config) -> Needs | None:
-    """Reads the headers of the model's files; returns the needs, or None if a file is missing."""
+    """Returns the memory and storage that the run needs, by the headers of the model's files.
+
+    Returns None if these files are missing, faulty or without parameters.
+    """
     if missing_weights(config.model.path, "model.path"):
         return None
     try:

@@ -35,7 +35,10 @@ class Placement:
 
     @property
     def learner_environment(self) -> dict[str, str]:
-        """The environment variables of every trainer rank; LOCAL_RANK selects one of these GPUs."""
+        """The environment variable CUDA_VISIBLE_DEVICES for each trainer rank, or {} without GPUs.
+
+        It lists the GPUs of all ranks that start here; a rank takes the one at its LOCAL_RANK.
+        """
         return {VISIBLE: ",".join(self.learner)} if self.learner else {}
 
     def server_environment(self, number: int) -> dict[str, str]:

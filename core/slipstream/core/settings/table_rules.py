@@ -98,7 +98,7 @@ def agreement_problems(config: Tables) -> Iterator[str]:
 
 
 def length_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each limit of prompts or replies that does not fit an episode's limit."""
+    """Yields one line for each token limit that does not fit `sampling.max_episode_tokens`."""
     sampling = config.sampling
     if sampling.total_tokens < sampling.max_episode_tokens:
         yield (

@@ -284,9 +284,10 @@ def _said(error: BaseException) -> str:
 
 
 def action_maker(rule: str | Mapping[str, Any]) -> Callable[[str], Action]:
-    """Returns the function that turns a reply into an action by `rule`; it may raise NoAction.
+    """Returns the function that turns a reply into an action by `rule`.
 
-    Raises ConfigError if `rule` is invalid.
+    `rule` is the argument `action` of `OpenEnv`. The returned function raises NoAction for a reply
+    that is no action. Raises ConfigError if `rule` is invalid.
     """
     if rule == "json":
         return _json_action
@@ -497,7 +498,10 @@ def container_command(image: str, options: Sequence[str]) -> list[str]:
 
 
 def _program_of(image: str) -> list[str]:
-    """Returns the image's program with its arguments. Raises ConfigError if it has none."""
+    """Returns the image's program with its arguments.
+
+    Raises ConfigError if the image has none, or if Docker does not answer or has no such image.
+    """
     asked = ["docker", "image", "inspect", "--format", "{{json .Config}}", image]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_LIMIT_S)

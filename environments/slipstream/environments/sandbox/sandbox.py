@@ -161,7 +161,11 @@ class Sandbox:
     def _command(
         self, folder: str, cause_fds: tuple[int, int], command: Sequence[str]
     ) -> list[str]:
-        """Returns the command that runs `command` below a launcher, which runs below a keeper."""
+        """Returns the command for a keeper, which starts a launcher, which starts `command`.
+
+        `cause_fds` are two descriptors of one pipe, for keeper and launcher, which write to it why
+        the program was ended.
+        """
         limits = self.limits
         plan = Plan(self.backend, folder, self._readable, limits, cause_fds[1])
         return [

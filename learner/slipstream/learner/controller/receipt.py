@@ -2,8 +2,8 @@
 
 A receipt is a .tar.gz. Its first file, `receipt.json`, lists size and digest of each other file.
 The archive holds the files that `CONTENTS` matches: settings, journal, trained batches, metrics and
-summary. It holds no model: the model folders are named with the digests of their files. It holds no
-secret.
+summary. It holds no model: `receipt.json` records the name of each model folder and the digests of
+its files. It holds no secret.
 """
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ def describe_model(setting: str, path: Path) -> ModelFolder:
 def _collected(run: Path, config: Config, changed: Path) -> dict[str, Path]:
     """Returns the path of each file of the receipt, by its name in the receipt.
 
-    Copies of the journal and the settings without the run's key and passwords are written to
-    `changed`. Raises ConfigError if a file is missing or a setting contains a secret.
+    Writes to `changed` the journal without the run's key, and the settings without Redis's login.
+    Raises ConfigError if a file is missing, if no step was trained, or if another setting contains
+    a secret.
     """
     records = list(read_records(run / JOURNAL))
     history = read_history(records)

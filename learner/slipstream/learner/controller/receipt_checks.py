@@ -158,7 +158,10 @@ def _staleness(story: Story) -> Iterator[str]:
 
 
 def _ledger(story: Story) -> Iterator[str]:
-    """Compares the token ledger in the summary with journal and batches."""
+    """Yields a line on the token ledger in the summary.
+
+    Raises ProtocolError unless the ledger is whole and agrees with journal and batches.
+    """
     ledger = story.summary.get("ledger")
     names = (*FATES, "difference")
     if not isinstance(ledger, dict) or not all(type(ledger.get(name)) is int for name in names):

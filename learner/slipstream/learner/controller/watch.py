@@ -236,8 +236,9 @@ class LeaseWatch:
     ) -> tuple[list[Group], list[ServerKey]]:
         """Returns each overdue lease once, and each server that is late to end such a lease.
 
-        A server is late `CANCEL_LIMIT_S` seconds of serving after its lease was returned as
-        overdue. `served_s` maps each server to the seconds for which it has served.
+        A server is late when it has served for more than `CANCEL_LIMIT_S` seconds since this method
+        reported the lease as overdue, and since the last end of an attempt of the lease. `served_s`
+        maps each server to the seconds for which it has served.
         """
         late, stuck, marks = [], [], {}
         for group in groups:

@@ -265,7 +265,8 @@ class Environments:
 class LoneWorkers:
     """Runs workers that serve one episode at a time.
 
-    A worker ends when its episode does not pass, or no other episode waits.
+    A worker serves one waiting episode after another. It ends when no episode waits, or after an
+    episode that leaves it unfit for another (`LoneTurn.end` with `has_passed` False).
     """
 
     def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:

@@ -118,7 +118,11 @@ class WorkerProcess:
             self._process.send_signal(signal.SIGTERM)
 
     async def close(self) -> None:
-        """Ends the worker; returns when it and all processes that it has started have ended."""
+        """Ends the worker, and kills it if it has not ended after `_STOP_LIMIT_S` seconds.
+
+        If a signal ended the worker, this also kills the processes that the worker left behind, for
+        at most the same time.
+        """
         if self._process.returncode is None:
             self.end()
             try:

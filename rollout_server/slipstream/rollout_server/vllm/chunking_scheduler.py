@@ -64,7 +64,10 @@ CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
 
 
 def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError unless this module handles all `fields` of vLLM's outputs."""
+    """Raises ConfigError unless vLLM's outputs have exactly the fields that this module handles.
+
+    `fields` are the fields of vLLM's outputs.
+    """
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")

@@ -1,10 +1,10 @@
-"""Repairs of vLLM on CPUs: draft verification, and batch-invariant matrix products.
+"""Drafts tokens in vLLM on CPUs, and repairs vLLM there.
 
-vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
-writes floating-point values into a copy and drops the copy, so that drafts are verified with
-whatever the memory held. `repair_expansion` corrects this. `compute_by_rows` replaces matrix
-products and norms by batch-invariant ones: a row does not depend on other rows. Import this module
-on CPUs only.
+`SharedTextProposer` drafts tokens. vLLM (0.32.0) gives each drafted token the temperature, top-p
+and top-k of its request. On CPUs it writes floating-point values into a copy of its output and
+drops the copy, so that drafts are verified with whatever the memory held. `repair_expansion`
+corrects this. `compute_by_rows` replaces matrix products and norms by batch-invariant ones: a row
+does not depend on other rows. Import this module on CPUs only.
 """
 
 from typing import Any

@@ -105,7 +105,7 @@ class LiveBase:
         return all(self._holds_all)
 
     def expect(self, changed: Sequence[int]) -> tuple[Bucket, ...]:
-        """Announces a delta; returns its buckets in wire format.
+        """Takes the sizes of a delta; returns the buckets with the numbers of bytes to arrive.
 
         `changed` has the number of changed elements of each bucket.
         """

@@ -431,9 +431,10 @@ class Publisher:
     def _drop(
         self, sessions: Sequence[ServerSession], problems: Sequence[str]
     ) -> list[ServerSession]:
-        """Makes servers with a problem stale; returns all others that are connected and not pinned.
+        """Makes servers with a problem stale; returns all others that are still connected.
 
-        `problems` has a text for each session; "" means no problem.
+        A serving server that is pinned is neither made stale nor returned. `problems` has a text
+        for each session; "" means no problem.
         """
         kept = []
         for session, problem in zip(sessions, problems, strict=True):

@@ -72,9 +72,10 @@ def readable(
 ) -> dict[str, JsonValue]:
     """Returns the line of an episode in trajectories.jsonl.
 
-    docs/guides/watching.md explains the fields. `advantage` is the mean over the trained tokens, or
-    None if it is unknown. An episode with branches has `branches` instead of `turns`, with the
-    turns of each branch.
+    docs/guides/watching.md explains the fields. An episode of more than one turn has `turns`; one
+    with branches has `branches` instead, with the turns of each branch. `texts` decodes the tokens
+    of turns; if it is None, the line has no turns. `advantage` is the mean over the trained tokens,
+    or None if it is unknown.
     """
     line: dict[str, JsonValue] = {
         "step": step,

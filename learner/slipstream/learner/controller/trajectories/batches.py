@@ -162,9 +162,10 @@ class BatchFormer:
         return self.training
 
     async def take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:
-        """Takes the batch of `message` from the journal if no trainer has got a batch yet.
+        """Makes the batch of `message` the trainer's batch, if the journal has it.
 
-        An earlier controller gave this batch to the trainer, which has since registered again.
+        An earlier controller gave this batch to the trainer, which has since registered with this
+        controller. Does nothing if this controller has already given the trainer a batch.
         """
         if self.training is not None or self._reported is not None:
             return

@@ -222,7 +222,10 @@ def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """Returns why the reference model's log-probabilities are wrong, or "" if they are right."""
+    """Returns what is wrong with the reference model's log-probabilities, or "" for no fault.
+
+    It checks whether they are there, their number for each token, and their token ids.
+    """
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward

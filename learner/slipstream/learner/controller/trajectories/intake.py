@@ -180,7 +180,10 @@ class Intake:
         session.send(fleet_pb2.ControllerMessage(cancel=order))
 
     def suspend(self, environment: str, cause: str) -> None:
-        """Withdraws all groups of an environment; the watch fails the run if none is left."""
+        """Reports that an environment is suspended, and withdraws all of its groups.
+
+        Once all training environments are suspended, the watch fails the run.
+        """
         self._run.events.add(f"environment {environment} is suspended: {cause}", Severity.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
