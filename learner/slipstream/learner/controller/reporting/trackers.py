@@ -351,6 +351,15 @@ class MlflowTracker:
         return str(self._client.create_run(experiment_id, run_name=name).info.run_id)
 
 
+def _crc_of(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (_CRC_POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+_CRC_TABLE = tuple(map(_crc_of, range(256)))
+
+
 class TensorBoardTracker:
     """Writes an event file of TensorBoard without tensorboardX (2.6.5), which would import torch.
 
@@ -394,9 +403,7 @@ def crc32c(data: bytes) -> int:
     """Returns the CRC-32 with Castagnoli's polynomial (RFC 3720, appendix B.4)."""
     crc = 0xFFFFFFFF
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (_CRC_POLYNOMIAL if crc & 1 else 0)
+        crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
     return crc ^ 0xFFFFFFFF
 
 
