@@ -308,6 +308,40 @@ async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("tools", [[], [{"type": "function", **TOOLS[0]["function"]}]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools) -> None:
+    client, asked = rig.openai(), {"model": "m", "tools": tools}
+    items: list = [{"role": "user", "content": "nothing"}]
+    if stream:
+        async with client.responses.stream(**asked, input=items) as events:
+            kinds = [event.type async for event in events]
+            first = await events.get_final_response()
+        assert kinds.count("response.output_item.done") == 1
+    else:
+        first = await client.responses.create(**asked, input=items)
+    (message,) = first.output
+    assert [part.text for part in message.content] == [first.output_text] == [""]
+    more = {"role": "user", "content": "more"}
+    said = message.model_dump(exclude={"content": {0: {"parsed"}}}, exclude_none=True)
+    await client.responses.create(**asked, input=[*items, said, more])
+    await client.responses.create(**asked, input=[more], previous_response_id=first.id)
+    # The second one begins behind the first reply, too.
+    assert rig.runs() == [2, 1]
+    assert rig.began() == ["new", "again"]
+
+
+async def test_items_that_vllm_cannot_read_fail_their_call_alone(rig) -> None:
+    refusal = {"type": "refusal", "refusal": "no"}
+    said = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
+    for content in ([], [refusal]):
+        asked = {"model": "m", "input": [{**said, "content": content}, QUESTION]}
+        answer = await rig.http().post("/v1/responses", json=asked)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"]
+    assert (await chat(rig, [QUESTION]))["content"]
+
+
 @pytest.mark.parametrize("limit", [1, 46])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_that_was_cut_off_is_a_previous_response_too(rig, stream, limit) -> None:

@@ -37,6 +37,8 @@ def script(prompt: str) -> str:
         return "\n\n" + "".join(CALL % int(word) for word in last.split()[1:])
     if last == "think":
         return "<think>Hm.</think>Yes."
+    if last == "nothing":
+        return ""
     return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
 
 

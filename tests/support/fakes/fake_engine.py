@@ -46,7 +46,8 @@ class FakeEngine:
         self.stop_after = 3
         # The sampling settings of each request, in order of arrival.
         self.samplings: list[engine_interface.Sampling] = []
-        self.fail_with: str | None = None
+        # The cause of GenerationFailed, or another error that each request raises.
+        self.fail_with: str | Exception | None = None
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
         self.digests: tuple[bytes, ...] = DIGESTS
@@ -198,7 +199,10 @@ class FakeEngine:
     async def _sample(self, request: _Request, max_tokens: int) -> engine_interface.FinishReason:
         while not request.cancelled:
             if self.fail_with is not None:
-                raise engine_interface.GenerationFailed(self.fail_with)
+                failed = self.fail_with
+                if isinstance(failed, Exception):
+                    raise failed
+                raise engine_interface.GenerationFailed(failed)
             held = self.limit is not None and len(request.tokens) >= self.limit
             if held or not self.running.is_set():
                 await self._changed.wait()

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import re
 
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
@@ -271,6 +272,31 @@ async def test_the_last_attempt_is_not_tried_again(server) -> None:
     await connection.wait_for("lease")
     assert [t.will_retry for t in trajectories] == [True, False]
     assert trajectories[0].failure.kind is FailureKind.ENGINE
+
+
+async def test_an_unexpected_error_fails_its_episode_and_is_told_with_its_place(server) -> None:
+    server.engine.fail_with = IndexError("list index out of range \ud800")
+    connection = await server.leased(members=[0, 1], max_attempts=1)
+    failed = await server.fleet.wait_trajectories(2)
+    await connection.wait_for("lease")
+    assert {t.failure.kind for t in failed} == {FailureKind.ENVIRONMENT}
+    for trajectory in failed:
+        assert re.fullmatch(
+            r"unexpected error of the rollout server: IndexError: list index out of range \? "
+            r"\(fake_engine.py:\d+ in _sample\)",
+            trajectory.failure.message,
+        )
+    server.engine.fail_with = None
+    connection.lease("g2", members=[0])
+    assert (await server.fleet.wait_trajectories(3))[-1].status is Status.COMPLETED
+
+
+async def test_a_record_that_makes_no_trajectory_fails_its_episode(server) -> None:
+    server.engine.records_experts = True
+    server.engine.num_experts = 1 << 20
+    (failed,) = await server.played(max_attempts=1)
+    assert "unexpected error of the rollout server" in failed.failure.message
+    assert not failed.num_sampled_tokens
 
 
 async def test_a_reward_that_is_no_number_is_the_environments_failure(server) -> None:

@@ -351,6 +351,9 @@ class Recorder:
         except (ValueError, RecursionError) as error:
             log.info("the reply to call %s cannot be continued: %s", opened.request_id, error)
             return None
+        except Exception:
+            log.exception("vLLM cannot read its own reply to call %s", opened.request_id)
+            return None
 
 
 async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:

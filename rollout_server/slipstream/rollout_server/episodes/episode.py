@@ -11,12 +11,14 @@ import dataclasses
 import logging
 import math
 import time
+import traceback
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Failure, FailureKind, Status, Trajectory, VersionSpan
@@ -26,11 +28,17 @@ from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import (
     Engine,
+    EngineDied,
     FinishReason,
     Generation,
     GenerationFailed,
 )
-from slipstream.rollout_server.episodes.calls import AgentEnd, StreamSession, misused
+from slipstream.rollout_server.episodes.calls import (
+    MAX_MESSAGE_CHARACTERS,
+    AgentEnd,
+    StreamSession,
+    misused,
+)
 from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
@@ -184,6 +192,34 @@ class _Cancelled(Exception):
     pass
 
 
+_KINDS = {
+    RenderingFailed: FailureKind.ENVIRONMENT,
+    PromptTooLong: FailureKind.PROMPT_TOO_LONG,
+    GenerationFailed: FailureKind.ENGINE,
+    ReferenceFailed: FailureKind.INFRASTRUCTURE,
+}
+
+
+def _failure(error: Exception) -> Failure:
+    """Returns the failure of an episode that ended with `error`, which is logged if unexpected.
+
+    An unexpected error counts against the environment: one that fails all episodes ends the run.
+    """
+    said = str(error)
+    if isinstance(error, EnvironmentFailed):
+        kind = FailureKind(error.kind)
+    elif type(error) in _KINDS:
+        kind = _KINDS[type(error)]
+    else:
+        log.error("an episode ended with an unexpected error", exc_info=error)
+        kind, last = FailureKind.ENVIRONMENT, traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+        said = f"unexpected error of the rollout server: {type(error).__name__}: {said} ({place})"
+    # Texts of models and templates may have what no message can carry.
+    clean = said.encode(errors="replace").decode()
+    return Failure(kind, clean[:MAX_MESSAGE_CHARACTERS])
+
+
 class Episode:
     """One attempt of a group's member; `run` may be called once, and `cancel` ends it early."""
 
@@ -200,11 +236,37 @@ class Episode:
     async def run(self) -> Trajectory:
         """Runs the episode to its end; returns the trajectory, with the cause of a failure.
 
-        Raises only EngineDied, which ends the server.
+        Raises only EngineDied and ConfigError, which end the server.
         """
         self._ledger.open_episodes += 1
+        status, failure = Status.FAILED, None
+        try:
+            status = await self._play()
+        except _Cancelled:
+            status = Status.CANCELLED
+        except (EngineDied, ConfigError):
+            self._ledger.is_broken_off = True
+            raise
+        except Exception as error:  # noqa: BLE001 - logged, and told as the episode's failure
+            failure = _failure(error)
+        except BaseException:
+            self._ledger.is_broken_off = True
+            raise
+        self._ledger.ended(self._recording.num_sampled)
+        try:
+            return self._trajectory(status, failure)
+        except Exception as error:  # noqa: BLE001 - as above; the ledger shows the lost tokens
+            self._recording = Recording()
+            return self._trajectory(Status.FAILED, _failure(error))
+
+    def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
+        renderer, num_experts = self._services.renderer, self._services.engine.num_experts
+        return trajectory_of(
+            self._task, self._recording, status, failure, renderer=renderer, num_experts=num_experts
+        )
+
+    async def _play(self) -> Status:
         session: StreamSession | None = None
-        status, failure = Status.CANCELLED, None
         try:
             session = await self._ask(
                 self._services.environments.open(
@@ -217,29 +279,10 @@ class Episode:
             )
             status = await self._converse(session)
             await self._ask_reference(status)
-        except _Cancelled:
-            status = Status.CANCELLED
-        except EnvironmentFailed as error:
-            status, failure = Status.FAILED, Failure(FailureKind(error.kind), str(error))
-        except RenderingFailed as error:
-            status, failure = Status.FAILED, Failure(FailureKind.ENVIRONMENT, str(error))
-        except PromptTooLong as error:
-            status, failure = Status.FAILED, Failure(FailureKind.PROMPT_TOO_LONG, str(error))
-        except GenerationFailed as error:
-            status, failure = Status.FAILED, Failure(FailureKind.ENGINE, str(error))
-        except ReferenceFailed as error:
-            status, failure = Status.FAILED, Failure(FailureKind.INFRASTRUCTURE, str(error))
-        except BaseException:
-            self._ledger.is_broken_off = True
-            raise
+            return status
         finally:
             if session is not None:
                 session.close()
-        self._ledger.ended(self._recording.num_sampled)
-        renderer, num_experts = self._services.renderer, self._services.engine.num_experts
-        return trajectory_of(
-            self._task, self._recording, status, failure, renderer=renderer, num_experts=num_experts
-        )
 
     async def cancel(self) -> None:
         """Makes `run` return soon, with the tokens sampled so far, unless `run` has ended."""

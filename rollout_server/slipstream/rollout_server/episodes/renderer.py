@@ -233,8 +233,6 @@ class Renderer:
 
         Raises RenderingFailed if the template raises an error.
         """
-        from jinja2.exceptions import TemplateError
-
         values = self._values
         if inputs.values:
             values = values | json.loads(inputs.values)
@@ -249,8 +247,8 @@ class Renderer:
                     **values,
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            # A template is a program; transformers itself raises ValueError for no messages at all.
+        except Exception as error:
+            # A template is a program, which may raise anything.
             raise RenderingFailed(f"{type(error).__name__}: {error}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:

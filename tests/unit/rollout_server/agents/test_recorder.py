@@ -9,7 +9,12 @@ import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.agents.conversations import MessageKey
 from slipstream.rollout_server.agents.limits import HttpCall, ServedCall
-from slipstream.rollout_server.agents.recorder import CHAT_PATH, LimitReached, Recorder
+from slipstream.rollout_server.agents.recorder import (
+    CHAT_PATH,
+    AsMessages,
+    LimitReached,
+    Recorder,
+)
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     Sampling,
@@ -25,7 +30,11 @@ LIMIT_S = 20.0
 class Calls:
     """Calls of one episode, by hand."""
 
-    def __init__(self, sampling: Sampling = SAMPLING) -> None:
+    def __init__(
+        self,
+        sampling: Sampling = SAMPLING,
+        as_messages: AsMessages = lambda _, reply: [reply],
+    ) -> None:
         self.engine = FakeEngine()
         self.engine.version = PolicyVersion(0, 1)
         self.engine.running.set()
@@ -34,7 +43,7 @@ class Calls:
             self.engine,
             "e",
             sampling,
-            as_messages=lambda _, reply: [reply],
+            as_messages=as_messages,
             sampled=self.told.append,
         )
         self.number = 0
@@ -167,6 +176,22 @@ async def test_a_call_that_the_engine_could_not_serve_leaves_its_branch_free() -
     third = calls.open()
     await calls.begin(third, "u1", "r1", "u2")
     assert third.call.is_append
+
+
+async def test_a_reply_that_vllm_cannot_read_begins_a_branch() -> None:
+    def broken(_path: str, _reply: object) -> list:
+        raise IndexError("list index out of range")
+
+    calls = Calls(as_messages=broken)
+    first = calls.open()
+    await calls.begin(first, "u1")
+    await calls.sample(first)
+    calls.answer(first, "r1")
+    second = calls.open()
+    await calls.begin(second, "u1", "r1", "u2")
+    await calls.sample(second)
+    calls.recorder.close(second)
+    assert [branch.began for branch in calls.recorder.conversations.branches] == ["new", "unread"]
 
 
 async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:

@@ -70,6 +70,17 @@ def test_messages_that_the_template_refuses_or_cannot_take_fail(tmp_path: Path) 
         renderer.prompt([])
 
 
+def test_a_template_that_calls_itself_is_refused_in_one_line(tmp_path: Path) -> None:
+    calls = "{% macro a() %}{{ a() }}{% endmacro %}"
+    with pytest.raises(ConfigError, match="chat template in .* fails: RecursionError: [^\n]*$"):
+        with_template(tmp_path, calls + "{{ a() }}")
+    later = with_template(
+        tmp_path, calls + "{% if messages[0].content == 'b' %}{{ a() }}{% endif %}"
+    )
+    with pytest.raises(RenderingFailed, match="RecursionError"):
+        later.prompt([user("b")])
+
+
 def test_a_template_that_drops_replies_cannot_continue(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, NO_REPLIES)
     with pytest.raises(RenderingFailed, match="leaves out"):

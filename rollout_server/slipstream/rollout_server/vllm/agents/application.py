@@ -11,7 +11,7 @@ import contextlib
 import copy
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
@@ -46,7 +46,14 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
 from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
 from vllm.entrypoints.openai.responses.api_router import attach_router as attach_responses
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.context import ConversationContext
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.streaming_events import (
+    SimpleStreamingEventProcessor,
+    SimpleStreamingState,
+    _StateType,
+)
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
@@ -195,7 +202,7 @@ class PromptRenderer:
             return None
         try:
             text = self._text([*messages[: known - 1], _REPLY, *new], params)
-        except (VLLMValidationError, ValueError, TypeError):
+        except VLLMValidationError:
             # A template may demand what a plain reply lacks, such as calls before their results.
             return None
         if text.count(PLACEHOLDER) != 1:
@@ -209,13 +216,20 @@ class PromptRenderer:
         if self._has_place is None:
             try:
                 text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)
-            except (VLLMValidationError, ValueError, TypeError):
+            except VLLMValidationError:
                 text = ""
             self._has_place = _RESULT["content"] in text.partition(PLACEHOLDER)[2]
         return self._has_place
 
     def _text(self, messages: list[Message], params: ChatParams) -> str:
-        _, prompt = self._inner.render_messages(messages, params)
+        try:
+            _, prompt = self._inner.render_messages(messages, params)
+        except VLLMValidationError:
+            raise
+        except Exception as error:
+            # A template is a program, which may raise anything.
+            cause = f"the chat template fails: {type(error).__name__}: {error}"
+            raise VLLMValidationError(cause, parameter="messages") from error
         if not isinstance(prompt.get("prompt"), str):
             raise VLLMValidationError("this model's prompts are not text", parameter="model")
         return str(prompt["prompt"])
@@ -400,7 +414,56 @@ def _open_application(
     client: Any = RecordingClient(parts, settings.tool_parser)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = renderer
+    _say_empty_texts(app.state.openai_serving_responses)
     return app
+
+
+def _say_empty_texts(serving: OpenAIServingResponses) -> None:
+    """Makes vLLM answer an empty text as OpenAI does: as a message with one empty part.
+
+    vLLM answers a message without parts, which it cannot read itself, or no message at all.
+    """
+    stream, answer = serving._process_simple_streaming_events, serving.responses_full_generator
+
+    async def streamed(
+        request: ResponsesRequest,
+        sampling: SamplingParams,
+        results: AsyncIterator[Any],
+        context: ConversationContext,
+        *others: Any,  # noqa: ANN401 - vLLM's own
+    ) -> AsyncGenerator[Any, None]:
+        async for event in stream(request, sampling, results, context, *others):
+            yield event
+        items = context.streamed_output_items
+        if not _has_text_or_call(items):
+            message, events = _empty_message(len(items))
+            context.streamed_output_items = [*items, *message]
+            for event in events:
+                yield others[-1](event)
+
+    async def answered(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's own
+        response = await answer(*arguments, **named)
+        if isinstance(response, ResponsesResponse) and not _has_text_or_call(response.output):
+            others = [item for item in response.output if item.type != "message"]
+            response.output = [*others, *_empty_message(len(others))[0]]
+        return response
+
+    serving._process_simple_streaming_events = streamed
+    serving.responses_full_generator = answered
+
+
+def _empty_message(index: int) -> tuple[list[Any], list[Any]]:
+    """Returns the output item, as a list, of an empty text at `index`, and its events."""
+    writer = SimpleStreamingEventProcessor(SimpleStreamingState(output_index=index))
+    events = [*writer.open(_StateType.CONTENT), *writer.close_current()]
+    *_, part_done, item_done = events
+    item_done.item.content = [part_done.part]
+    return [item_done.item], events
+
+
+def _has_text_or_call(items: Sequence[Any]) -> bool:
+    """Returns whether the output items of a response are more than reasoning and empty messages."""
+    return any(item.type != "reasoning" and getattr(item, "content", True) for item in items)
 
 
 def as_messages(path: str, reply: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
