@@ -27,6 +27,8 @@ Row: TypeAlias = Mapping[str, Any]
 MAX_SCORE_BYTES = 64 << 10
 GIB = 1 << 30
 ADDRESS_SPACE_BYTES = 1 << 47
+# Keeps Python from importing what the judged program left, in its folder or its home.
+ISOLATED = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 # Hint for a program that was killed in the sandbox without a message.
 REFUSED = (
     " (the sandbox refuses /proc/self and every other path that `readable` does not name: "
@@ -42,6 +44,9 @@ class Command(AgentEnvironment[Row]):
     NAME; other braces stay as they are. {NAME} may also name a variable of the endpoint, except in
     `score_command`. The program's environment variables are PATH, LANG, the endpoint's variables,
     HOME and TMPDIR (folders of the episode) and `variables`.
+
+    `score_command` runs in the program's folder, with a HOME and a TMPDIR of its own. Its Python
+    imports nothing from that folder; in the sandbox it cannot write there.
 
     The reward is the last line that `score_command` prints, or the content of `score_file`: a
     number, or a JSON object with `reward` and metrics. Without both, the reward is 1 for exit
@@ -114,11 +119,17 @@ class Command(AgentEnvironment[Row]):
         with contextlib.closing(OwnedFolder("agent")) as owned:
             folder = owned.path / "work"
             fields = {**endpoint.variables(), **task}
-            variables = self._make_folders(folder, fields)
+            self._write_files(folder, fields)
+            variables = _with_home(owned.path)
             own = {name: filled(text, fields) for name, text in self._variables.items()}
             port = urlsplit(endpoint.anthropic_url).port or 0
             ended = await run_program(
-                self._inside([filled(part, fields) for part in self._command], folder, port),
+                self._confine(
+                    [filled(part, fields) for part in self._command],
+                    owned.path,
+                    cwd=folder,
+                    port=port,
+                ),
                 folder=folder,
                 variables=variables | endpoint.variables() | own,
                 limits=self._limits,
@@ -128,52 +139,61 @@ class Command(AgentEnvironment[Row]):
                 what = f"{self._command[0]}: {ended.cause}{hint}; the end of its output:"
                 print(what, file=sys.stderr)
                 print(ended.output, file=sys.stderr)
-            said = await self._score(task, folder, variables, ended)
+            said = await self._score(task, folder, ended)
         metrics = {"ended_by_limit": float(bool(ended.limit)), "exit_0": float(ended.status == 0)}
         return AgentOutcome(said.pop("reward"), metrics | said)
 
-    def _inside(self, command: list[str], folder: Path, port: int = 0) -> list[str]:
+    def _confine(
+        self,
+        command: list[str],
+        writable: Path,
+        *,
+        cwd: Path,
+        port: int = 0,
+        readable: Sequence[Path] = (),
+    ) -> list[str]:
         """Returns the command, wrapped in the sandbox if a sandbox is used.
 
-        The sandbox allows connections to `port` only, or to no port if `port` is 0.
+        The sandbox allows writing below `writable` only, and connections to `port` only, or to no
+        port if `port` is 0. It also allows reading `readable`.
         """
         if self._confined is None:
             return command
+        paths = [*self._readable, *map(str, readable)]
         plan = Plan(
             "sandlock",
-            str(folder.parent),
-            self._readable,
+            str(writable),
+            paths,
             self._confined,
             cause_fd=1,
-            cwd=str(folder),
+            cwd=str(cwd),
             port=port,
         )
         return launched(plan, command)
 
-    def _make_folders(self, folder: Path, fields: Row) -> dict[str, str]:
-        """Makes an episode's folders and files; returns variables that include HOME and TMPDIR."""
-        home, temporary = folder.parent / "home", folder.parent / "tmp"
-        for each in (folder, home, temporary):
-            each.mkdir()
+    def _write_files(self, folder: Path, fields: Row) -> None:
+        folder.mkdir()
         for name, text in self._files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(filled(text, fields), encoding="utf-8")
-        own = {"HOME": str(home), "TMPDIR": str(temporary)}
-        return open_variables(os.environ) | own
 
-    async def _score(
-        self, task: Row, folder: Path, variables: Mapping[str, str], ended: ProgramEnd
-    ) -> dict[str, float]:
+    async def _score(self, task: Row, folder: Path, ended: ProgramEnd) -> dict[str, float]:
         """Returns the metrics, with the reward as "reward". Raises ValueError without a reward."""
         if self._score_command:
-            judged = await run_program(
-                self._inside([filled(part, task) for part in self._score_command], folder),
-                folder=folder,
-                variables=variables,
-                limits=self._score_limits,
-                with_errors=False,
-            )
+            with contextlib.closing(OwnedFolder("agent")) as own:
+                judged = await run_program(
+                    self._confine(
+                        [filled(part, task) for part in self._score_command],
+                        own.path,
+                        cwd=folder,
+                        readable=[folder.parent],
+                    ),
+                    folder=folder,
+                    variables=_with_home(own.path) | ISOLATED,
+                    limits=self._score_limits,
+                    with_errors=False,
+                )
             if judged.cause:
                 raise ValueError(f"score_command failed: {judged.cause}: {judged.last_line}")
             return _score_of(judged.last_line, "the last line of score_command")
@@ -199,6 +219,14 @@ class Command(AgentEnvironment[Row]):
                 f"nothing of a task reaches the program: name one of its fields ({fields}) as "
                 f"{{FIELD}} in command, files or variables"
             )
+
+
+def _with_home(folder: Path) -> dict[str, str]:
+    """Makes two folders in `folder`; returns variables of a program, which name them."""
+    own = {"HOME": folder / "home", "TMPDIR": folder / "tmp"}
+    for path in own.values():
+        path.mkdir()
+    return open_variables(os.environ) | {name: str(path) for name, path in own.items()}
 
 
 def _sandbox_limits(limits: ProgramLimits) -> Limits:

@@ -258,14 +258,49 @@ async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_
         tasks = [{"word": "hello"}]
         result = await played(Command(python(*code), tasks, score_file="score.txt", **options))
         assert result.agent_result.reward == 5, result
-        # The folder is the program's: what it left there runs in the sandbox as well.
+        # The json.py that it left, which would read the secret, is not what the scorer imports.
         score = python("import json; print(json.loads(open('score.txt').read()))")
         scored = Command(python(*code), tasks, score_command=score, **options)
-        failed = await played(scored)
-        assert "score_command failed: exit status 1" in failed.failure.message, failed
+        assert (await played(scored)).agent_result.reward == 5
 
 
 IN_SANDBOX = {"sandbox": True, "memory_gib": 0.5, "max_processes": 50}
+# What a program may leave to whoever runs Python, with its files, after it.
+LEAVES = """
+import os, pathlib, site, sys
+cheat = "import os; print(1.0, flush=True); os._exit(0)"
+home = pathlib.Path(site.getusersitepackages())
+home.mkdir(parents=True)
+(home / "usercustomize.py").write_text(cheat)
+pathlib.Path(os.environ["TMPDIR"], "notes").write_text("x")
+for name in ("json.py", "sitecustomize.py", "usercustomize.py"):
+    pathlib.Path(name).write_text(cheat)
+"""
+JUDGE = """
+import json, os, sys
+assert "usercustomize" not in sys.modules
+assert not os.listdir(os.environ["HOME"]) and not os.listdir(os.environ["TMPDIR"])
+open(os.environ["HOME"] + "/may", "w").write("x")
+try:
+    open("json.py", "a")
+except OSError:
+    print(0.25)
+else:
+    print(0.5)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("options", "reward"), [({}, 0.5), (IN_SANDBOX, 0.25)])
+async def test_a_scorer_imports_nothing_that_the_program_left(options, reward) -> None:
+    """In the sandbox, the scorer cannot write to the program's folder either."""
+    # The Python of a virtual environment reads no usercustomize.
+    python3 = [os.path.realpath(sys.executable), "-c"]
+    command = Command([*python3, LEAVES + CALL, "{word}"], [{"word": "hello"}],
+                      score_command=[*python3, JUDGE], **options)  # fmt: skip
+    assert (await played(command)).agent_result.reward == reward
+
+
 RESERVES = """
 import mmap
 # The last one is MAP_NORESERVE, which Python 3.11 does not name.
