@@ -113,7 +113,9 @@ def _journal(honest: bytes, draw: random.Random) -> bytes:
 def _read_journal(data: bytes, folder: Path) -> object:
     """What a controller does with the journal of a run that it takes over."""
     journal = folder / "run" / "journal"
-    journal.mkdir(parents=True, exist_ok=True)
+    # Logs of earlier readings would fence this one: its records would not be read.
+    shutil.rmtree(journal, ignore_errors=True)
+    journal.mkdir(parents=True)
     (journal / "journal.log").write_bytes(data)
     with Journal(journal) as opened:
         run = Run.of(config_of(folder), "r")
