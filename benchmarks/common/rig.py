@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from slipstream.client.launch.children import Child, start_child
 from slipstream.client.launch.roles import SERVER, TRAINER
 from slipstream.client.launch.trainer_ranks import rank_environments
-from slipstream.client.run_folder import write_config
+from slipstream.client.run_folder import identified, write_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.run_folder import METRICS
 from slipstream.core.settings.config import Config
@@ -284,7 +284,7 @@ class Rig:
         `grace_s`: seconds that all have to end by themselves, which includes a final export.
         """
         self._grace_s = grace_s
-        self.config = config
+        self.config = config = identified(config, config.controller.address, config.run.name)
         self._placement = placement
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._environ = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environ or {})}

@@ -17,11 +17,11 @@ from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.delivery import Deliveries
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
-from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.waiting import until
 
@@ -540,7 +540,7 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
     seen = []
 
     async def ask(controller, tasks):
-        async with open_channel(address, OPEN) as channel:
+        async with open_named(address) as channel:
             stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
             spec = environment_pb2.EnvironmentSpec(name="e", reference="m:E", weight=1, timeout_s=1)
             spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
@@ -594,7 +594,7 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
     seen = {}
 
     async def ask(controller, tasks):
-        async with open_channel(address, OPEN) as channel:
+        async with open_named(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="slipstream.v1.FleetService")
             answer = await health.Check(request, timeout=60, wait_for_ready=True)

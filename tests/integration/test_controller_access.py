@@ -21,6 +21,7 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 from support.fakes.guarded_controller import TOKEN, serving, with_token
+from support.fakes.named_channel import RUN_ID
 
 MODULES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
 OTHERS = (health_pb2, reflection_pb2)
@@ -98,7 +99,7 @@ async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(tmp_path: Pat
     async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         for hello, rule in IMPOSSIBLE:
             join = fleet_pb2_grpc.FleetServiceStub(channel).Join(
-                messages(hello), metadata=call_metadata(with_token(TOKEN)), timeout=20
+                messages(hello), metadata=call_metadata(with_token(TOKEN), RUN_ID), timeout=20
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await join.read()
@@ -121,5 +122,7 @@ async def test_a_message_above_the_limit_is_refused_before_it_is_read(tmp_path: 
     ):
         stop = channel.unary_unary("/slipstream.v1.StatusService/StopRun")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stop(bytes((64 << 20) + 1), metadata=call_metadata(with_token(TOKEN)), timeout=20)
+            await stop(
+                bytes((64 << 20) + 1), metadata=call_metadata(with_token(TOKEN), RUN_ID), timeout=20
+            )
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -22,6 +22,7 @@ from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.protocol.codec import decode_trajectory
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.largest_messages import largest
+from support.fakes.named_channel import NamedChannel
 from support.rigs.counted_work import counted, num_lines
 from support.rigs.fuzz_calls import METHODS, opening
 from support.rigs.fuzzing import new
@@ -52,7 +53,8 @@ def say(address: str, name: str, messages: list[bytes]) -> grpc.StatusCode:
     method = METHODS[name]
     path = f"/{method.containing_service.full_name}/{method.name}"
     options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(address, options) as channel:
+    with grpc.insecure_channel(address, options) as unnamed:
+        channel = NamedChannel(unnamed)
         try:
             if method.client_streaming:
                 for _ in channel.stream_stream(path)(iter(messages), timeout=2):

@@ -13,7 +13,6 @@ import grpc.aio
 import pytest
 from slipstream.client import Client
 from slipstream.learner.controller.records.journal import read_records
-from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.queue.seal import seal
 from slipstream.v1 import (
@@ -27,9 +26,10 @@ from slipstream.v1 import (
     trainer_pb2_grpc,
     trajectory_pb2,
 )
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.liars import Liar, attacked, deliver, ended
+from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config, play
 from support.rigs.waiting import until
 
@@ -74,7 +74,7 @@ async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
     trainer.hold_at(1)
 
     async def during(controller, tasks):
-        async with asyncio.timeout(60), open_channel(address, OPEN) as channel:
+        async with asyncio.timeout(60), open_named(address) as channel:
             await trainer.until_held()
             server.gate.clear()
             trainer.gate.set()

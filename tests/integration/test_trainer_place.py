@@ -15,10 +15,10 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.access import security
-from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from support.fakes.fake_server import OPEN
+from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config
 
 FIRST = """
@@ -130,7 +130,7 @@ async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tm
 
 async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
     config = make_config(tmp_path)
-    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+    async with controlled(config), open_named(config.controller.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         first = await stub.Register(HELLO, wait_for_ready=True, timeout=10)
         epoch = ((TRAINER_EPOCH, str(first.trainer_epoch)),)
@@ -156,7 +156,7 @@ async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
 
 async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
     config = make_config(tmp_path)
-    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+    async with controlled(config), open_named(config.controller.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         status = status_pb2_grpc.StatusServiceStub(channel)
 
@@ -175,7 +175,7 @@ async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
 @pytest.mark.parametrize("epoch", ["0", "1"])
 async def test_nobody_has_the_place_before_a_trainer_has_registered(tmp_path, epoch):
     config = make_config(tmp_path)
-    async with controlled(config), open_channel(config.controller.address, OPEN) as channel:
+    async with controlled(config), open_named(config.controller.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         goodbye = trainer_pb2.TrainerGoodbye()
         metadata = ((TRAINER_EPOCH, epoch),)

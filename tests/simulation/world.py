@@ -551,7 +551,7 @@ class World:
             server.address = address
             return 1
 
-        def create_server(_: object) -> SimulatedServer:
+        def create_server(_: object, run_id: str) -> SimulatedServer:
             return SimulatedServer(self.network)
 
         def open_channel(address: str, _: object) -> SimulatedChannel:

@@ -23,10 +23,10 @@ EXAMPLES = {
     "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
     "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
     "submit": "slipstream submit my_tasks:Reverse --args '{\"length\": 3}' --weight 0.5",
-    "status": "slipstream status --controller 10.0.0.1:7070",
-    "environments": "slipstream environments",
-    "drain": "slipstream drain server-1 --reason maintenance",
-    "stop": "slipstream stop --reason 'the reward is high enough'",
+    "status": "slipstream status letters",
+    "environments": "slipstream environments runs/letters",
+    "drain": "slipstream drain server-1 letters --reason maintenance",
+    "stop": "slipstream stop letters --reason 'the reward is high enough'",
     "chaos": "slipstream chaos deploy/configs/quickstart.toml --kills 20 --seed 1 run.name=harmed",
     "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
     "replay": "slipstream replay runs/quickstart --step 10",
@@ -364,7 +364,15 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--controller", default="127.0.0.1:7070", metavar="HOST:PORT")
+    parser.add_argument(
+        *("run",),
+        nargs="?",
+        metavar="RUN",
+        help="its folder, or its name in runs/; default: the only run that goes on there",
+    )
+    parser.add_argument(
+        "--controller", metavar="HOST:PORT", help="in place of RUN: the address of its controller"
+    )
     for option in ("--token-file", "--tls-ca", "--tls-certificate", "--tls-key"):
         parser.add_argument(option, type=Path)
 

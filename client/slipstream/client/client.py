@@ -21,6 +21,7 @@ import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
+from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import (
     EnvironmentStatus,
     Event,
@@ -89,14 +90,17 @@ class Client:
         tls_certificate: Path | None = None,
         tls_key: Path | None = None,
         reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
+        run_id: str | None = None,
     ) -> None:
         """Takes the controller's `address`, host:port; other hosts need `token_file` and `tls_ca`.
 
         A run with `security.tls_client_ca` needs `tls_certificate` and `tls_key` too. `serve` and
-        `watch` wait up to `reconnect_timeout_s` for a controller that they lost. Raises ConfigError
-        for an invalid address or file, or a missing one.
+        `watch` wait up to `reconnect_timeout_s` for a controller that they lost. The run is
+        `run_id`, by default the one that answers first; other runs refuse the client's calls.
+        Raises ConfigError for an invalid address or file, or a missing one.
         """
         address_parts(address)
+        self._run_id = run_id
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
         self._credentials = Credentials.load(
             SecuritySection(
@@ -116,13 +120,31 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._channel = open_channel(self._address, self._credentials)
-        self._metadata = call_metadata(self._credentials)
+        self._metadata = call_metadata(self._credentials, self._run_id)
         self._environments = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
         self._status = status_pb2_grpc.StatusServiceStub(self._channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close(None)
+
+    @classmethod
+    def of_run(cls, run: str | FoundRun | None = None) -> Client:
+        """Returns the client of the run whose folder, or name below `runs`, is `run`.
+
+        None means the only run that goes on there. The credentials are those of the run's settings.
+        Raises ConfigError if the folder has no address of a controller.
+        """
+        found = run if isinstance(run, FoundRun) else find_run(run)
+        security = found.security
+        return cls(
+            found.address,
+            token_file=security.token_file,
+            tls_ca=security.tls_ca,
+            tls_certificate=security.tls_certificate,
+            tls_key=security.tls_key,
+            run_id=found.run_id,
+        )
 
     async def submit(
         self,
@@ -170,7 +192,7 @@ class Client:
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
         request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
         submit = self._environments.SubmitEnvironment
-        response = await self._ask(submit, request, limit_s=SUBMIT_TIMEOUT_S + reset_s)
+        response = await self._change(submit, request, limit_s=SUBMIT_TIMEOUT_S + reset_s)
         status = environment_from_pb(response.status)
         if status.state == "suspended":
             raise EnvironmentFailed(
@@ -233,11 +255,27 @@ class Client:
 
     async def status(self) -> RunStatus:
         """Returns the state of the run at this moment."""
-        return run_from_pb(await self._ask(self._status.GetStatus, status_pb2.GetStatusRequest()))
+        run = run_from_pb(await self._ask(self._status.GetStatus, status_pb2.GetStatusRequest()))
+        if self._run_id is None:
+            self._run_id = run.run_id
+            self._metadata = call_metadata(self._credentials, run.run_id)
+        return run
+
+    async def _change(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        *,
+        limit_s: float = CALL_TIMEOUT_S,
+    ) -> Response:
+        """Makes a call that must name the run."""
+        if self._run_id is None:
+            await self.status()
+        return await self._ask(method, request, limit_s=limit_s)
 
     async def stop(self, reason: str) -> None:
         """Asks the run to end normally, after the current step."""
-        await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
+        await self._change(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
     async def drain(self, server_id: str, reason: str) -> str:
         """Asks one rollout server to end or return its episodes, and to leave the run.
@@ -245,7 +283,7 @@ class Client:
         Returns a warning on what the run lacks without this server, or "" if it lacks nothing.
         """
         request = status_pb2.DrainServerRequest(server_id=server_id, reason=reason)
-        return str((await self._ask(self._status.DrainServer, request)).warning)
+        return str((await self._change(self._status.DrainServer, request)).warning)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""

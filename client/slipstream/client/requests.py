@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
+from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import aligned, counted, plain, say
 from slipstream.core.errors import ConfigError, RunFailed
 
+CREDENTIALS = ("token_file", "tls_ca", "tls_certificate", "tls_key")
 # States of a server that a scheduler should not restart.
 WORKING = ("loading", "serving", "draining")
 _RATE = "pass_at_"
@@ -20,14 +22,17 @@ _COUNTS = ("episodes", "failed")
 
 
 def connect(arguments: argparse.Namespace) -> Client:
-    """Returns the client for a command's connection arguments."""
-    return Client(
-        arguments.controller,
-        token_file=arguments.token_file,
-        tls_ca=arguments.tls_ca,
-        tls_certificate=arguments.tls_certificate,
-        tls_key=arguments.tls_key,
-    )
+    """Returns the client for a command's run, found by its folder, or for a stated controller."""
+    if arguments.controller is not None and arguments.run is not None:
+        raise ConfigError(f"give --controller or the run {arguments.run}, not both")
+    if arguments.controller is not None:
+        found = FoundRun(arguments.controller)
+    else:
+        found = find_run(arguments.run)
+    files = {name: getattr(arguments, name) for name in CREDENTIALS}
+    stated = {name: file for name, file in files.items() if file is not None}
+    security = found.security.model_copy(update=stated)
+    return Client.of_run(dataclasses.replace(found, security=security))
 
 
 async def submit(arguments: argparse.Namespace) -> int:
@@ -87,8 +92,9 @@ async def environments(arguments: argparse.Namespace) -> int:
 async def stop(arguments: argparse.Namespace) -> int:
     """Runs `slipstream stop`: asks the run to stop after the current step; returns 0."""
     async with connect(arguments) as client:
+        run = await client.status()
         await client.stop(arguments.reason)
-    say("the run stops after the step that is under way")
+    say(plain(f"run {run.run_id} stops after the step that is under way"))
     return 0
 
 

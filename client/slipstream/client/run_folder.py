@@ -9,7 +9,10 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
+import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import (
+    ADDRESS,
     CHECKPOINTS,
     CONFIG,
     FINAL_ADAPTERS,
@@ -33,8 +37,9 @@ from slipstream.core.run_folder import (
     SUMMARY,
     check_journal_not_lost,
     journal_logs,
+    journaled_run_id,
 )
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import Config, SecuritySection
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
     check_newest,
@@ -285,6 +290,81 @@ def write_config(config: Config, folder: Path) -> Path:
             partial.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """What a client needs to call the controller of a run."""
+
+    address: str
+    security: SecuritySection = SecuritySection()
+    # None if it is not known yet.
+    run_id: str | None = None
+
+
+def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
+    """Returns the run whose folder, or name below `runs`, is `run`.
+
+    None means the only run of a command that goes on there. Raises ConfigError if there is no such
+    run, or its folder lacks the controller's address.
+    """
+    if run is None:
+        going = [path.parent for path in sorted(runs.glob(f"*/{ADDRESS}")) if _is_held(path.parent)]
+        if len(going) != 1:
+            which = ", ".join(folder.name for folder in going) or "no run"
+            raise ConfigError(
+                f"what goes on in {runs}/ is {which}: name a run, or give --controller HOST:PORT"
+            )
+        folder = going[0]
+    else:
+        folder = Path(run) if (Path(run) / CONFIG).is_file() else runs / run
+    settings = tomllib.loads(settings_of(folder).read_text())
+    try:
+        address = (folder / ADDRESS).read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / ADDRESS}: {error.strerror}; give --controller HOST:PORT"
+        ) from error
+    security = SecuritySection.model_validate(settings.get("security", {}))
+    return FoundRun(address, security, journaled_run_id(folder))
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        _check_not_held(folder / LOCK, folder)
+    except ConfigError:
+        return True
+    return False
+
+
+def begin_run(config: Config, address: str) -> str:
+    """Returns the id of the run that begins or goes on; writes the controller's address down.
+
+    Raises ConfigError if `run.id` is not that of the run that goes on, or the file of the address
+    cannot be written.
+    """
+    folder = config.run_dir
+    run_id = journaled_run_id(folder) or config.run.id
+    run_id = run_id or f"{config.run.name}-{secrets.token_hex(4)}"
+    if config.run.id not in (None, run_id):
+        raise ConfigError(f"run.id must stay {run_id} when a run goes on, got {config.run.id}")
+    try:
+        (folder / ADDRESS).write_text(f"{address}\n")
+    except OSError as error:
+        raise ConfigError(f"{folder / ADDRESS} cannot be written: {error.strerror}") from error
+    return run_id
+
+
+def identified(config: Config, address: str, run_id: str) -> Config:
+    """Returns the settings with the controller's address and the id of the run."""
+    controller = config.controller.model_copy(update={"address": address})
+    run = config.run.model_copy(update={"id": run_id})
+    return config.model_copy(update={"controller": controller, "run": run})
+
+
+def identity_overrides(config: Config) -> list[str]:
+    """Returns the overrides that `identified` makes, for programs that read the run's settings."""
+    return [f'controller.address="{config.controller.address}"', f'run.id="{config.run.id}"']
 
 
 def check_resumable(before: Config, now: Config) -> None:

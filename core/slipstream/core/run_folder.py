@@ -1,6 +1,7 @@
 """Names of files in a run's folder that several programs use, and functions on logs."""
 
 import itertools
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +13,8 @@ CONFIG = "config.toml"
 JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 # The folder of checkpoints, and the trained model in it.
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
+# The controller's address, HOST:PORT, as the newest command has it.
+ADDRESS = "controller.address"
 # A row for each step and evaluation, and the facts of a run that has ended.
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 # Some trajectories as text, and the numbers of all groups, both of sampled steps.
@@ -44,6 +47,21 @@ def journal_logs(folder: Path) -> list[Path]:
 def newest_log_number(folder: Path) -> int:
     """Returns the number of the newest log in a journal's `folder`, or 0 if there is none."""
     return max(map(log_number, _log_names(folder)), default=0)
+
+
+def journaled_run_id(folder: Path) -> str | None:
+    """Returns the run's id in the first journal record of its `folder`, or None without a record.
+
+    A damaged line counts as none: the controller reports the damage when it reads the journal.
+    """
+    for log in journal_logs(folder / JOURNAL):
+        with log.open("rb") as lines:
+            _, _, record = next(lines, b"").partition(b" ")
+        try:
+            return str(json.loads(record)["run_id"])
+        except (ValueError, LookupError, TypeError):
+            continue
+    return None
 
 
 def _log_names(folder: Path) -> list[str]:

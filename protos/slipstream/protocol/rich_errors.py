@@ -37,6 +37,8 @@ class Reason(Enum):
     WRONG_TOKEN = "WRONG_TOKEN"
     # The token belongs to a role that must not call the method.
     NOT_OF_THE_ROLE = "NOT_OF_THE_ROLE"
+    # The call names no run, or another run than the controller's.
+    OTHER_RUN = "OTHER_RUN"
     # The host makes more calls under its role than are allowed.
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
 
@@ -79,3 +81,11 @@ def error_info(
             if detail.Unpack(info) and info.domain == DOMAIN:
                 return info
     return None
+
+
+def has_reason(error: grpc.RpcError, reason: Reason) -> bool:
+    """Whether a call failed for the `reason` that `abort` was given."""
+    # The error of a call is also a grpc.Call, which the stubs do not declare.
+    call: Any = error
+    info = error_info(call.trailing_metadata())
+    return info is not None and info.reason == reason.value

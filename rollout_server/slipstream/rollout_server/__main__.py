@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     become_reaper()
     try:
         check_server_id(options.server_id)
-        config = read_settings(options.config, options.max_episodes)
+        config = load_config(options.config, options.overrides)
         check_model(config)
         uvloop.run(_serve(config, options))
     except ConfigError as error:
@@ -85,29 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
     return DONE
 
 
-def read_settings(path: Path, max_episodes: int | None) -> Config:
-    """Returns the settings in the file `path`; `max_episodes`, unless None, replaces its value.
-
-    Raises ConfigError if the settings are invalid.
-    """
-    overrides = [] if max_episodes is None else [f"rollout_server.max_episodes={max_episodes}"]
-    return load_config(path, overrides)
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.rollout_server",
         description="One rollout server: a vLLM engine and the episodes that it generates for.",
     )
     parser.add_argument("--config", type=Path, required=True, help="resolved settings of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
     parser.add_argument(
         "--server-id",
         default=f"{socket.gethostname()}-{secrets.token_hex(2)}",
         help="name of this server; unique in its run",
-    )
-    parser.add_argument(
-        "--max-episodes", type=int, help="in place of rollout_server.max_episodes of the settings"
     )
     parser.add_argument(
         "--connect-timeout-s",

@@ -27,6 +27,7 @@ from slipstream.protocol.access.security import (
     redis_url_of,
 )
 from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.episode import EpisodeServices
@@ -91,6 +92,7 @@ class RolloutServer:
         self._engine, self._renderer = engine, renderer
         self._gateway = gateway
         self._credentials = Credentials.load(config.security)
+        self._metadata = call_metadata(self._credentials, config.run.id)
         self._outbox = OutgoingMessages()
         self._stored: StoredWeights | None = None
         if config.rollout_server.weights_from == "storage":
@@ -114,7 +116,7 @@ class RolloutServer:
             traces = self._open_traces(stack, joined.welcome.run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
-                clients = ClientEnvironments(channel, call_metadata(self._credentials))
+                clients = ClientEnvironments(channel, self._metadata)
                 environments = Environments(
                     group,
                     self._gateway,
@@ -150,18 +152,11 @@ class RolloutServer:
         stop: asyncio.Event,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Runs one session after another, until one ends drained or `stop` is set between two.
-
-        Raises RunFailed if the controller of a later session runs another run.
-        """
+        """Runs one session after another, until one ends drained or `stop` is set between two."""
         following: _Joined | None = joined
         # Sessions whose last trajectories wait for room in the queue: a controller may make room.
         waiting: list[Session] = []
         while following is not None:
-            if following.welcome.run_id != joined.welcome.run_id:
-                raise RunFailed(
-                    f"the controller runs {following.welcome.run_id}, not {joined.welcome.run_id}"
-                )
             session = Session(
                 Identity(
                     joined.welcome.run_id,
@@ -209,7 +204,7 @@ class RolloutServer:
             greeting.undelivered.extend(undelivered[:MAX_UNDELIVERED])
             self._outbox.put_nowait(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
-                self._outbox.messages(), metadata=call_metadata(self._credentials)
+                self._outbox.messages(), metadata=self._metadata
             )
             try:
                 async with asyncio.timeout(_WELCOME_LIMIT_S):
@@ -220,6 +215,8 @@ class RolloutServer:
                 cause = "it sent no welcome"
             except grpc.aio.AioRpcError as error:
                 cause = error.details() or error.code().name
+                if has_reason(error, Reason.OTHER_RUN):
+                    raise RunFailed(cause) from None
                 if error.code() in _REFUSALS:
                     raise ConfigError(f"the controller refuses this server: {cause}") from None
                 if cause != told:
@@ -243,7 +240,7 @@ class RolloutServer:
         from slipstream.protocol.queue.grpc import GrpcSender
 
         return await stack.enter_async_context(
-            GrpcSender(channel, self._credentials, queue.max_bytes)
+            GrpcSender(channel, self._credentials, queue.max_bytes, run_id=run_id)
         )
 
     def _open_traces(self, stack: AsyncExitStack, run_id: str) -> ServerTraces:

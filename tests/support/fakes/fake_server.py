@@ -19,7 +19,6 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
 from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcSender
@@ -28,7 +27,8 @@ from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 
-OPEN = Credentials(None, None, None, None)
+from support.fakes.named_channel import OPEN, open_named
+
 QUEUE_BYTES = 256 << 20
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 
@@ -124,7 +124,7 @@ class FakeServer:
         self.evaluation_gate.set()
 
     async def run(self) -> None:
-        async with open_channel(self.address, OPEN) as channel, AsyncExitStack() as self.stack:
+        async with open_named(self.address) as channel, AsyncExitStack() as self.stack:
             if not self.queue_url:
                 sender = GrpcSender(channel, OPEN, self.queue_bytes)
                 self.sender = await self.stack.enter_async_context(sender)

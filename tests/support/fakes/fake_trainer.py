@@ -9,11 +9,11 @@ import grpc.aio
 import numpy as np
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.protocol import codec
-from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
-from support.fakes.fake_server import LAYOUT, OPEN, bucket_digests
+from support.fakes.fake_server import LAYOUT, bucket_digests
+from support.fakes.named_channel import open_named
 from support.rigs.waiting import until
 
 Checkpoint = tuple[PolicyVersion, bytes]
@@ -79,7 +79,7 @@ class FakeTrainer:
         self.gate.set()
 
     async def run(self) -> None:
-        async with open_channel(self.address, OPEN) as channel:
+        async with open_named(self.address) as channel:
             self.stub = trainer_pb2_grpc.TrainerServiceStub(channel)
             hello = trainer_pb2.TrainerHello(
                 world_size=1,

@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 from slipstream.learner.controller.application import Controller
-from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import (
     fleet_pb2,
@@ -20,8 +19,9 @@ from slipstream.v1 import (
     trajectory_pb2_grpc,
 )
 
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config, play
 from support.rigs.waiting import until
 
@@ -80,7 +80,7 @@ async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
     async def during(controller: Controller, tasks: list) -> None:
         await until(lambda: trainer.version.step >= 2, 60)
         try:
-            async with open_channel(config.controller.address, OPEN) as channel:
+            async with open_named(config.controller.address) as channel:
                 async with asyncio.timeout(60):
                     await attack(channel, server)
                 status = status_pb2_grpc.StatusServiceStub(channel)

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slipstream.client.launch.preflight import free_port
-
 from support.rigs.completed import completed
 from support.rigs.run_processes import PROGRAM
 
@@ -33,7 +31,6 @@ class Reader:
         self.folder = folder
         self.meanwhile = meanwhile
         self.steps = steps
-        self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
         path = f"{PROGRAM.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environ = os.environ | {"PATH": path}
         self.outputs: dict[str, str] = {}
@@ -66,12 +63,9 @@ class Reader:
 
     def _adapted(self, text: str) -> str:
         text = re.sub(r"^steps = \d+$", f"steps = {self.steps}", text, flags=re.MULTILINE)
-        text = text.replace("127.0.0.1:7070", self.address)
         if self.steps < 100:
             text = text.replace("--step 100", f"--step {self.steps}")
-        return text.replace(
-            "[algorithm]", f'[controller]\naddress = "{self.address}"\n\n[algorithm]'
-        )
+        return text
 
     def _carry_out(self, command: str) -> None:
         done = completed(
@@ -93,8 +87,7 @@ class Reader:
                     assert run.poll() is None and time.monotonic() < ends_s, text
                     time.sleep(0.05)
                 for asked in self.meanwhile:
-                    is_ours = asked.startswith("slipstream ")
-                    self._carry_out(f"{asked} --controller {self.address}" if is_ours else asked)
+                    self._carry_out(asked)
                 assert run.wait(LIMIT_S) == 0, shown.read_text()
             finally:
                 run.kill()

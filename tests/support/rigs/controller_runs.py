@@ -10,12 +10,13 @@ from slipstream.learner.controller.application import Controller
 
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import RUN_ID
 
 
 def make_config(tmp_path, *evaluations: dict, **changes) -> Config:
     """Settings of a small run; a key SECTION__NAME among `changes` is another value of one."""
     table = {
-        "run": {"name": "r", "steps": 12, "dir": str(tmp_path)},
+        "run": {"name": "r", "id": RUN_ID, "steps": 12, "dir": str(tmp_path)},
         "model": {"path": "nowhere"},
         "algorithm": {
             "group_size": 4,

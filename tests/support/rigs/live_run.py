@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import grpc.aio
 from slipstream.learner.controller.application import Controller
-from slipstream.protocol.access.security import open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config
 from support.rigs.waiting import until
 
@@ -105,7 +105,7 @@ class LiveRun:
         self._controller = Controller(self.config, OPEN, goodbye_limit_s=1.0)
         self._running = asyncio.ensure_future(self._controller.run())
         self._peers = [asyncio.ensure_future(peer.run()) for peer in (self.server, self.trainer)]
-        self._open = open_channel(self.address, OPEN)
+        self._open = open_named(self.address)
         self.channel = await self._open.__aenter__()
         await until(lambda: self.trainer.version.step >= self.trainer.gated_from, LIMIT_S)
 

@@ -218,6 +218,16 @@ def _queue(scene: Scene) -> str | None:
     return "`slipstream run` starts a Valkey server of its own"
 
 
+def check_stated_port(scene: Scene) -> None:
+    """Checks that parts which are started separately can know the controller's port."""
+    address = scene.config.controller.address
+    if not scene.dry_run and not scene.parts >= WHOLE_RUN and not address_parts(address)[1]:
+        raise ConfigError(
+            "controller.address must name a port where the parts of a run are started separately, "
+            f"such as 127.0.0.1:7070, got {address}"
+        )
+
+
 def _packages(scene: Scene) -> None:
     """Checks that the packages of the parts that start on this machine are installed."""
     names, queue = [], scene.config.queue
@@ -350,6 +360,7 @@ CHECKS = (
     Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
     Check("disk", Stage.PLACE, CONTROLLER, lambda scene: [disk_for(scene.config)]),
     Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
+    Check("controller", Stage.PLACE, WHOLE_RUN, check_stated_port),
     Check("controller", Stage.PLACE, CONTROLLER, _controller),
     Check(
         *("security", Stage.PLACE, CONTROLLER),
@@ -366,12 +377,17 @@ CHECKS = (
 
 
 async def ask_controller(
-    address: str, credentials: Credentials, limit_s: float, *, asker: str = ""
+    address: str,
+    credentials: Credentials,
+    limit_s: float,
+    *,
+    asker: str = "",
+    run_id: str | None = None,
 ) -> Answer:
     """Asks the controller for its setup until it answers.
 
-    Raises ConfigError if the controller refuses or does not answer within `limit_s` seconds.
-    `asker` names this host to the controller.
+    Raises ConfigError if the controller refuses, as that of another run than `run_id` does, or does
+    not answer within `limit_s` seconds. `asker` names this host to the controller.
     """
     cause = ""
     async with open_channel(address, credentials) as channel:
@@ -383,7 +399,7 @@ async def ask_controller(
                 setup = await stub.GetSetup(
                     status_pb2.GetSetupRequest(asker=asker),
                     timeout=left_s,
-                    metadata=call_metadata(credentials),
+                    metadata=call_metadata(credentials, run_id),
                 )
             except grpc.aio.AioRpcError as error:
                 cause = " ".join((error.details() or error.code().name).split())
@@ -398,6 +414,19 @@ async def ask_controller(
         f"no controller answers at {address} within {limit_s:g} s: {cause}; start the learner, and "
         "let no firewall stand between"
     )
+
+
+async def running_id(scene: Scene) -> str:
+    """Returns the id of the run whose controller answers at `controller.address`.
+
+    Raises ConfigError if no controller answers in time, or if `run.id` is another run's.
+    """
+    config = scene.config
+    credentials = Credentials.load(config.security)
+    answer = await ask_controller(
+        config.controller.address, credentials, scene.connect_timeout_s, run_id=config.run.id
+    )
+    return answer.setup.run_id
 
 
 async def compare(

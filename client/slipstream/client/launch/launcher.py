@@ -19,7 +19,15 @@ from pathlib import Path
 
 from slipstream.client.advice import profile_lines
 from slipstream.client.launch import roles
-from slipstream.client.launch.checks import CONTROLLER, LEARNER, SERVER, Scene, Stage, require
+from slipstream.client.launch.checks import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    Scene,
+    Stage,
+    require,
+    running_id,
+)
 from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
 from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.placement import (
@@ -30,14 +38,17 @@ from slipstream.client.launch.placement import (
     place_here,
     uses_gpus,
 )
-from slipstream.client.launch.preflight import check_installed, prove_algorithms
+from slipstream.client.launch.preflight import check_installed, hold_address, prove_algorithms
 from slipstream.client.launch.roles import Share, learner_node
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.run_folder import (
+    begin_run,
     check_unwritten,
     hold_folder,
     hold_run_folder,
+    identified,
+    identity_overrides,
     make_folder,
     make_run_folder,
     settings_of,
@@ -141,15 +152,28 @@ async def _carry_out(
     await require(scene, Stage.SETTINGS)
     if dry_run:
         return await show_dry_run(scene, profile)
-    config, placement = await _place(scene)
     async with AsyncExitStack() as stack:
+        address = config.controller.address
+        if share.has_controller:
+            address = stack.enter_context(hold_address(address))
+        config, placement = await _place(scene)
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
         queue = None
         if share.servers and config.queue.kind == "redis" and config.queue.redis_url is None:
             queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
             config = _with_queue(config, queue)
         credentials = Credentials.load(config.security)
-        processes = RunProcesses(config, credentials, placement, node_rank=share.node_rank)
+        if share.has_controller:
+            run_id = begin_run(config, address)
+        else:
+            run_id = await running_id(scene)
+        processes = RunProcesses(
+            identified(config, address, run_id),
+            credentials,
+            placement,
+            node_rank=share.node_rank,
+            stated=config,
+        )
         await stack.enter_async_context(processes)
         if queue is not None:
             processes.keep_queue(queue)
@@ -201,7 +225,9 @@ async def run_rollout_server(
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
     address, log = config.controller.address, folder / "server.log"
     with hold_folder(folder, refusal=refusal):
-        arguments = ["--config", str(write_config(config, folder)), "--controller", address]
+        config, stated = identified(config, address, await running_id(scene)), config
+        arguments = ["--config", str(write_config(stated, folder)), *identity_overrides(config)]
+        arguments += ["--controller", address]
         arguments += ["--connect-timeout-s", str(connect_timeout_s), "--server-id", name]
         environ = placement.server_environment(0)
         child = await start_child(

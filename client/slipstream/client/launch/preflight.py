@@ -127,24 +127,53 @@ def check_own_certificate(config: Config) -> None:
 def check_port(address: str) -> str:
     """Checks that the controller can listen on `address`; returns a line that says so.
 
-    Raises ConfigError if it cannot, or if the port is 0.
+    Raises ConfigError if it cannot. With port 0 it will take a free port.
     """
+    with _bound(address):
+        return f"{address} is of this machine and free"
+
+
+@contextlib.contextmanager
+def hold_address(address: str) -> Iterator[str]:
+    """Keeps others from `address` until the block ends; yields it, with a free port in place of 0.
+
+    Only sockets that listen with SO_REUSEADDR, as gRPC's do, can use the address meanwhile, so the
+    controller may listen there again and again. Other commands are refused by a name of this
+    machine, an abstract unix socket, which the kernel frees with this process. Raises ConfigError
+    if the controller cannot listen there.
+    """
+    host, _, port = address.rpartition(":")
+    while True:
+        chosen = address if int(port) else f"{host}:{free_port(address_parts(address)[0])}"
+        with _bound(chosen) as held, socket.socket(socket.AF_UNIX) as name:
+            try:
+                name.bind(f"\0slipstream {held.getsockname()[:2]}")
+            except OSError as error:
+                if not int(port):
+                    continue
+                raise _cannot_listen(chosen, error) from error
+            yield chosen
+            return
+
+
+@contextlib.contextmanager
+def _bound(address: str) -> Iterator[socket.socket]:
     host, port = address_parts(address)
-    if port == 0:
-        raise ConfigError(
-            f"controller.address must name a port that others can know, got {address}"
-        )
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(_family(host), socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            held.bind((host, port))
         except OSError as error:
-            taken = "; another run may have it: choose another port"
-            raise ConfigError(
-                f"controller.address: cannot listen on {address}: {error.strerror}"
-                f"{taken if error.errno == errno.EADDRINUSE else ''}"
-            ) from error
-    return f"{address} is of this machine and free"
+            raise _cannot_listen(address, error) from error
+        yield held
+
+
+def _cannot_listen(address: str, error: OSError) -> ConfigError:
+    taken = "; another run may have it: choose another port, or 0 for a free one"
+    return ConfigError(
+        f"controller.address: cannot listen on {address}: {error.strerror}"
+        f"{taken if error.errno == errno.EADDRINUSE else ''}"
+    )
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -25,11 +25,11 @@ from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement, describe_sharing
 from slipstream.client.launch.roles import CONTROLLER, SERVER
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
-from slipstream.client.run_folder import node_folder, write_config
+from slipstream.client.run_folder import identity_overrides, node_folder, write_config
 from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
-from slipstream.core.errors import FAILED, QueueError, RunFailed
+from slipstream.core.errors import FAILED, USAGE_ERROR, ConfigError, QueueError, RunFailed
 from slipstream.core.machine.owned_folder import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
@@ -62,9 +62,9 @@ FORGIVEN_S = 600.0
 class RunCalls:
     """Calls the controller at `address`; only `status` raises an error if no controller answers."""
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
+    def __init__(self, address: str, credentials: Credentials, run_id: str | None = None) -> None:
         self._address, self._credentials = address, credentials
-        self.metadata = call_metadata(credentials)
+        self.metadata = call_metadata(credentials, run_id)
 
     def channel(self) -> grpc.aio.Channel:
         """Opens a new connection, which the caller closes."""
@@ -168,13 +168,25 @@ class RunProcesses:
     """Starts and restarts the processes of one command; leaving `async with` ends them."""
 
     def __init__(
-        self, config: Config, credentials: Credentials, placement: Placement, *, node_rank: int = 0
+        self,
+        config: Config,
+        credentials: Credentials,
+        placement: Placement,
+        *,
+        node_rank: int = 0,
+        stated: Config | None = None,
     ) -> None:
+        """Writes `stated`, or else `config`, to the run's folder.
+
+        `stated` lacks the run's id and its free port, which a copy of these settings must not have.
+        """
         self._config, self._placement = config, placement
-        self._calls = RunCalls(config.controller.address, credentials)
+        self._calls = RunCalls(config.controller.address, credentials, config.run.id)
         self._logs = config.run_dir / LOGS
-        settings = write_config(config, node_folder(config, node_rank))
+        settings = write_config(stated or config, node_folder(config, node_rank))
         self._config_arguments = ["--config", str(settings)]
+        if stated is not None:
+            self._config_arguments += identity_overrides(config)
         self._children: list[Child] = []
         self._forks: list[ForkServer] = []
         self._controller: asyncio.Task[Child] | None = None
@@ -216,7 +228,8 @@ class RunProcesses:
 
     def start_controller(self, *, num_servers: int) -> None:
         """Starts the controller and shows the run's first lines, with the number of servers."""
-        self._display.tell(f"the run starts; its logs are in {self._logs}/")
+        address = self._config.controller.address
+        self._display.tell(f"the run starts at {address}; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
         if self._config.automatic:
             chosen = describe_choices(self._config)
@@ -295,7 +308,8 @@ class RunProcesses:
             if cause == self._display.told_failure:
                 return FAILED
             raise RunFailed(with_full_disk(cause, self._logs))
-        raise RunFailed(controller.describe_end())
+        error = ConfigError if controller.process.returncode == USAGE_ERROR else RunFailed
+        raise error(controller.describe_end())
 
     @property
     def _signalled(self) -> int:
@@ -375,8 +389,9 @@ class RunProcesses:
 
     async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
         policy = RestartPolicy(SERVER.restarts)
-        arguments = [*self._config_arguments, "--controller", self._config.controller.address]
-        arguments += ["--server-id", name, "--max-episodes", str(episodes)]
+        arguments = [*self._config_arguments, f"rollout_server.max_episodes={episodes}"]
+        arguments += ["--controller", self._config.controller.address]
+        arguments += ["--server-id", name]
         forks = ForkServer(SERVER.module, arguments)
         self._forks.append(forks)
         # If both use the whole GPU in turns, the learner must have loaded and freed it.

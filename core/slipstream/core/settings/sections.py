@@ -219,6 +219,9 @@ class RunSection(Section):
 
     # Name of the run and of its folder.
     name: Annotated[str, Field(pattern=RUN_NAME, max_length=100)]
+    # Id of the run, which every call to its controller names. The command that starts the
+    # controller chooses it.
+    id: Annotated[str, Field(pattern=RUN_NAME, max_length=128)] | None = None
     # Number of training steps, which is also the last version.
     steps: Positive
     # Folder that holds the run's folder.
@@ -262,8 +265,10 @@ MAX_HEARTBEAT_S = 0.5
 class ControllerSection(Section):
     """The controller, to whose address all other parts connect."""
 
-    # Address of the controller. Off loopback it needs TLS and a token.
-    address: Address = "127.0.0.1:7070"
+    # Address of the controller. Off loopback it needs TLS and a token. With port 0 `slipstream run`
+    # takes a free port and writes the address to `controller.address` in the run's folder. Parts
+    # that are started separately need a port.
+    address: Address = "127.0.0.1:0"
     # Silence after which a rollout server counts as dead, while the controller itself runs. Servers
     # report after a tenth of it or 0.5 s, and less often from the 65th on.
     heartbeat_timeout_s: Silence = 5.0

@@ -51,10 +51,11 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="slipstream-controller", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, handlers=[DescriptorLog(sys.stderr.fileno())])
     try:
-        return uvloop.run(_serve(arguments.config))
+        return uvloop.run(_serve(arguments.config, arguments.overrides))
     except RunFailed as error:
         _last_words(error)
         return FAILED
@@ -77,13 +78,13 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def _serve(path: Path) -> int:
+async def _serve(path: Path, overrides: list[str]) -> int:
     from slipstream.core.settings.measurement_sections import check_trackers
     from slipstream.learner.algorithms.functions import load_functions
     from slipstream.learner.controller.application import Controller
     from slipstream.protocol.access.security import Credentials
 
-    config = load_config(path)
+    config = load_config(path, overrides)
     check_trackers(config.tracking)
     load_functions(config, ("reward", "filter"))
     controller = Controller(config, Credentials.load(config.security))

@@ -154,7 +154,7 @@ class Controller:
         self._config = config
         self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
-        run_id = f"{config.run.name}-{secrets.token_hex(4)}"
+        run_id = config.run.id or f"{config.run.name}-{secrets.token_hex(4)}"
         self._run = Run.of(config, run_id)
         self._progress = self._run.progress
         algorithm = config.algorithm
@@ -190,8 +190,9 @@ class Controller:
             self._checkpoints.begin(history.checkpoint.step)
             self._recorder = await open_recorder(self._config, self._run.events)
             stack.callback(self._recorder.close)
-            server = create_server(self._credentials)
+            server = create_server(self._credentials, run_id=self._progress.run_id)
             stack.push_async_callback(server.stop, GRACE_S)
+            bind(server, self._config.controller.address, self._credentials)
             receiver = AccountedReceiver(
                 await open_receiver(stack, server, journal, history, self._run)
             )
@@ -203,7 +204,6 @@ class Controller:
                 self._assemble(books, server, tasks)
                 restore(books, self._restored, history, self._run)
                 self._book.awaited.hold(receiver.backlog)
-                bind(server, self._config.controller.address, self._credentials)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
                     await stack.enter_async_context(self._metrics(books))

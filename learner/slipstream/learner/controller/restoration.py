@@ -39,6 +39,8 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     elif run.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
     run_id = run.progress.run_id if first is None else str(first.get("run_id", ""))
+    if run.config.run.id not in (None, run_id):
+        raise ConfigError(f"{folder} holds run {run_id}, and run.id is {run.config.run.id}")
     # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
     start: dict[str, JsonValue] = {"format": FORMAT, "run_id": run_id, "key": key}

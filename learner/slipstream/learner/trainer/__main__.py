@@ -57,9 +57,10 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved settings")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     try:
-        config = load_config(arguments.config)
+        config = load_config(arguments.config, arguments.overrides)
         check_model(config)
         check_storage(config.weights.storage_url)
         from slipstream.learner.trainer.ranks.parallel import Launch

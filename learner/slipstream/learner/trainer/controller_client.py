@@ -26,7 +26,7 @@ from slipstream.protocol.codec import (
     version_from_pb,
     version_to_pb,
 )
-from slipstream.protocol.rich_errors import Reason, error_info
+from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 
@@ -67,7 +67,7 @@ class ControllerClient:
         self._address = config.controller.address
         self._channel = open_blocking_channel(self._address, credentials)
         self._stub: Stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        self._token = call_metadata(credentials)
+        self._token = call_metadata(credentials, config.run.id)
         # The epoch of the newest registration.
         self._epoch: tuple[tuple[str, str], ...] = ()
         # Half of the other ranks' limit, so that they outlast a call that rank 0 abandons.
@@ -100,7 +100,7 @@ class ControllerClient:
                 break
             except grpc.RpcError as error:
                 is_over = self._stop_reason is not None or time.monotonic() > until_s
-                if is_over or not _has_reason(error, Reason.PLACE_TAKEN):
+                if is_over or not has_reason(error, Reason.PLACE_TAKEN):
                     raise self._failure("Register", error) from error
                 logger.warning("waiting for the place in the run: %s", _describe(error))
             time.sleep(backoff.take_s())
@@ -127,7 +127,7 @@ class ControllerClient:
                 if self._closed.is_set():
                     return
                 logger.warning("KeepPlace: %s", _describe(error))
-                if _has_reason(error, Reason.NOT_REGISTERED):
+                if has_reason(error, Reason.NOT_REGISTERED):
                     self._enter_again()
                 elif _code(error) is grpc.StatusCode.FAILED_PRECONDITION:
                     # The next call fails with the same cause.
@@ -229,7 +229,7 @@ class ControllerClient:
             )
         except grpc.RpcError as error:
             logger.warning("StartPublish: %s", _describe(error))
-            return not _has_reason(error, Reason.NOT_REGISTERED)
+            return not has_reason(error, Reason.NOT_REGISTERED)
         return len(answer.receivers) >= count
 
     def finish_publish(self, result: pb.PublishResult) -> pb.PublishReceipt:
@@ -304,7 +304,7 @@ class ControllerClient:
                     continue
                 is_away = _code(error) is grpc.StatusCode.UNAVAILABLE
                 # `_keep_place` registers with a controller that was started again.
-                is_away |= self._hello is not None and _has_reason(error, Reason.NOT_REGISTERED)
+                is_away |= self._hello is not None and has_reason(error, Reason.NOT_REGISTERED)
                 if not is_away or self._stop_reason is not None or time.monotonic() > until_s:
                     raise
                 logger.warning("%s: %s; trying again", name, _describe(error))
@@ -319,12 +319,6 @@ def _code(error: grpc.RpcError) -> grpc.StatusCode:
     call: Any = error
     code: grpc.StatusCode = call.code()
     return code
-
-
-def _has_reason(error: grpc.RpcError, reason: Reason) -> bool:
-    call: Any = error
-    info = error_info(call.trailing_metadata())
-    return info is not None and info.reason == reason.value
 
 
 def _describe(error: grpc.RpcError) -> str:

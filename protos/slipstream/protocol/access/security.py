@@ -30,10 +30,12 @@ from slipstream.protocol.access.checked_calls import (
 )
 from slipstream.protocol.access.tokens import (
     RIGHTS,
+    RUN_KEY,
     TOKEN_KEY,
     CallMetadata,
     Tokens,
     may_call,
+    needs_run,
     read_tokens,
     role_of,
     role_token,
@@ -150,9 +152,15 @@ def check_metrics_address(address: str, credentials: Credentials) -> None:
 
 
 def create_server(
-    credentials: Credentials, *, unix_token: str | None = None, rates: CallRates | None = None
+    credentials: Credentials,
+    *,
+    unix_token: str | None = None,
+    rates: CallRates | None = None,
+    run_id: str | None = None,
 ) -> grpc.aio.Server:
     """Creates a gRPC server that checks callers' tokens and call rates, and messages' bounds.
+
+    With `run_id` it also refuses calls that name another run, or none.
 
     The run's tokens are `unix_token` if given, else the tokens of `credentials`. Without any,
     neither tokens nor `rates` (default: `CallRates()`) are checked. A handler that fails ends its
@@ -161,6 +169,8 @@ def create_server(
     """
     tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
     interceptors: list[Interceptor] = [CheckingInterceptor()]
+    if run_id is not None:
+        interceptors.insert(0, RunInterceptor(run_id))
     if tokens is not None:
         interceptors.insert(0, TokenInterceptor(tokens, rates))
     return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
@@ -252,9 +262,31 @@ def without_password(config: Config) -> Config:
     return config.model_copy(update={"queue": queue})
 
 
-def call_metadata(credentials: Credentials) -> CallMetadata:
-    """Returns the metadata with the current token, which every call must carry."""
-    return CallMetadata(credentials.tokens)
+def call_metadata(credentials: Credentials, run_id: str | None = None) -> CallMetadata:
+    """Returns the metadata that every call must carry: the current token, and the run's id."""
+    return CallMetadata(credentials.tokens, run_id)
+
+
+class RunInterceptor(Interceptor):
+    """Refuses calls that name another run; without a name only `NAMELESS` methods are open."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Returns the call's handler, or a handler of the same kind that refuses the call."""
+        named = dict(handler_call_details.invocation_metadata or ()).get(RUN_KEY, "")
+        handler = await continuation(handler_call_details)
+        needs_name = needs_run(str(handler_call_details.method))
+        if handler is None or named == self._run_id or not (named or needs_name):
+            return handler
+        text = f"this is the controller of run {self._run_id}, "
+        text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"
+        return _refusal(handler, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.OTHER_RUN)
 
 
 class TokenInterceptor(Interceptor):

@@ -22,10 +22,12 @@ from typing import overload
 from slipstream.core.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS = 32
-TOKEN_KEY = "authorization"
+TOKEN_KEY, RUN_KEY = "authorization", "slipstream-run"
 
 _PREFIX = "/slipstream.v1."
 _READS = ("StatusService/GetStatus", "StatusService/Watch", "EnvironmentService/ListEnvironments")
+# Methods that tell a caller which run it has found, so that they can be called without its id.
+NAMELESS = (*_READS, "StatusService/GetSetup")
 # Methods that each role may call in addition to `_READS`: all methods of a service, or one.
 RIGHTS: dict[str, tuple[str, ...]] = {
     "trainer": ("TrainerService/", "StatusService/StopRun", "StatusService/GetSetup"),
@@ -48,6 +50,11 @@ def role_of(token: str) -> str | None:
     """Returns the role of a role's token, or None for the run's own token."""
     role, dot, _ = token.partition(".")
     return role if dot and role in RIGHTS else None
+
+
+def needs_run(method: str) -> bool:
+    """Whether calls of `method` must name the run by its id in the metadata `RUN_KEY`."""
+    return method.startswith(_PREFIX) and method.removeprefix(_PREFIX) not in NAMELESS
 
 
 def may_call(role: str | None, method: str) -> bool:
@@ -120,13 +127,16 @@ class Tokens:
 
 
 class CallMetadata(Sequence[tuple[str, str]]):
-    """Metadata of gRPC calls: the token that is current when read, or nothing without tokens."""
+    """Metadata of gRPC calls: the token that is current when read, and the run's id, if known."""
 
-    def __init__(self, tokens: Tokens | None) -> None:
+    def __init__(self, tokens: Tokens | None, run_id: str | None = None) -> None:
         self._tokens = tokens
+        self._run = ((RUN_KEY, run_id),) if run_id is not None else ()
 
     def _now(self) -> tuple[tuple[str, str], ...]:
-        return ((TOKEN_KEY, f"Bearer {self._tokens.lines[0]}"),) if self._tokens is not None else ()
+        if self._tokens is None:
+            return self._run
+        return ((TOKEN_KEY, f"Bearer {self._tokens.lines[0]}"), *self._run)
 
     @overload
     def __getitem__(self, index: int) -> tuple[str, str]: ...

@@ -54,11 +54,18 @@ class GrpcSender:
     connection the sender connects again, for as long as it is open.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, max_bytes: int) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        credentials: Credentials,
+        max_bytes: int,
+        *,
+        run_id: str | None = None,
+    ) -> None:
         """Limits the unacknowledged bytes to `max_bytes`; the caller closes `channel`."""
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
         self._deliver = stub.Deliver
-        self._metadata = call_metadata(credentials)
+        self._metadata = call_metadata(credentials, run_id)
         self._budget = ByteBudget(max_bytes)
         self._unacknowledged: dict[TrajectoryId, pb.DeliverRequest] = {}
         self._sent, self.taken = EpochAmounts(), EpochAmounts()

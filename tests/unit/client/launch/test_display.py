@@ -112,7 +112,7 @@ def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_p
     config = config_of(tmp_path)
     begin = "loading model into 1 trainer rank"
     assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
-    assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:7070"
+    assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:0"
 
 
 def test_one_round_of_evaluation_is_no_progress(tmp_path: Path) -> None:

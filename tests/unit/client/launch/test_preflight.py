@@ -17,15 +17,22 @@ import grpc
 import pytest
 import tomli_w
 from slipstream.client.launch import preflight
-from slipstream.client.launch.checks import Scene, Stage, ask_controller, require
+from slipstream.client.launch.checks import (
+    WHOLE_RUN,
+    Scene,
+    Stage,
+    ask_controller,
+    check_stated_port,
+    require,
+)
 from slipstream.client.launch.launcher import run_all, run_learner
 from slipstream.client.launch.preflight import (
     check_engine,
     check_environments,
     check_installed,
     check_own_certificate,
-    check_port,
     free_port,
+    hold_address,
 )
 from slipstream.client.launch.queue_server import ask_queue
 from slipstream.client.run_folder import write_config
@@ -33,7 +40,7 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
-from slipstream.protocol.access.security import Credentials, create_server
+from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
@@ -57,11 +64,48 @@ def test_a_port_in_use_is_not_free() -> None:
         free_port("127.0.0.1", ports=[taken])
 
 
-def test_the_controller_has_a_port_that_others_can_know() -> None:
-    with pytest.raises(
-        ConfigError, match=r"must name a port that others can know, got 127\.0\.0\.1:0"
-    ):
-        check_port("127.0.0.1:0")
+async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone() -> None:
+    stated = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with hold_address(stated) as address:
+        assert address == stated
+        taken = f"cannot listen on {stated}: Address already in use; another run may have it"
+        # Before the controller listens, while it does, and between two starts of it.
+        for starts in (False, True, False):
+            server = create_server(Credentials(None, None, None, None))
+            if starts:
+                assert bind(server, stated, Credentials(None, None, None, None))
+                await server.start()
+            with pytest.raises(ConfigError, match=taken), hold_address(stated):
+                pass
+            with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+                other.bind(("127.0.0.1", int(stated.rpartition(":")[2])))
+            await server.stop(None)
+    with hold_address(stated):
+        pass
+
+
+def test_commands_without_a_port_get_a_free_one_each() -> None:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(hold_address("127.0.0.1:0")) for _ in range(20)]
+        assert len(set(held)) == 20
+        assert all(re.fullmatch(r"127\.0\.0\.1:[1-9]\d+", address) for address in held)
+
+
+def test_two_commands_that_draw_the_same_free_port_do_not_share_it(monkeypatch) -> None:
+    drawn, other = free_port("127.0.0.1"), free_port("127.0.0.1")
+    ports = iter((drawn, drawn, other))
+    monkeypatch.setattr(preflight, "free_port", lambda _: next(ports))
+    with hold_address("127.0.0.1:0") as first, hold_address("127.0.0.1:0") as second:
+        assert (first, second) == (f"127.0.0.1:{drawn}", f"127.0.0.1:{other}")
+
+
+@pytest.mark.parametrize("part", ["learner", "rollout_server"])
+async def test_parts_that_are_started_apart_need_the_controllers_port(part: str) -> None:
+    config = small_config(controller={"address": "127.0.0.1:0"})
+    line = "controller.address must name a port where .* separately, .* got 127.0.0.1:0"
+    with pytest.raises(ConfigError, match=line):
+        check_stated_port(Scene(config, frozenset({part})))
+    check_stated_port(Scene(config, WHOLE_RUN))
 
 
 @pytest.fixture(scope="module")

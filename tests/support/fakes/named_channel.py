@@ -1,0 +1,41 @@
+"""Channels whose calls all name the run of `make_config`, as those of its own parts do."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from slipstream.protocol.access.security import Credentials, open_channel
+from slipstream.protocol.access.tokens import RUN_KEY
+
+RUN_ID = "r-0001"
+OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class NamedChannel:
+    """A channel of grpc or grpc.aio."""
+
+    def __init__(self, channel: Any, run_id: str = RUN_ID) -> None:  # noqa: ANN401
+        self._channel, self._named = channel, (RUN_KEY, run_id)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        made = getattr(self._channel, name)
+        return self._naming(made) if name in SHAPES else made
+
+    def _naming(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: object, **options: object) -> Callable[..., Any]:
+            call = make(*args, **options)
+
+            def named(*given: object, metadata: Any = (), **more: object) -> Any:  # noqa: ANN401
+                return call(*given, metadata=(*(metadata or ()), self._named), **more)
+
+            return named
+
+        return method
+
+
+@asynccontextmanager
+async def open_named(address: str, run_id: str = RUN_ID) -> AsyncIterator[Any]:
+    """A channel to the run's controller."""
+    async with open_channel(address, OPEN) as channel:
+        yield NamedChannel(channel, run_id)
