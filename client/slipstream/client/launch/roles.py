@@ -23,6 +23,7 @@ LEARNER_GRACE_S = 600.0
 SERVER_GRACE_S = 30.0
 # Port of the ranks' rendezvous, unless learner.master has one.
 MASTER_PORT = 29500
+CONTROLLER_PORT = 7070
 
 
 class Contract(BaseModel):
@@ -355,8 +356,8 @@ def server_grace_s(config: Config) -> float:
 
 
 def controller_port(config: Config) -> int:
-    """Returns the port of the controller in the settings."""
-    return address_parts(config.controller.address)[1]
+    """Returns the port of the controller in the settings, or its usual one if they name none."""
+    return address_parts(config.controller.address)[1] or CONTROLLER_PORT
 
 
 def master_port(config: Config) -> int:

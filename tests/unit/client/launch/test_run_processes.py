@@ -82,7 +82,8 @@ def deaf_config(tmp_path: Path) -> Config:
     # The command reads it before the controller starts.
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     model = config.model.model_copy(update={"path": tmp_path})
-    return config.model_copy(update={"controller": there, "model": model})
+    run = config.run.model_copy(update={"id": "test-1"})
+    return config.model_copy(update={"run": run, "controller": there, "model": model})
 
 
 async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
